@@ -168,7 +168,7 @@ def _nothing_fits(run: Run, gpu: Gpu, found: Found, free_recompute: bool) -> str
     world, batch = run.sizes.world, run.global_batch_size
     if not found.rejected:
         return (
-            f"no number of replicas that {world} GPUs allow divides global_batch_size ({batch}); give "
+            f"no data-parallel size that {world} GPUs allow divides global_batch_size ({batch}); give "
             f"--global-batch-size {-(-batch // world) * world}, or another --num-gpus"
         )
     least = found.least()

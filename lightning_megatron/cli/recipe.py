@@ -148,7 +148,7 @@ class RecipeCLI(LightningCLI):
             # A file that is no checkpoint can end in any error of the unpickler.
             path = self.config[self.config.subcommand].get("ckpt_path")
             reason = _why_unread(str(error))
-            raise ConfigurationError([f"ckpt_path ({path}) cannot be read as a checkpoint: {reason}"]) from error
+            raise ConfigurationError(f"ckpt_path ({path}) cannot be read as a checkpoint: {reason}") from error
 
 
 def run_recipe(
@@ -200,7 +200,7 @@ def _require_checkpoint(path: str, strategy: Strategy) -> None:
     if is_named_checkpoint(path) or "://" in path:
         return
     if not os.path.exists(path):
-        raise ConfigurationError([f"ckpt_path ({path}) does not exist; give a checkpoint, or leave it out"])
+        raise ConfigurationError(f"ckpt_path ({path}) does not exist; give a checkpoint, or leave it out")
     if isinstance(strategy, SingleDeviceStrategy) and os.path.isdir(path):
         raise ConfigurationError(
             [

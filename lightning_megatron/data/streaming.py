@@ -214,7 +214,7 @@ class StreamReader:
         if packers.keys() != set(range(self._assigner.num_packers)):
             raise ValueError(
                 f"the state of a stream has the packers {sorted(packers)} of {self._assigner.num_packers}: go on"
-                " from a checkpoint that holds the states of all replicas, as those of MegatronStrategy do"
+                " from a checkpoint that holds the states of all data-parallel ranks, as those of MegatronStrategy do"
             )
         self.consumed_samples = consumed_samples
         assigner = min((state["assigner"] for state in states), key=itemgetter("number"))

@@ -60,13 +60,13 @@ def adamw_with_warmup(module: L.LightningModule, config: AdamWConfig) -> dict[st
     )
     total_steps = config.total_steps or module.trainer.estimated_stepping_batches
     if math.isinf(total_steps):
-        raise ConfigurationError(["training has no end, and its learning rate no curve; give max_steps or total_steps"])
+        raise ConfigurationError("training has no end, and its learning rate no curve; give max_steps or total_steps")
     try:
         curve = WarmupCosine(
             warmup_steps=config.warmup_steps, total_steps=int(total_steps), minimum=config.minimum_fraction
         )
     except ValueError as error:
-        raise ConfigurationError([str(error)]) from error
+        raise ConfigurationError(str(error)) from error
     # A function, because LambdaLR saves the fields of an object and, on resuming, puts them over those now asked for.
     scheduler = LambdaLR(optimizer, lambda step: curve(step))
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}

@@ -58,10 +58,8 @@ class FinetuneModule(GPTModule):
         fp8 = strategy.fp8 if isinstance(strategy, MegatronStrategy) else None
         if self.lora is not None and fp8 is not None and fp8.engine == "transformer_engine":
             raise ConfigurationError(
-                [
-                    "lora and Transformer Engine do not go together, which runs whole linears; use "
-                    "MegatronStrategy(fp8=Fp8Config(engine='torch')), or leave one of the two out"
-                ]
+                "lora and Transformer Engine do not go together, which runs whole linears; use "
+                "MegatronStrategy(fp8=Fp8Config(engine='torch')), or leave one of the two out"
             )
         require_fitting_tokenizer(self.trainer.datamodule, self.path, self.config.vocab_size)  # type: ignore[attr-defined]
 
@@ -79,8 +77,6 @@ def require_fitting_tokenizer(data: object, path: str, vocab_size: int) -> None:
         return
     if tokenizer.vocab_size > vocab_size:
         raise ConfigurationError(
-            [
-                f"the tokenizer ({data.config.tokenizer}) has ids up to {tokenizer.vocab_size - 1}, and the model "
-                f"({path}) has a vocabulary of {vocab_size}; give the tokenizer of the model"
-            ]
+            f"the tokenizer ({data.config.tokenizer}) has ids up to {tokenizer.vocab_size - 1}, and the model "
+            f"({path}) has a vocabulary of {vocab_size}; give the tokenizer of the model"
         )

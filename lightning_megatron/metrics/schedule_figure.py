@@ -13,7 +13,7 @@ from lightning_megatron.metrics.step_timeline import (
     KIND_WORDS,
     OPTIMIZER,
     REDUCE,
-    Lap,
+    ActivitySpan,
     lane_of,
 )
 from lightning_megatron.metrics.timeline_figure import Bar, Panel, Row
@@ -35,7 +35,7 @@ _COLOURS = {
 _WAITS = "waiting for a message"
 _WAITING = (196, 196, 196)
 # Lanes from bottom to top, where several things were done at a time.
-_ORDER = ("messages", "data", "backward", "forward", "replicas", "optimizer")
+_ORDER = ("messages", "data", "backward", "forward", "data-parallel", "optimizer")
 
 
 def schedule_panel(timeline: Timeline, *, unit: str, heading: str = "") -> Panel:
@@ -48,12 +48,12 @@ def schedule_panel(timeline: Timeline, *, unit: str, heading: str = "") -> Panel
     return Panel(rows=rows, unit=unit, heading=heading, idle="idle")
 
 
-def step_row(label: str, laps: Iterable[Lap], stages: Sequence[int], *, begin: float) -> Row:
+def step_row(label: str, spans: Iterable[ActivitySpan], stages: Sequence[int], *, begin: float) -> Row:
     """What a rank with these stages did, in milliseconds after `begin`."""
-    ordered = sorted(laps, key=lambda lap: (_ORDER.index(lane_of(lap.activity)), lap.start))
+    ordered = sorted(spans, key=lambda span: (_ORDER.index(lane_of(span.activity)), span.start))
     return Row(
         label,
-        tuple(_bar(lap.activity, (lap.start - begin) * 1e3, (lap.end - begin) * 1e3, stages) for lap in ordered),
+        tuple(_bar(span.activity, (span.start - begin) * 1e3, (span.end - begin) * 1e3, stages) for span in ordered),
     )
 
 

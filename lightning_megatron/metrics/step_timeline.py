@@ -5,7 +5,7 @@ predicts.
     forward       forwards, of a schedule by stage and microbatch
     backward      backwards and their halves
     messages      waiting for what other stages send, and for what this rank sent to have left
-    replicas      sums of gradients, gathered parameters
+    data-parallel sums of gradients, gathered parameters
     optimizer     checks and clipping, the optimizer's step
     data          waiting for the next batch
 
@@ -33,13 +33,13 @@ CLIP = "check and clip gradients"
 OPTIMIZER = "optimizer"
 GATHER = "gather parameters"
 
-LANES = ("forward", "backward", "messages", "replicas", "optimizer", "data")
+LANES = ("forward", "backward", "messages", "data-parallel", "optimizer", "data")
 _LANE_OF_NAME = {
     DATA: "data",
     FORWARD: "forward",
     BACKWARD: "backward",
-    REDUCE: "replicas",
-    GATHER: "replicas",
+    REDUCE: "data-parallel",
+    GATHER: "data-parallel",
     CLIP: "optimizer",
     OPTIMIZER: "optimizer",
 }
@@ -61,7 +61,7 @@ _SHORTEST_SECONDS = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
-class Lap:
+class ActivitySpan:
     """Something that a rank did, and when."""
 
     activity: Activity
@@ -81,14 +81,14 @@ class Lap:
 
 
 @dataclass(frozen=True, slots=True)
-class RankLaps:
+class RankSpans:
     """The activities of one rank in a step."""
 
     rank: int
     """Global."""
     pp_rank: int
     stages: tuple[int, ...]
-    laps: tuple[Lap, ...]
+    spans: tuple[ActivitySpan, ...]
     is_shown: bool
     """Among those that stand for all, in a picture."""
 
@@ -101,10 +101,10 @@ def lane_of(activity: Activity) -> str:
         return "messages"
     if activity.kind in COMPUTES:
         return "forward" if activity.kind is Kind.FORWARD else "backward"
-    return "replicas"
+    return "data-parallel"
 
 
-def in_words(activity: Activity) -> str:
+def describe(activity: Activity) -> str:
     """An activity in words, for a reader."""
     if isinstance(activity, str):
         return activity
@@ -112,16 +112,16 @@ def in_words(activity: Activity) -> str:
     return f"{KIND_WORDS[activity.kind]}, stage {activity.stage}{microbatch}"
 
 
-def stage_costs(ranks: Sequence[RankLaps], num_stages: int) -> tuple[Costs, ...]:
+def stage_costs(ranks: Sequence[RankSpans], num_stages: int) -> tuple[Costs, ...]:
     """The mean seconds of each kind of compute of each stage, over all ranks that hold it.
 
     A kind that was not run costs nothing, but for a whole backward, which costs as much as its halves.
     """
     seconds: defaultdict[tuple[int, Kind], list[float]] = defaultdict(list)
     for rank in ranks:
-        for lap in rank.laps:
-            if isinstance(lap.activity, Action) and lap.is_compute:
-                seconds[lap.activity.stage, lap.activity.kind].append(lap.seconds)
+        for span in rank.spans:
+            if isinstance(span.activity, Action) and span.is_compute:
+                seconds[span.activity.stage, span.activity.kind].append(span.seconds)
     means = {key: max(sum(values) / len(values), _SHORTEST_SECONDS) for key, values in seconds.items()}
 
     def cost(stage: int, kind: Kind) -> float:
@@ -141,77 +141,81 @@ def stage_costs(ranks: Sequence[RankLaps], num_stages: int) -> tuple[Costs, ...]
     return tuple(found)
 
 
-def predicted(schedules: Sequence[Schedule], costs: Sequence[Costs], starts: Sequence[float]) -> list[tuple[Lap, ...]]:
+def predicted(
+    schedules: Sequence[Schedule], costs: Sequence[Costs], starts: Sequence[float]
+) -> list[tuple[ActivitySpan, ...]]:
     """The computes of each pipeline rank under the schedules, one schedule a batch, played from those moments on."""
-    laps: list[list[Lap]] = [[] for _ in range(schedules[0].pp)]
+    spans: list[list[ActivitySpan]] = [[] for _ in range(schedules[0].pp)]
     for batch, (schedule, start) in enumerate(zip(schedules, starts, strict=True)):
-        for rank, spans in enumerate(play(order_of(schedule), costs).spans):
-            laps[rank] += [Lap(span.action, batch, start + span.start, start + span.end) for span in spans]
-    return [tuple(own) for own in laps]
+        for rank, played in enumerate(play(order_of(schedule), costs).spans):
+            spans[rank] += [ActivitySpan(span.action, batch, start + span.start, start + span.end) for span in played]
+    return [tuple(own) for own in spans]
 
 
-def windows(all_laps: Sequence[Sequence[Lap]]) -> list[tuple[float, float]]:
+def windows(all_spans: Sequence[Sequence[ActivitySpan]]) -> list[tuple[float, float]]:
     """The moments at which each batch's first compute of a schedule begins and its last one ends."""
-    computes = [lap for laps in all_laps for lap in laps if lap.is_compute]
+    computes = [span for spans in all_spans for span in spans if span.is_compute]
     return [
         (
-            min(lap.start for lap in computes if lap.batch == batch),
-            max(lap.end for lap in computes if lap.batch == batch),
+            min(span.start for span in computes if span.batch == batch),
+            max(span.end for span in computes if span.batch == batch),
         )
-        for batch in sorted({lap.batch for lap in computes})
+        for batch in sorted({span.batch for span in computes})
     ]
 
 
-def bubble(all_laps: Sequence[Sequence[Lap]]) -> float:
+def bubble(all_spans: Sequence[Sequence[ActivitySpan]]) -> float:
     """The share of the schedules' time in which ranks compute nothing, their mean, 0 to 1."""
-    lasting = sum(end - start for start, end in windows(all_laps))
-    busy = sum(lap.seconds for laps in all_laps for lap in laps if lap.is_compute)
-    return 1 - busy / (lasting * len(all_laps))
+    lasting = sum(end - start for start, end in windows(all_spans))
+    busy = sum(span.seconds for spans in all_spans for span in spans if span.is_compute)
+    return 1 - busy / (lasting * len(all_spans))
 
 
 def chrome_trace(
-    ranks: Sequence[RankLaps], predictions: Sequence[tuple[str, Sequence[Sequence[Lap]]]], about: dict[str, Any]
+    ranks: Sequence[RankSpans],
+    predictions: Sequence[tuple[str, Sequence[Sequence[ActivitySpan]]]],
+    about: dict[str, Any],
 ) -> dict[str, Any]:
     """The record as Chrome's JSON: a process for each rank, and for each pipeline rank of each named prediction.
 
     Source: "Trace Event Format", Google, events X and M; `ts` and `dur` are microseconds. It begins with the step.
     """
-    begin = min((lap.start for rank in ranks for lap in rank.laps), default=0.0)
+    begin = min((span.start for rank in ranks for span in rank.spans), default=0.0)
     events: list[dict[str, Any]] = []
     for rank in ranks:
         stages = f", stages {' '.join(map(str, rank.stages))}" if rank.stages else ""
-        events += _process(rank.rank, f"rank {rank.rank}{stages}", rank.laps, begin)
+        events += _process(rank.rank, f"rank {rank.rank}{stages}", rank.spans, begin)
     number = max((rank.rank for rank in ranks), default=0)
     for name, by_rank in predictions:
-        for pp_rank, laps in enumerate(by_rank):
+        for pp_rank, spans in enumerate(by_rank):
             number += 1
-            events += _process(number, f"{name}: pipeline rank {pp_rank}", laps, begin)
+            events += _process(number, f"{name}: pipeline rank {pp_rank}", spans, begin)
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
 
 
-def _process(number: int, name: str, laps: Sequence[Lap], begin: float) -> list[dict[str, Any]]:
+def _process(number: int, name: str, spans: Sequence[ActivitySpan], begin: float) -> list[dict[str, Any]]:
     events: list[dict[str, Any]] = [
         {"ph": "M", "pid": number, "tid": 0, "name": "process_name", "args": {"name": name}},
         {"ph": "M", "pid": number, "tid": 0, "name": "process_sort_index", "args": {"sort_index": number}},
     ]
     for place, lane in enumerate(LANES):
-        if any(lane_of(lap.activity) == lane for lap in laps):
+        if any(lane_of(span.activity) == lane for span in spans):
             events.append({"ph": "M", "pid": number, "tid": place, "name": "thread_name", "args": {"name": lane}})
-    for lap in laps:
-        lane = lane_of(lap.activity)
-        what = {"batch": lap.batch}
-        if isinstance(lap.activity, Action):
-            what |= {"stage": lap.activity.stage, "microbatch": lap.activity.microbatch}
+    for span in spans:
+        lane = lane_of(span.activity)
+        what = {"batch": span.batch}
+        if isinstance(span.activity, Action):
+            what |= {"stage": span.activity.stage, "microbatch": span.activity.microbatch}
         events.append(
             {
                 "ph": "X",
                 "pid": number,
                 "tid": LANES.index(lane),
                 "cat": lane,
-                "name": str(lap.activity),
-                "ts": (lap.start - begin) * 1e6,
-                "dur": lap.seconds * 1e6,
-                "args": what | {"what": in_words(lap.activity)},
+                "name": str(span.activity),
+                "ts": (span.start - begin) * 1e6,
+                "dur": span.seconds * 1e6,
+                "args": what | {"what": describe(span.activity)},
             }
         )
     return events

@@ -63,8 +63,7 @@ class OptimizerConfig:
             )
         if self.overlap_param_gather and self.kind == "replicated":
             faults.append(
-                "overlap_param_gather (True) needs kind 'distributed': replicas that step all of their weights gather "
-                "none"
+                "overlap_param_gather (True) needs kind 'distributed': ranks that step all of their weights gather none"
             )
         if faults:
             raise ValueError("\n".join(faults))

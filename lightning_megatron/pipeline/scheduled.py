@@ -35,8 +35,8 @@ class OpenGradients(Protocol):
     def __call__(self, queue: list[Task] | None = None) -> AbstractContextManager[None]: ...
 
 
-class Replicas(Protocol):
-    """Sums gradients over replicas while backwards run, and brings stepped weights before forwards."""
+class DataParallelHooks(Protocol):
+    """Sums gradients over data-parallel ranks while backwards run, and gathers stepped weights before forwards."""
 
     def expect(self, stage: int, parameters: Iterable[Tensor] | None = None) -> None:
         """The last backward of a stage is about to run; only the gradients of `parameters` miss, where given."""
@@ -55,8 +55,8 @@ class Replicas(Protocol):
         ...
 
 
-class SingleReplica:
-    """The `Replicas` of a model that has none but itself: there is nothing to sum or to bring."""
+class NoDataParallelHooks:
+    """Hooks of a model without data parallelism: there is nothing to sum or to gather."""
 
     def expect(self, stage: int, parameters: Iterable[Tensor] | None = None) -> None:
         """Nothing to do."""
@@ -71,7 +71,7 @@ class SingleReplica:
         """Nothing to do."""
 
 
-_SINGLE = SingleReplica()
+_NO_HOOKS = NoDataParallelHooks()
 
 
 class _SavedStage:
@@ -91,9 +91,9 @@ class ScheduledCall:
 
     `enter_step(microbatch)` enters the caller's step and returns the loss, scaled as it shall be differentiated;
     `differentiate(loss)` runs its backward; `first_samples` are the places of the microbatches' first rows within the
-    global batch; within `opened` the linears look after the gradients of their weights; `replicas` hears when gradients
-    are complete and weights are needed. With one stage a step may call its models as often as it likes, or not at all;
-    with several it calls one model once.
+    global batch; within `opened` the linears look after the gradients of their weights; `data_parallel` hears when
+    gradients are complete and weights are needed. With one stage a step may call its models as often as it likes, or
+    not at all; with several it calls one model once.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class ScheduledCall:
         differentiate: Callable[[Tensor], None],
         first_samples: Sequence[int],
         opened: OpenGradients,
-        replicas: Replicas = _SINGLE,
+        data_parallel: DataParallelHooks = _NO_HOOKS,
     ) -> None:
         self._modules = modules
         self._num_stages = mesh.sizes.num_stages
@@ -112,7 +112,7 @@ class ScheduledCall:
         self._differentiate = differentiate
         self._first_samples = first_samples
         self._opened = opened
-        self._replicas = replicas
+        self._data_parallel = data_parallel
         self._stage = 0
         self._received: Payload | None = None
         self._output: Payload | None = None
@@ -176,7 +176,7 @@ class ScheduledCall:
     def backward(self, stage: int, microbatch: int, grad: Payload | None) -> Payload | None:
         """Runs the backward of a microbatch through a stage."""
         if self._is_last(microbatch):
-            self._replicas.expect(stage)
+            self._data_parallel.expect(stage)
         return self._run_backward(stage, microbatch, grad, None)
 
     def backward_input(self, stage: int, microbatch: int, grad: Payload | None) -> Payload | None:
@@ -190,21 +190,21 @@ class ScheduledCall:
         tasks = self._weight_tasks.pop((stage, microbatch))
         is_last = self._is_last(microbatch)
         if is_last:
-            self._replicas.expect(stage, [weight for weight, _ in tasks])
+            self._data_parallel.expect(stage, [weight for weight, _ in tasks])
         left = Counter(weight for weight, _ in tasks)
         for weight, task in tasks:
             task()
             left[weight] -= 1
             if is_last and not left[weight]:
-                self._replicas.grad_ready(weight)
+                self._data_parallel.grad_ready(weight)
 
     def reduce_gradients(self, stage: int) -> None:
         """Tells that the gradients of a stage are complete."""
-        self._replicas.complete(stage)
+        self._data_parallel.complete(stage)
 
     def gather_parameters(self, stage: int) -> None:
         """Tells that the weights of a stage are needed."""
-        self._replicas.gather(stage)
+        self._data_parallel.gather(stage)
 
     def _is_last(self, microbatch: int) -> bool:
         # Every schedule takes the backwards of a stage in the order of the microbatches.

@@ -111,7 +111,7 @@ class MoELayer(nn.Module):
         if self.config.dispatcher == "all_gather" and not self._has_equal_sizes(tokens):
             raise ValueError(
                 f"dispatcher 'all_gather' needs as many tokens on each of the {self.num_sharing} ranks that share "
-                "experts, and with packed documents replicas have different numbers of them; use dispatcher "
+                "experts, and with packed documents data-parallel ranks have different numbers of them; use dispatcher "
                 "'all_to_all', or batches without segments"
             )
 

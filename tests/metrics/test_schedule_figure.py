@@ -5,7 +5,7 @@ from itertools import combinations
 import pytest
 
 from lightning_megatron.metrics.schedule_figure import schedule_panel, step_row
-from lightning_megatron.metrics.step_timeline import DATA, OPTIMIZER, REDUCE, Lap
+from lightning_megatron.metrics.step_timeline import DATA, OPTIMIZER, REDUCE, ActivitySpan
 from lightning_megatron.pipeline.bubble import timeline_of
 from lightning_megatron.pipeline.registry import ScheduleName
 from lightning_megatron.pipeline.schedule import Action, Kind
@@ -20,13 +20,13 @@ CASES: list[tuple[ScheduleName, int, Costs]] = [
     ("zb_v", 2, Costs()),
 ]
 LAPS = (
-    Lap(DATA, 0, 3.0, 3.2),
-    Lap(Action(Kind.RECV_FORWARD, 0, 0), 0, 3.2, 3.6),
-    Lap(Action(Kind.FORWARD, 0, 0), 0, 3.6, 4.6),
-    Lap(Action(Kind.FORWARD, 2, 1), 0, 4.6, 5.6),
-    Lap(Action(Kind.BACKWARD, 2, 1), 0, 5.6, 7.6),
-    Lap(Action(Kind.REDUCE_GRADS, 2, -1), 0, 7.0, 7.6),
-    Lap(OPTIMIZER, 0, 7.6, 8.0),
+    ActivitySpan(DATA, 0, 3.0, 3.2),
+    ActivitySpan(Action(Kind.RECV_FORWARD, 0, 0), 0, 3.2, 3.6),
+    ActivitySpan(Action(Kind.FORWARD, 0, 0), 0, 3.6, 4.6),
+    ActivitySpan(Action(Kind.FORWARD, 2, 1), 0, 4.6, 5.6),
+    ActivitySpan(Action(Kind.BACKWARD, 2, 1), 0, 5.6, 7.6),
+    ActivitySpan(Action(Kind.REDUCE_GRADS, 2, -1), 0, 7.0, 7.6),
+    ActivitySpan(OPTIMIZER, 0, 7.6, 8.0),
 )
 
 
@@ -61,7 +61,7 @@ def test_a_compute_that_takes_no_time_is_not_drawn() -> None:
 def test_a_step_is_in_milliseconds_with_computes_above_what_ran_below_them() -> None:
     row = step_row("rank 0", LAPS, (0, 2), begin=3.0)
     times = {(round(bar.start), round(bar.end)) for bar in row.bars}
-    assert times == {(round((lap.start - 3) * 1e3), round((lap.end - 3) * 1e3)) for lap in LAPS}
+    assert times == {(round((span.start - 3) * 1e3), round((span.end - 3) * 1e3)) for span in LAPS}
     names = ["waiting for a message", DATA, "backward", "forward", "forward", REDUCE, OPTIMIZER]
     assert [bar.entry for bar in row.bars] == names
     assert [bar.label for bar in row.bars] == ["", "", "1", "0", "1", "", ""]

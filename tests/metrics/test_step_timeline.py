@@ -11,11 +11,11 @@ from lightning_megatron.metrics.step_timeline import (
     LANES,
     OPTIMIZER,
     REDUCE,
-    Lap,
-    RankLaps,
+    ActivitySpan,
+    RankSpans,
     bubble,
     chrome_trace,
-    in_words,
+    describe,
     lane_of,
     predicted,
     stage_costs,
@@ -30,11 +30,13 @@ SCHEDULE = Schedule(name="1f1b", pp=2, chunks=1, microbatches=3)
 COSTS = (Costs(forward=1.0, backward=2.0), Costs(forward=1.5, backward=4.0))
 
 
-def played(schedule: Schedule, costs: Any, start: float = 10.0) -> list[RankLaps]:
+def played(schedule: Schedule, costs: Any, start: float = 10.0) -> list[RankSpans]:
     """Ranks that did exactly what a schedule says."""
     spans = play(order_of(schedule), costs).spans
     return [
-        RankLaps(rank, rank, (rank,), tuple(Lap(s.action, 0, start + s.start, start + s.end) for s in own), True)
+        RankSpans(
+            rank, rank, (rank,), tuple(ActivitySpan(s.action, 0, start + s.start, start + s.end) for s in own), True
+        )
         for rank, own in enumerate(spans)
     ]
 
@@ -45,9 +47,9 @@ def test_ranks_that_keep_to_a_schedule_give_its_costs_back_and_the_prediction_is
     for got, wanted in zip(found, COSTS, strict=True):
         assert (got.forward, got.backward) == pytest.approx((wanted.forward, wanted.backward))
     again = predicted([SCHEDULE], found, [10.0])
-    for rank, laps in zip(ranks, again, strict=True):
-        assert [lap.activity for lap in laps] == [lap.activity for lap in rank.laps]
-        assert [lap.start for lap in laps] == pytest.approx([lap.start for lap in rank.laps])
+    for rank, spans in zip(ranks, again, strict=True):
+        assert [span.activity for span in spans] == [span.activity for span in rank.spans]
+        assert [span.start for span in spans] == pytest.approx([span.start for span in rank.spans])
     [(start, end)] = windows(again)
     timeline = play(order_of(SCHEDULE), COSTS)
     assert (start, end) == pytest.approx((10.0, 10.0 + timeline.makespan))
@@ -55,13 +57,13 @@ def test_ranks_that_keep_to_a_schedule_give_its_costs_back_and_the_prediction_is
 
 
 def test_costs_are_means_over_microbatches_and_over_the_ranks_that_hold_a_stage() -> None:
-    def rank(number: int, seconds: list[float]) -> RankLaps:
-        laps = [Lap(Action(Kind.FORWARD, 0, m), 0, 0.0, length) for m, length in enumerate(seconds)]
-        laps.append(Lap(Action(Kind.BACKWARD_INPUT, 0, 0), 0, 5.0, 5.5))
-        laps.append(Lap(Action(Kind.BACKWARD_WEIGHT, 0, 0), 0, 6.0, 6.25))
+    def rank(number: int, seconds: list[float]) -> RankSpans:
+        spans = [ActivitySpan(Action(Kind.FORWARD, 0, m), 0, 0.0, length) for m, length in enumerate(seconds)]
+        spans.append(ActivitySpan(Action(Kind.BACKWARD_INPUT, 0, 0), 0, 5.0, 5.5))
+        spans.append(ActivitySpan(Action(Kind.BACKWARD_WEIGHT, 0, 0), 0, 6.0, 6.25))
         # What is no compute is no cost.
-        laps.append(Lap(Action(Kind.RECV_FORWARD, 0, 0), 0, 0.0, 99.0))
-        return RankLaps(number, 0, (0,), tuple(laps), True)
+        spans.append(ActivitySpan(Action(Kind.RECV_FORWARD, 0, 0), 0, 0.0, 99.0))
+        return RankSpans(number, 0, (0,), tuple(spans), True)
 
     [costs] = stage_costs([rank(0, [1.0, 2.0]), rank(1, [3.0, 6.0])], 1)
     assert costs.forward == 3.0
@@ -70,10 +72,10 @@ def test_costs_are_means_over_microbatches_and_over_the_ranks_that_hold_a_stage(
 
 def test_batches_of_a_step_are_predicted_one_after_another() -> None:
     first, second = predicted([SCHEDULE, SCHEDULE], COSTS, [10.0, 50.0])
-    assert {lap.batch for lap in first} == {0, 1}
-    for laps in (first, second):
-        halves = [[lap for lap in laps if lap.batch == batch] for batch in (0, 1)]
-        assert [lap.start + 40 for lap in halves[0]] == pytest.approx([lap.start for lap in halves[1]])
+    assert {span.batch for span in first} == {0, 1}
+    for spans in (first, second):
+        halves = [[span for span in spans if span.batch == batch] for batch in (0, 1)]
+        assert [span.start + 40 for span in halves[0]] == pytest.approx([span.start for span in halves[1]])
     assert len(windows([first, second])) == 2
 
 
@@ -83,27 +85,27 @@ def test_batches_of_a_step_are_predicted_one_after_another() -> None:
         (Action(Kind.FORWARD, 2, 3), "forward", "forward, stage 2, microbatch 3"),
         (Action(Kind.BACKWARD_WEIGHT, 2, 3), "backward", "backward, weights, stage 2, microbatch 3"),
         (Action(Kind.RECV_BACKWARD, 2, 3), "messages", "wait for gradient, stage 2, microbatch 3"),
-        (Action(Kind.REDUCE_GRADS, 2, WHOLE_STAGE), "replicas", "hand over gradients, stage 2"),
-        (REDUCE, "replicas", "sum gradients"),
-        (GATHER, "replicas", "gather parameters"),
+        (Action(Kind.REDUCE_GRADS, 2, WHOLE_STAGE), "data-parallel", "hand over gradients, stage 2"),
+        (REDUCE, "data-parallel", "sum gradients"),
+        (GATHER, "data-parallel", "gather parameters"),
         (OPTIMIZER, "optimizer", "optimizer"),
         (DATA, "data", "data"),
         ("sends", "messages", "sends"),
     ],
 )
 def test_everything_has_its_lane_and_its_words(activity: Any, lane: str, words: str) -> None:
-    assert (lane_of(activity), in_words(activity)) == (lane, words)
+    assert (lane_of(activity), describe(activity)) == (lane, words)
 
 
 def test_every_kind_of_action_has_words_and_a_lane() -> None:
     for kind in Kind:
-        assert lane_of(Action(kind, 0, 0)) in LANES and in_words(Action(kind, 0, 0))
+        assert lane_of(Action(kind, 0, 0)) in LANES and describe(Action(kind, 0, 0))
 
 
-def test_a_trace_has_a_process_for_each_rank_and_prediction_and_every_lap_to_the_microsecond() -> None:
+def test_a_trace_has_a_process_for_each_rank_and_prediction_and_every_span_to_the_microsecond() -> None:
     ranks = played(SCHEDULE, COSTS)
-    laps = (*ranks[1].laps, Lap(DATA, 0, 9.5, 9.75))
-    ranks[1] = RankLaps(1, 1, (1,), laps, True)
+    spans = (*ranks[1].spans, ActivitySpan(DATA, 0, 9.5, 9.75))
+    ranks[1] = RankSpans(1, 1, (1,), spans, True)
     trace = json.loads(json.dumps(chrome_trace(ranks, [("planned", predicted([SCHEDULE], COSTS, [10.0]))], {"a": 1})))
     assert trace["otherData"] == {"a": 1}
     events = trace["traceEvents"]
@@ -115,10 +117,10 @@ def test_a_trace_has_a_process_for_each_rank_and_prediction_and_every_lap_to_the
         3: "planned: pipeline rank 1",
     }
     told = [event for event in events if event["ph"] == "X" and event["pid"] == 1]
-    assert len(told) == len(laps)
-    for event, lap in zip(told, laps, strict=True):
+    assert len(told) == len(spans)
+    for event, span in zip(told, spans, strict=True):
         # The earliest of all, the wait for data, is at 0.
-        assert (event["ts"], event["dur"]) == pytest.approx(((lap.start - 9.5) * 1e6, (lap.end - lap.start) * 1e6))
-        assert event["name"] == str(lap.activity) and LANES[event["tid"]] == event["cat"] == lane_of(lap.activity)
+        assert (event["ts"], event["dur"]) == pytest.approx(((span.start - 9.5) * 1e6, (span.end - span.start) * 1e6))
+        assert event["name"] == str(span.activity) and LANES[event["tid"]] == event["cat"] == lane_of(span.activity)
     lanes = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
     assert lanes == {0: "forward", 1: "backward", 5: "data"}

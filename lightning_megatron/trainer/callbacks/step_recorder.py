@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from lightning_megatron.metrics.step_timeline import DATA, Lap
+from lightning_megatron.metrics.step_timeline import DATA, ActivitySpan
 from lightning_megatron.pipeline.step_hooks import Activity
 
 
@@ -44,12 +44,12 @@ class StepRecorder:
         self._begun.clear()
         self.batch += 1
 
-    def laps(self, ahead_seconds: float) -> tuple[Lap, ...]:
+    def spans(self, ahead_seconds: float) -> tuple[ActivitySpan, ...]:
         """Recorded spans, in order of their ends, on a clock set back by its offset. Waits for the device."""
         if self._origin is not None:
             torch.cuda.synchronize(self._device)
         return tuple(
-            Lap(activity, batch, self._seconds(start) - ahead_seconds, self._seconds(end) - ahead_seconds)
+            ActivitySpan(activity, batch, self._seconds(start) - ahead_seconds, self._seconds(end) - ahead_seconds)
             for activity, batch, start, end in self._noted
         )
 

@@ -19,8 +19,8 @@ from lightning_megatron.metrics.step_timeline import (
     BACKWARD,
     FORWARD,
     OPTIMIZER,
-    Lap,
-    RankLaps,
+    ActivitySpan,
+    RankSpans,
     bubble,
     chrome_trace,
     predicted,
@@ -46,7 +46,7 @@ _MOST_RANKS = 512
 # Without stages, so many ranks are drawn.
 _MOST_ROWS = 16
 
-Prediction = tuple[str, list[tuple[Lap, ...]]]
+Prediction = tuple[str, list[tuple[ActivitySpan, ...]]]
 """Its name, and the computes of each pipeline rank."""
 
 
@@ -189,8 +189,8 @@ class StepTimeline(L.Callback):
         place = _place(trainer)
         own = None
         if place.is_told:
-            laps = _without_doubles(recorder.laps(offset.seconds))
-            own = RankLaps(trainer.global_rank, place.pp_rank, place.stages, laps, place.is_shown)
+            spans = _without_doubles(recorder.spans(offset.seconds))
+            own = RankSpans(trainer.global_rank, place.pp_rank, place.stages, spans, place.is_shown)
         # On every rank: the Trainer's folder is the first rank's.
         folder = Path(self.folder or trainer.log_dir or trainer.default_root_dir)
         told = gathered_on_first((own, offset, seen_by(trainer, batch)), trainer)
@@ -241,20 +241,20 @@ def _place(trainer: L.Trainer) -> _Place:
     )
 
 
-def _without_doubles(laps: tuple[Lap, ...]) -> tuple[Lap, ...]:
+def _without_doubles(spans: tuple[ActivitySpan, ...]) -> tuple[ActivitySpan, ...]:
     """Spans without Lightning's forward and backward, where the actions of a schedule tell them in detail."""
-    if not any(lap.is_compute for lap in laps):
-        return laps
-    return tuple(lap for lap in laps if lap.activity not in (FORWARD, BACKWARD))
+    if not any(span.is_compute for span in spans):
+        return spans
+    return tuple(span for span in spans if span.activity not in (FORWARD, BACKWARD))
 
 
-def _predictions(trainer: L.Trainer, ranks: list[RankLaps], seen: list[Seen]) -> list[Prediction]:
+def _predictions(trainer: L.Trainer, ranks: list[RankSpans], seen: list[Seen]) -> list[Prediction]:
     # Beside ranks that are shown stands what their own costs make.
     shown = [rank for rank in ranks if rank.is_shown]
     schedules = _schedules(trainer.strategy, shown)
     if not schedules or schedules[0].is_overlapped:
         return []
-    starts = [start for start, _ in windows([rank.laps for rank in shown])]
+    starts = [start for start, _ in windows([rank.spans for rank in shown])]
     measured = stage_costs(shown, schedules[0].pp * schedules[0].chunks)
     found = [("predicted from measured costs", predicted(schedules, measured, starts))]
     if (planned := _planned_costs(trainer, seen)) is not None:
@@ -262,14 +262,14 @@ def _predictions(trainer: L.Trainer, ranks: list[RankLaps], seen: list[Seen]) ->
     return found
 
 
-def _schedules(strategy: Any, ranks: list[RankLaps]) -> list[Schedule]:
+def _schedules(strategy: Any, ranks: list[RankSpans]) -> list[Schedule]:
     """Schedule of each batch of the step, of as many microbatches as it had."""
     if not isinstance(strategy, MegatronStrategy):
         return []
     last: dict[int, int] = {}
-    for lap in (lap for rank in ranks for lap in rank.laps if lap.is_compute):
-        assert isinstance(lap.activity, Action)
-        last[lap.batch] = max(last.get(lap.batch, 0), lap.activity.microbatch)
+    for span in (span for rank in ranks for span in rank.spans if span.is_compute):
+        assert isinstance(span.activity, Action)
+        last[span.batch] = max(last.get(span.batch, 0), span.activity.microbatch)
     sizes = strategy.sizes
     return [
         strategy.pipeline.schedule_of(pp=sizes.pp, vp=sizes.vp, microbatches=microbatch + 1)
@@ -306,30 +306,30 @@ def _planned_costs(trainer: L.Trainer, seen: list[Seen]) -> list[Costs] | None:
     return costs
 
 
-def _step_seconds(ranks: list[RankLaps]) -> float:
-    laps = [lap for rank in ranks for lap in rank.laps]
-    return max(lap.end for lap in laps) - min(lap.start for lap in laps)
+def _step_seconds(ranks: list[RankSpans]) -> float:
+    spans = [span for rank in ranks for span in rank.spans]
+    return max(span.end for span in spans) - min(span.start for span in spans)
 
 
-def _heading(name: str, by_rank: list[tuple[Lap, ...]]) -> str:
+def _heading(name: str, by_rank: list[tuple[ActivitySpan, ...]]) -> str:
     lasting = sum(end - start for start, end in windows(by_rank))
     return f"{name}: schedule {lasting:.4g} s, bubble {bubble(by_rank):.1%}" if lasting else name
 
 
-def _panels(ranks: list[RankLaps], predictions: list[Prediction]) -> list[Panel]:
+def _panels(ranks: list[RankSpans], predictions: list[Prediction]) -> list[Panel]:
     """What the shown ranks did and, below, what each prediction says of every pipeline rank."""
     shown = sorted((rank for rank in ranks if rank.is_shown), key=lambda rank: (rank.pp_rank, rank.rank))
     stages = {rank.pp_rank: rank.stages for rank in ranks}
-    blocks = [("measured", [(f"rank {rank.rank}{_stages(rank)}", rank.laps, rank.stages) for rank in shown])]
+    blocks = [("measured", [(f"rank {rank.rank}{_stages(rank)}", rank.spans, rank.stages) for rank in shown])]
     blocks += [
-        (name, [(f"pipeline rank {pp_rank}", laps, stages[pp_rank]) for pp_rank, laps in enumerate(by_rank)])
+        (name, [(f"pipeline rank {pp_rank}", spans, stages[pp_rank]) for pp_rank, spans in enumerate(by_rank)])
         for name, by_rank in predictions
     ]
-    begin = min(lap.start for _, rows in blocks for _, laps, _ in rows for lap in laps)
+    begin = min(span.start for _, rows in blocks for _, spans, _ in rows for span in spans)
     return [
         Panel(
-            heading=_heading(name, [laps for _, laps, _ in rows]),
-            rows=[step_row(label, laps, own, begin=begin) for label, laps, own in rows],
+            heading=_heading(name, [spans for _, spans, _ in rows]),
+            rows=[step_row(label, spans, own, begin=begin) for label, spans, own in rows],
             unit="milliseconds",
             idle="nothing",
         )
@@ -337,5 +337,5 @@ def _panels(ranks: list[RankLaps], predictions: list[Prediction]) -> list[Panel]
     ]
 
 
-def _stages(rank: RankLaps) -> str:
+def _stages(rank: RankSpans) -> str:
     return f", stage {' '.join(map(str, rank.stages))}" if rank.stages else ""

@@ -209,13 +209,14 @@ def _require_alike(summaries: Sequence[_BatchSummary], copies: int) -> None:
     for first in range(0, len(summaries), copies):
         if any(one != summaries[first] for one in summaries[first : first + copies]):
             raise RuntimeError(
-                f"the context-parallel ranks of replica {first // copies} got different batches; they send its "
-                "documents together and must read the same data: shard by trainer.strategy.data_parallel_rank and "
-                "data_parallel_size, not by the global rank, and shuffle with a seed that all ranks share"
+                f"the context-parallel ranks of data-parallel rank {first // copies} got different batches; they "
+                "send its documents together and must read the same data: shard by "
+                "trainer.strategy.data_parallel_rank and data_parallel_size, not by the global rank, and shuffle with "
+                "a seed that all ranks share"
             )
     schemas = [one.schema for one in summaries]
     if any(schema != schemas[0] for schema in schemas):
         raise RuntimeError(
-            f"replicas got batches of different keys or dtypes: {schemas[::copies]}; documents go from one replica to "
-            "another, so give all of them the same"
+            f"data-parallel ranks got batches of different keys or dtypes: {schemas[::copies]}; documents go from "
+            "one rank to another, so give all of them the same"
         )

@@ -145,7 +145,7 @@ class Preemption(Checkpoint):
         if len(set(places)) > 1:
             raise RuntimeError(
                 f"the ranks were to stop together ({reason}), and are after {places} batches and validations; give all "
-                "replicas the same number of batches"
+                "data-parallel ranks the same number of batches"
             )
         if reason == _FAILED_SAVE:
             self.is_leaving = True

@@ -99,9 +99,9 @@ class Indices:
             self.order, self.is_followed = order, True
         elif is_within:
             raise ConfigurationError(
-                "the checkpoint lies within an epoch of a loader whose sampler may give each replica any samples, "
-                "so their rest cannot be cut for another number of replicas or another batch size; resume on as "
-                "many replicas with the same batch_size, resume a checkpoint from the end of an epoch, or use a "
+                "the checkpoint lies within an epoch of a loader whose sampler may give each data-parallel rank any "
+                "samples, so their rest cannot be cut for another data-parallel size or batch size; resume with the "
+                "same data-parallel size and batch_size, resume a checkpoint from the end of an epoch, or use a "
                 "plain DataLoader(shuffle=...) or a loader with state_dict and load_state_dict"
             )
 
@@ -182,7 +182,7 @@ def _differ_in_seed(one: dict[str, Any], other: dict[str, Any]) -> bool:
 def _order_text(order: dict[str, Any]) -> str:
     if order["name"] == "distributed":
         return f"that of DistributedSampler, seed {order['seed']}, {'shuffled' if order['shuffle'] else 'not shuffled'}"
-    return {"sequential": "as the dataset has them", "random": "shuffled as on one replica"}[order["name"]]
+    return {"sequential": "as the dataset has them", "random": "shuffled as on one data-parallel rank"}[order["name"]]
 
 
 def reads_indices(loader: Any) -> bool:

@@ -71,7 +71,7 @@ class Reader:
         self.loader = loader
         self._ahead = ahead
         # Positions before each batch that was read ahead and perhaps not trained on, by its number in the epoch.
-        self._places: dict[int, LoaderPosition] = {}
+        self._positions: dict[int, LoaderPosition] = {}
         self.indices: Indices | None = None
         # What is read, whose workers run.
         self.source = loader
@@ -88,7 +88,7 @@ class Reader:
         self.in_epoch = 0
         # States of the generators when this round began.
         self._round_start: AllStates | None = None
-        # This loader's place before the last batch, where Lightning asks for one more than it trains on.
+        # This loader's position before the last batch, where Lightning asks for one more than it trains on.
         self._before: LoaderPosition | None = None
         self._resumed: LoaderPosition | None = None
         # Position at which the first round of a resumed run began.
@@ -142,7 +142,7 @@ class Reader:
         if (epoch := self._epoch_now()) != self._epoch:
             self._epoch, self.in_epoch = epoch, 0
         self._handed, self._is_exhausted = 0, False
-        self._places.clear()
+        self._positions.clear()
         self._round_start = all_states(self.loader) if self.kind == READING else None
         return iter(self.source)
 
@@ -171,7 +171,7 @@ class Reader:
             while len(read) < 2 and not self._is_exhausted and (not read or ahead.is_wanted(self.in_epoch + len(read))):
                 number = self.in_epoch + len(read)
                 before = {"handed": self._handed + len(read), "in_epoch": number, "fetch": rng_state.states()}
-                self._places.setdefault(number, self.position() | before)
+                self._positions.setdefault(number, self.position() | before)
                 try:
                     batch = next(batches)
                 except StopIteration:
@@ -184,7 +184,7 @@ class Reader:
             self._handed += 1
             self.in_epoch += 1
             # Lightning may hold one batch more than it has trained on.
-            self._places = {number: place for number, place in self._places.items() if number >= self.in_epoch - 2}
+            self._positions = {num: one for num, one in self._positions.items() if num >= self.in_epoch - 2}
             yield read.popleft()
 
     # --- where it is ------------------------------------------------------------------------------------------------
@@ -195,7 +195,7 @@ class Reader:
         return {
             "kind": self.kind,
             "batch_samples": self.batch_samples,
-            "replicas": self._dp.size,
+            "data_parallel_size": self._dp.size,
             **self._order(),
             "has_workers": self._epoch >= 0 and bool(getattr(self.loader, "persistent_workers", False)),
             "handed": self._handed,
@@ -216,28 +216,28 @@ class Reader:
         on."""
         if self._resumed is not None:
             return self._in_own_batches(self._resumed)
-        if trained in self._places:
-            return self._places[trained]
-        place = self.position() if self.in_epoch <= trained or self._before is None else self._before
+        if trained in self._positions:
+            return self._positions[trained]
+        position = self.position() if self.in_epoch <= trained or self._before is None else self._before
         if self.kind == OWN_STATE:
-            return place
+            return position
         # A step that failed has taken a batch, and it is to come again.
-        ahead = min(max(0, place["in_epoch"] - trained), place["handed"])
-        return place | {"handed": place["handed"] - ahead, "in_epoch": place["in_epoch"] - ahead}
+        ahead = min(max(0, position["in_epoch"] - trained), position["handed"])
+        return position | {"handed": position["handed"] - ahead, "in_epoch": position["in_epoch"] - ahead}
 
     def position_at_end(self) -> LoaderPosition:
         """Position of the loader at the end of its epoch."""
-        place = self.position() if self._resumed is None else self._in_own_batches(self._resumed)
-        return place | {"handed": 0, "in_epoch": 0, "has_begun": False, "round_start": None}
+        position = self.position() if self._resumed is None else self._in_own_batches(self._resumed)
+        return position | {"handed": 0, "in_epoch": 0, "has_begun": False, "round_start": None}
 
-    def _in_own_batches(self, place: LoaderPosition) -> LoaderPosition:
-        """A checkpoint's place as this run counts: in its batches, in the order that it follows."""
-        return place | {
+    def _in_own_batches(self, position: LoaderPosition) -> LoaderPosition:
+        """A checkpoint's position as this run counts: in its batches, in the order that it follows."""
+        return position | {
             "batch_samples": self.batch_samples,
-            "replicas": self._dp.size,
+            "data_parallel_size": self._dp.size,
             **self._order(),
-            "handed": self.batches_of(place, place["handed"]),
-            "in_epoch": self.batches_of(place, place["in_epoch"]),
+            "handed": self.batches_of(position, position["handed"]),
+            "in_epoch": self.batches_of(position, position["in_epoch"]),
         }
 
     @property
@@ -258,84 +258,84 @@ class Reader:
 
     # --- going on ---------------------------------------------------------------------------------------------------
 
-    def go_on_from(self, place: LoaderPosition, *, is_equal_everywhere: bool) -> None:
-        """Makes the next round begin at a saved place. Raises ConfigurationError where it cannot be found."""
-        if place["kind"] != self.kind:
+    def go_on_from(self, position: LoaderPosition, *, is_equal_everywhere: bool) -> None:
+        """Makes the next round begin at a saved position. Raises ConfigurationError where it cannot be found."""
+        if position["kind"] != self.kind:
             raise ConfigurationError(
-                f"the checkpoint's training loader goes on by {place['kind']}, and this run's "
+                f"the checkpoint's training loader goes on by {position['kind']}, and this run's "
                 f"({type(self.loader).__name__}) by {self.kind}; resume with the loader that it was saved with"
             )
-        is_moved = place["replicas"] != self._dp.size or place["batch_samples"] != self.batch_samples
+        is_moved = position["data_parallel_size"] != self._dp.size or position["batch_samples"] != self.batch_samples
         own = self._own()
         if own is not None:
-            if place["replicas"] != self._dp.size and not is_equal_everywhere:
-                raise ConfigurationError(_differs(place, self._dp.size))
+            if position["data_parallel_size"] != self._dp.size and not is_equal_everywhere:
+                raise ConfigurationError(_differs(position, self._dp.size))
         elif self.indices is not None:
             # A run that followed another one's order is not in that of its samplers, on the same replicas neither.
-            is_other = is_moved or place.get("is_followed", False)
-            self.indices.follow(place["order"], is_moved=is_other, is_within=place["handed"] > 0)
-        elif is_moved and place["handed"]:
-            raise ConfigurationError(_differs(place, self._dp.size))
-        self._resumed = place
+            is_other = is_moved or position.get("is_followed", False)
+            self.indices.follow(position["order"], is_moved=is_other, is_within=position["handed"] > 0)
+        elif is_moved and position["handed"]:
+            raise ConfigurationError(_differs(position, self._dp.size))
+        self._resumed = position
 
-    def batches_of(self, place: LoaderPosition, batches: int) -> int:
+    def batches_of(self, position: LoaderPosition, batches: int) -> int:
         """Number of this loader's batches that hold the samples of so many batches of a checkpoint's loader."""
-        old, new = place["batch_samples"], self.batch_samples
+        old, new = position["batch_samples"], self.batch_samples
         if old == new or old is None or new is None:
             return batches
         if batches * old % new:
             raise ConfigurationError(
                 f"the checkpoint was saved after {batches * old} samples of its epoch, where no batch of {new} "
-                f"samples (over all replicas) begins; resume with batches of {old}, or of a number that divides "
-                f"{batches * old}"
+                f"samples (over all data-parallel ranks) begins; resume with batches of {old}, or of a number that "
+                f"divides {batches * old}"
             )
         return batches * int(old) // int(new)
 
-    def _go_on(self, place: LoaderPosition) -> Iterator[Any]:
-        handed = self.batches_of(place, place["handed"])
-        if (own := self._own()) is not None and place["own"]:
-            own.load_state_dict(copy.deepcopy(place["own"]))
-        if not place.get("has_begun", handed > 0):
-            return self._go_on_with_a_round(place)
+    def _go_on(self, position: LoaderPosition) -> Iterator[Any]:
+        handed = self.batches_of(position, position["handed"])
+        if (own := self._own()) is not None and position["own"]:
+            own.load_state_dict(copy.deepcopy(position["own"]))
+        if not position.get("has_begun", handed > 0):
+            return self._go_on_with_a_round(position)
         self._epoch, self._is_exhausted = self._epoch_now(), False
-        self._handed, self.in_epoch = handed, self.batches_of(place, place["in_epoch"])
-        self._round_start = place["round_start"]
-        if self.indices is not None and place["round_start"] is None:
+        self._handed, self.in_epoch = handed, self.batches_of(position, position["in_epoch"])
+        self._round_start = position["round_start"]
+        if self.indices is not None and position["round_start"] is None:
             # No index was asked for, but the user's generator has given the seed for workers.
-            set_explicit_states(self.loader, place["explicit"])
+            set_explicit_states(self.loader, position["explicit"])
         if self.indices is not None:
-            self.indices.skip(handed, place["handed"] * (place["batch_samples"] or 0), place["round_start"])
+            self.indices.skip(handed, position["handed"] * (position["batch_samples"] or 0), position["round_start"])
             batches = self._begin_workers()
         elif own is not None:
             batches = self._begin_workers()
         else:
             batches = self._read_again(handed)
-        if place.get("fetch") is not None and self._ahead is not None:
-            self._places = {self.in_epoch: self._in_own_batches(place)}
-            return self._count(self._with_first_fetched(batches, place))
+        if position.get("fetch") is not None and self._ahead is not None:
+            self._positions = {self.in_epoch: self._in_own_batches(position)}
+            return self._count(self._with_first_fetched(batches, position))
         counted = self._count(batches)
-        if place.get("fetch") is None:
+        if position.get("fetch") is None:
             return counted
         # It was fetched before the batch after which was saved was trained on.
         with rng_state.forked():
-            rng_state.set_states(place["fetch"])
+            rng_state.set_states(position["fetch"])
             first = list(islice(counted, 1))
         return chain(first, counted)
 
-    def _with_first_fetched(self, batches: Iterator[Any], place: LoaderPosition) -> Iterator[Any]:
+    def _with_first_fetched(self, batches: Iterator[Any], position: LoaderPosition) -> Iterator[Any]:
         """The batches, the first of them read where the generators were when it was read first."""
         with rng_state.forked():
-            rng_state.set_states(place["fetch"])
+            rng_state.set_states(position["fetch"])
             first = list(islice(batches, 1))
         yield from first
         yield from batches
 
-    def _go_on_with_a_round(self, place: LoaderPosition) -> Iterator[Any]:
-        if self.indices is not None and place["has_workers"]:
+    def _go_on_with_a_round(self, position: LoaderPosition) -> Iterator[Any]:
+        if self.indices is not None and position["has_workers"]:
             # Workers that were there already cost no draw of a seed; these are new.
             self.indices.begin_from = rng_state.states()
         if self.kind != OWN_STATE:
-            set_explicit_states(self.loader, place["explicit"])
+            set_explicit_states(self.loader, position["explicit"])
         batches = self._count(self._begin())
         return self._again_if_empty(batches) if self.kind == OWN_STATE else batches
 
@@ -394,8 +394,8 @@ class PositionedIterable:
         return len(self.reader.loader)
 
     def state_dict(self) -> dict[str, Any]:
-        """The loader's own, for plain Lightning to go on from; here the place of each replica counts. That there is
-        such a method tells Lightning that it is saved."""
+        """The loader's own state, for plain Lightning to go on from; here each data-parallel rank's position counts.
+        That there is such a method tells Lightning that it is saved."""
         loader = self.reader.loader
         return copy.deepcopy(loader.state_dict()) if isinstance(loader, Stateful) else {}
 
@@ -419,7 +419,7 @@ class PositionedDataLoader(PositionedIterable, DataLoader[Any]):  # type: ignore
 def positioned(
     loader: Any, dp: Axis, epoch: Callable[[], int], start: Start | None, ahead: DynamicContext | None = None
 ) -> PositionedIterable:
-    """The loader as one that knows its place."""
+    """The loader as one that knows its position."""
     if isinstance(loader, PositionedIterable):
         # A CombinedLoader of the user keeps what an earlier fit put in.
         loader = loader.reader.loader
@@ -440,11 +440,12 @@ def _seeding_workers_by_default(loader: Any) -> Iterator[None]:
         loader.generator = own
 
 
-def _differs(place: LoaderPosition, replicas: int) -> str:
-    what = "a state of its own on each replica" if place["own"] else "no state"
+def _differs(position: LoaderPosition, size: int) -> str:
+    what = "a state of its own on each data-parallel rank" if position["own"] else "no state"
     return (
-        f"the checkpoint lies within an epoch of a training loader with {what}, saved with {place['replicas']} "
-        f"replicas and batches of {place['batch_samples']} samples; this run has {replicas} replicas. Resume on as "
-        "many with the same batch size, resume a checkpoint from the end of an epoch, or give the loader (or its "
-        "dataset) a state_dict that is the same on all replicas, as the samples consumed by all of them are"
+        f"the checkpoint lies within an epoch of a training loader with {what}, saved with data-parallel "
+        f"size {position['data_parallel_size']} and batches of {position['batch_samples']} samples; this run has "
+        f"data-parallel size {size}. Resume with the same sizes, resume a checkpoint from the end of an epoch, or give "
+        "the loader (or its dataset) a state_dict that is the same on all data-parallel ranks, as the samples consumed "
+        "by all of them are"
     )

@@ -201,6 +201,6 @@ def require_cuttable(trainer: pl.Trainer, dataloader: object, num_microbatches: 
     divisors = ", ".join(str(n) for n in range(1, batch_size + 1) if batch_size % n == 0)
     rule = "must be a multiple of microbatch_size" if microbatch_size else "must be a multiple of num_microbatches"
     raise ConfigurationError(
-        f"the training DataLoader's batch_size ({batch_size}, per replica) {rule} ({unit}); use batch_size {fits}, "
-        f"or {name} {divisors}"
+        f"the training DataLoader's batch_size ({batch_size}, per data-parallel rank) {rule} ({unit}); use "
+        f"batch_size {fits}, or {name} {divisors}"
     )

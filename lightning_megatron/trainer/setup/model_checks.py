@@ -61,7 +61,7 @@ def warn_of_unused_axes(module: nn.Module, mesh: Mesh) -> None:
     if mesh.cp.size > 1 and not any(model.cuts_sequences for model in models):
         rank_zero_warn(
             f"context_parallel_size ({mesh.cp.size}) cuts nothing of {type(module).__name__}, which holds no model of "
-            "cut sequences: every rank of cp computes the whole batch. Use GPTModel, or more replicas instead",
+            "cut sequences: every rank of cp computes the whole batch. Use GPTModel, or a larger data-parallel size",
             category=UserWarning,
         )
     sizes = mesh.sizes

@@ -80,8 +80,8 @@ def require_equal_shapes(batch: Any, replicas: Axis) -> None:
     shapes = collectives.gather_objects(own, replicas)
     if any(other != own for other in shapes):
         raise RuntimeError(
-            f"replicas that share experts got batches of the shapes {shapes}; the dispatcher 'all_gather', and a "
-            "capacity with pad_to_capacity=True, need the same on all of them: use the dispatcher "
+            f"data-parallel ranks that share experts got batches of the shapes {shapes}; the dispatcher "
+            "'all_gather', and a capacity with pad_to_capacity=True, need the same on all of them: use the dispatcher "
             "'all_to_all' and pad_to_capacity=False, or "
             "batches of one size (drop_last, sequences of one length)"
         )

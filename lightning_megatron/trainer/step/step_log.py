@@ -26,7 +26,7 @@ _SLOTS = 64  # numbers that travel in one message of fixed size; a step that log
 # Added to every weight: of nothing but zeros the mean is then the plain one. Far below what any sum can notice.
 _NOTHING = 1e-150
 _REDUCTIONS: dict[str, Reduction] = {"mean": "mean", "avg": "mean", "sum": "sum", "max": "max", "min": "min"}
-REDUCED = "reduced over the replicas"
+REDUCED = "reduced over the data-parallel ranks"
 """The `sync_dist_group` of values that are those of the global batch already: `reduce` leaves them alone."""
 
 
@@ -65,7 +65,7 @@ class _LogEntry:
         if name in _REDUCTIONS:
             return _REDUCTIONS[name]
         raise ValueError(
-            f"reduce_fx ({function!r}) cannot be taken over microbatches and replicas; "
+            f"reduce_fx ({function!r}) cannot be taken over microbatches and data-parallel ranks; "
             "use mean, sum, max or min, or log a torchmetrics.Metric"
         )
 
@@ -320,13 +320,13 @@ def _disagreement(schemas: list[Schema]) -> str:
     names = [{line.name for line in schema} for schema in schemas]
     some = sorted(names[0].union(*names) - names[0].intersection(*names))
     if some:
-        told = "; ".join(f"{name!r} by replicas {[i for i, own in enumerate(names) if name in own]}" for name in some)
-        return f"replicas logged different names in one step: {told}. Log the same names on every rank"
+        told = "; ".join(f"{name!r} by ranks {[i for i, own in enumerate(names) if name in own]}" for name in some)
+        return f"ranks of dp x cp logged different names in one step: {told}. Log the same names on every rank"
     texts = [{line.name: _text(line) for line in schema} for schema in schemas]
     other = sorted(name for name in texts[0] if len({text[name] for text in texts}) > 1)
     if other:
-        return f"replicas logged {', '.join(map(repr, other))} with different options; log alike on every rank"
-    return f"replicas logged the same names in different orders: {[list(text) for text in texts]}; log in one order"
+        return f"ranks logged {', '.join(map(repr, other))} with different options; log alike on every rank"
+    return f"ranks logged the same names in different orders: {[list(text) for text in texts]}; log in one order"
 
 
 def _first_message(numbers: Tensor) -> Tensor:

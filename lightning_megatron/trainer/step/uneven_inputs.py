@@ -74,11 +74,11 @@ def _while_all_have(batches: Iterator[Any], replicas: Axis, device: torch.device
         num = int(collectives.all_reduce(having, replicas).item())
         if 0 < num < replicas.size:
             raise RuntimeError(
-                f"{num} of {replicas.size} replicas have a batch number {number + 1} to evaluate, the others have "
-                "none; replicas share experts and make each model call together. Give all of them equally many "
+                f"{num} of {replicas.size} data-parallel ranks have a batch number {number + 1} to evaluate, the "
+                "others have none; they share experts and make each model call together. Give all equally many "
                 "batches, by a sampler that repeats samples, drop_last, or limit_val_batches (limit_test_batches, "
-                "limit_predict_batches); or keep the ranks of experts within a replica: expert_model_parallel_size x "
-                "expert_tensor_parallel_size divides tensor x context parallel size"
+                "limit_predict_batches); or keep the ranks of experts within a model replica: "
+                "expert_model_parallel_size x expert_tensor_parallel_size divides tensor x context parallel size"
             )
         if not num:
             return

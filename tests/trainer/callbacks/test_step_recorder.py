@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_megatron.metrics.step_timeline import DATA, Lap
+from lightning_megatron.metrics.step_timeline import DATA, ActivitySpan
 from lightning_megatron.pipeline.schedule import Action, Kind
 from lightning_megatron.trainer.callbacks import step_recorder
 from lightning_megatron.trainer.callbacks.step_recorder import StepRecorder
@@ -11,7 +11,7 @@ from lightning_megatron.trainer.callbacks.step_recorder import StepRecorder
 ACTION = Action(Kind.FORWARD, 0, 1)
 
 
-def test_what_begins_and_ends_is_a_lap_and_what_does_not_end_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_begins_and_ends_is_a_span_and_what_does_not_end_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     moments = iter(range(10, 99))
     monkeypatch.setattr(step_recorder, "perf_counter", lambda: float(next(moments)))
     recorder = StepRecorder(torch.device("cpu"))
@@ -26,11 +26,11 @@ def test_what_begins_and_ends_is_a_lap_and_what_does_not_end_is_none(monkeypatch
     recorder.end("never ended")
     recorder.begin(ACTION)
     recorder.end(ACTION)
-    assert recorder.laps(ahead_seconds=2.0) == (
-        Lap(DATA, 0, 6.0, 7.0),
-        Lap("optimizer", 0, 9.0, 10.0),
-        Lap(ACTION, 0, 8.0, 11.0),
-        Lap(ACTION, 1, 13.0, 14.0),
+    assert recorder.spans(ahead_seconds=2.0) == (
+        ActivitySpan(DATA, 0, 6.0, 7.0),
+        ActivitySpan("optimizer", 0, 9.0, 10.0),
+        ActivitySpan(ACTION, 0, 8.0, 11.0),
+        ActivitySpan(ACTION, 1, 13.0, 14.0),
     )
 
 
@@ -45,7 +45,7 @@ def test_on_a_gpu_moments_are_those_of_the_device() -> None:
     for _ in range(50):
         matrix = matrix @ matrix / 64
     recorder.end("long")
-    short, long = recorder.laps(ahead_seconds=0.0)
+    short, long = recorder.spans(ahead_seconds=0.0)
     # The host starts products in microseconds; the device needs as long as 50 x 2 x 4096^3 FLOPs take.
     assert long.seconds > 10 * short.seconds and long.seconds > 50 * 2 * 4096**3 / 5e15
     assert long.start >= short.end

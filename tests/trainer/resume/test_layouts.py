@@ -134,8 +134,8 @@ def refusal(layout: Layout, data: str, path: Path, batch: int) -> str:
 @pytest.mark.parametrize(
     ("data", "to", "batch", "told"),
     [
-        ("own states", "one", 4, "a state of its own on each replica"),
-        ("stream", "one", 4, "give the loader (or its dataset) a state_dict that is the same on all replicas"),
+        ("own states", "one", 4, "a state of its own on each data-parallel rank"),
+        ("stream", "one", 4, "give the loader (or its dataset) a state_dict that is the same on all data-parallel ranks"),
         ("even", "dp2", 16, "where no batch of 16 samples"),
         ("workers", "one", 4, "not refused"),
         ("in order", "dp2", 4, "not refused"),

@@ -150,7 +150,7 @@ def evaluated(layout: str, rows: list[tuple[int, int]], has_length: bool, step: 
 def test_a_replica_with_a_batch_more_is_told_on_all_ranks_and_none_hangs(has_length: bool, step: str) -> None:
     rows = [(2, 2), (1, 2), (2, 0)]
     for told in run_on_ranks(2, evaluated, "ep2", rows, has_length, step, 1.0, init=False):
-        assert "1 of 2 replicas have a batch number 3 to evaluate" in told and "limit_val_batches" in told
+        assert "1 of 2 data-parallel ranks have a batch number 3 to evaluate" in told and "limit_val_batches" in told
     assert run_on_ranks(2, evaluated, "ep2", rows, has_length, step, 2, init=False) == ["done"] * 2
 
 
