@@ -174,11 +174,11 @@ Other models than GPTs are in some of the rows:
   {SEQUENCE} tokens and one of none; one in three has no target of sentence order.
 - *bert pre-norm*: norms before each half of a layer, a head of its own, groups of queries, label smoothing; the same
   rows.
-- *t5*: four layers of either stack, relative positions, one embedding for all, dropout of all kinds; rows that are
+- *t5*: two layers of either stack, relative positions, one embedding for all, dropout of all kinds; rows that are
   padded in either stack, one of which the encoder does not read at all.
-- *t5 v1.1 packed*: three layers of the encoder and five of the decoder, gated, with a head of its own, dropout; rows of
+- *t5 v1.1 packed*: one layer of the encoder and three of the decoder, gated, with a head of its own, dropout; rows of
   two documents, of which some have no first one in the encoder, or in the decoder.
-- *llava*: a Llama with a vision tower of three layers, dropout in both; rows with no image, one and two; a microbatch
+- *llava*: a Llama with a vision tower of two layers, dropout in both; rows with no image, one and two; a microbatch
   and a replica without any, and a whole step.
 - *llava frozen tower*, *llava projector alone*: the same rows, and parts of the model that are not trained.
 

@@ -4,6 +4,7 @@ The data has uneven loss masks, microbatches and a whole replica without a valid
 parallelism must pad, and a vocabulary that tensor parallelism does not divide.
 """
 
+from collections.abc import Hashable
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
@@ -19,10 +20,10 @@ from lightning_megatron.pipeline.ragged import Ragged
 from lightning_megatron.pipeline.registry import ScheduleName
 from lightning_megatron.transformer.recompute import RecomputeConfig
 from lightning_megatron.transformer.rotary import RopeScaling
-from tests.harness.sample import sampled
+from tests.harness.sample import pairs_of, sampled
 
 NUM_STEPS = 3
-BATCH = 48  # divides by every data-parallel size times number of microbatches below
+BATCH = 24  # divides by every data-parallel size times number of microbatches below
 SEQUENCE = 7  # 2 rows of 7 tokens do not divide by 4: sequence parallelism pads
 TOLERANCE = {"64-true": 1e-10, "32-true": 1e-5}
 
@@ -34,6 +35,8 @@ _SMALL: dict[str, Any] = {
     # Larger than usual: with 0.02 a tiny model's gradients are so small that a wrong one would pass for rounding.
     "init_std": 0.1,
 }
+# No row cuts other models than dense GPTs into more than four stages.
+_SHALLOW = _SMALL | {"num_layers": 4}
 
 VARIANTS: dict[str, Any] = {
     "gpt2": GPTConfig(**_SMALL, vocab_size=128, activation="gelu_tanh"),
@@ -78,7 +81,7 @@ VARIANTS: dict[str, Any] = {
     ),
     # Coefficients and rates are far above the usual ones: what they do must stand out.
     "moe": GPTConfig(
-        **_SMALL,
+        **_SHALLOW,
         vocab_size=128,
         hidden_dropout=0.1,
         attention_dropout=0.1,
@@ -96,7 +99,7 @@ VARIANTS: dict[str, Any] = {
         ),
     ),
     "moe top-1": GPTConfig(
-        **_SMALL,
+        **_SHALLOW,
         vocab_size=128,
         num_query_groups=2,
         ffn_hidden_size=48,
@@ -110,13 +113,13 @@ VARIANTS: dict[str, Any] = {
             router=RouterConfig(
                 num_experts=4, top_k=1, norm_topk_prob=False, aux_losses=(AuxLoss(coefficient=0.3),), z_loss=0.1
             ),
-            layers=(1, 2, 7),
+            layers=(1, 2, 3),
             capacity=ExpertCapacity(factor=1.0, pad_to_capacity=True),
             dispatcher="all_gather",
         ),
     ),
     "moe packed": GPTConfig(
-        **_SMALL,
+        **_SHALLOW,
         vocab_size=128,
         num_query_groups=2,
         activation="swiglu",
@@ -137,16 +140,16 @@ VARIANTS: dict[str, Any] = {
                 jitter=0.1,
             ),
             ffn_hidden_size=24,
-            layers=(0, 5),
+            layers=(0, 3),
             shared_expert_intermediate_size=16,
             capacity=ExpertCapacity(factor=0.75, drop_policy="position"),
         ),
     ),
 }
-VARIANTS["bert"] = BertConfig(**_SMALL, vocab_size=131, hidden_dropout=0.1, attention_dropout=0.1)
+VARIANTS["bert"] = BertConfig(**_SHALLOW, vocab_size=131, hidden_dropout=0.1, attention_dropout=0.1)
 # Encoders: padded rows, one of them empty, with and without a target of sentence order.
 VARIANTS["bert pre-norm"] = BertConfig(
-    **_SMALL,
+    **_SHALLOW,
     vocab_size=131,
     num_query_groups=2,
     activation="gelu_tanh",
@@ -166,10 +169,10 @@ _SMALL_T5: dict[str, Any] = {
     "relative_buckets": 8,
     "relative_max_distance": 6,
 }
-VARIANTS["t5"] = T5Config(**(_SMALL_T5 | {"num_layers": 4}), hidden_dropout=0.1, attention_dropout=0.1, ffn_dropout=0.1)
+VARIANTS["t5"] = T5Config(**(_SMALL_T5 | {"num_layers": 2}), hidden_dropout=0.1, attention_dropout=0.1, ffn_dropout=0.1)
 VARIANTS["t5 v1.1 packed"] = T5Config(
-    **(_SMALL_T5 | {"num_layers": 3}),
-    num_decoder_layers=5,
+    **(_SMALL_T5 | {"num_layers": 1}),
+    num_decoder_layers=3,
     activation="geglu_tanh",
     tie_embeddings=False,
     scales_head=False,
@@ -178,7 +181,7 @@ VARIANTS["t5 v1.1 packed"] = T5Config(
 # Encoders with decoders: rows that are padded in either, or hold several documents.
 T5S = ("t5", "t5 v1.1 packed")
 _TOWER = VisionConfig(
-    num_layers=3,
+    num_layers=2,
     hidden_size=24,
     num_attention_heads=4,
     image_size=4,
@@ -188,7 +191,7 @@ _TOWER = VisionConfig(
     attention_dropout=0.1,
 )
 VARIANTS["llava"] = LlavaConfig.of(
-    replace(VARIANTS["llama"], vocab_size=131, hidden_dropout=0.1), vision=_TOWER, image_token=130
+    replace(VARIANTS["llama"], num_layers=4, vocab_size=131, hidden_dropout=0.1), vision=_TOWER, image_token=130
 )
 VARIANTS["llava frozen tower"] = replace(VARIANTS["llava"], vision=replace(_TOWER, attention_dropout=0.0))
 VARIANTS["llava projector alone"] = VARIANTS["llava frozen tower"]
@@ -285,7 +288,7 @@ LAYOUTS = {
     "vp2 pp4 m8": Layout(world=4, pp=4, vp=2, microbatches=8),
     "vp2 pp4 m8 tp2": Layout(world=8, tp=2, pp=4, vp=2, microbatches=8),
     "vp2 pp4 m6 dp2": Layout(world=8, pp=4, vp=2, microbatches=6),
-    "vp2 pp4 m8 dp2": Layout(world=8, pp=4, vp=2, microbatches=8),
+    "vp2 pp4 m12 dp2": Layout(world=8, pp=4, vp=2, microbatches=12),
     "ZB-H1 pp2": Layout(world=2, pp=2, microbatches=4, schedule="zb_h1"),
     "ZB-H1 pp2 tp2+sp dp2": Layout(world=8, tp=2, sp=True, pp=2, microbatches=4, schedule="zb_h1"),
     "ZB-H1 pp4": Layout(world=4, pp=4, microbatches=6, schedule="zb_h1"),
@@ -297,6 +300,7 @@ LAYOUTS = {
     "ZB-V pp4 tp2": Layout(world=8, tp=2, pp=4, vp=2, microbatches=6, schedule="zb_v"),
     "ZB-V pp4 dp2": Layout(world=8, pp=4, vp=2, microbatches=6, schedule="zb_v"),
     "DualPipeV pp2": Layout(world=2, pp=2, vp=2, microbatches=4, schedule="dualpipe_v"),
+    "DualPipeV pp2 tp2+sp dp2": Layout(world=8, tp=2, sp=True, pp=2, vp=2, microbatches=4, schedule="dualpipe_v"),
     "DualPipeV pp2 dp2": Layout(world=4, pp=2, vp=2, microbatches=6, schedule="dualpipe_v"),
     "GPipe vp2 pp2": Layout(world=2, pp=2, vp=2, microbatches=3, schedule="gpipe"),
     "recompute full": Layout(world=1, microbatches=2, recompute=RecomputeConfig(granularity="full", num_layers=3)),
@@ -478,7 +482,7 @@ def batches(variant: str, dtype: torch.dtype, accumulate: int) -> list[dict[str,
         # Row i keeps a share of its tokens that grows with i: replicas and microbatches hold uneven numbers.
         shares = torch.linspace(0.2, 1.0, BATCH).unsqueeze(1)
         mask = (torch.rand(BATCH, SEQUENCE, generator=generator) < shares).to(dtype)
-        mask[:12] = 0  # the first microbatch of four and more has no valid token
+        mask[: BATCH // 4] = 0  # the first microbatch of four and more has no valid token
         if index == 1:
             mask[: BATCH // 2] = 0  # the first of two replicas has none at all
         labels = tokens[:, 1:].clone()
@@ -526,7 +530,7 @@ def _of_two_stacks(variant: str, config: T5Config, dtype: torch.dtype, index: in
     segments[0][-2] = -1
     shares = torch.linspace(0.2, 1.0, BATCH).unsqueeze(1)
     mask = (torch.rand(BATCH, decoder_width, generator=generator) < shares).to(dtype)
-    mask[:12] = 0  # the first microbatch of four and more has no valid token
+    mask[: BATCH // 4] = 0  # the first microbatch of four and more has no valid token
     if index == 1:
         mask[: BATCH // 2] = 0  # the first of two replicas has none at all
     read, told, labels = (
@@ -549,7 +553,7 @@ def _with_images(config: LlavaConfig, batch: dict[str, Any], index: int, generat
     """The batch with image tokens in front of its text and between, and its images."""
     counts = [row % 3 for row in range(BATCH)]
     # The first microbatch of four and more has none, the first of two replicas once, and all of them once.
-    none = (12, BATCH // 2, BATCH)[index % 3]
+    none = (BATCH // 4, BATCH // 2, BATCH)[index % 3]
     counts[:none] = [0] * none
     length = SEQUENCE + 2 * config.features_per_image
     rows: dict[str, Any] = {}
@@ -616,20 +620,38 @@ def cells_of(layout: str) -> list[Cell]:
 
 
 def sampled_cells() -> dict[str, list[Cell]]:
-    """The cells that every run of the tests sees, by layout: each pair of settings meets in one of them.
+    """The cells that every run of the tests sees, by layout.
 
-    Settings are those of the layout, the model and the precision. Numbers of microbatches differ in whether there are
-    several and whether stages divide them.
+    Each pair of settings of the layout, of the family of models and of the precision meets in one of them, and each
+    model meets each axis. Numbers of microbatches differ in whether there are several and whether stages divide them.
     """
     cells = [(layout, cell) for layout in LAYOUTS for cell in cells_of(layout)]
     chosen: dict[str, list[Cell]] = {}
-    for layout, cell in sampled(cells, _factors, lambda cell: 1 + LAYOUTS[cell[0]].world):
+    for layout, cell in sampled(cells, _pairs, _cost):
         chosen.setdefault(layout, []).append(cell)
     return chosen
 
 
-def _factors(cell: tuple[str, Cell]) -> dict[str, Any]:
+def _pairs(cell: tuple[str, Cell]) -> list[Hashable]:
     layout, (variant, precision) = LAYOUTS[cell[0]], cell[1]
-    factors = {field.name: getattr(layout, field.name) for field in fields(layout) if field.name != "world"}
+    settings = {field.name: getattr(layout, field.name) for field in fields(layout) if field.name != "world"}
     microbatches = "one" if layout.microbatches == 1 else "uneven" if layout.microbatches % layout.pp else "even"
-    return factors | {"microbatches": microbatches, "dp": layout.dp, "variant": variant, "precision": precision}
+    settings |= {"microbatches": microbatches, "dp": layout.dp, "precision": precision, "family": _family(variant)}
+    axes = {axis: getattr(layout, axis) > 1 for axis in ("tp", "pp", "cp", "dp")}
+    axes |= {"exchange": layout.cp > 1 and layout.context, "precision": precision}
+    return [*pairs_of(settings), *((variant, axis) for axis in axes.items())]
+
+
+def _family(variant: str) -> str:
+    """What a model has in common with others that settings of a layout could do harm to."""
+    families = {"BERT": BERTS, "T5": T5S, "LLaVA": IMAGES, "experts": EXPERTS}
+    alone = variant if variant in (HALF_VARIANT, *PACKED) else "dense"
+    return next((family for family, variants in families.items() if variant in variants), alone)
+
+
+def _cost(cell: tuple[str, Cell]) -> float:
+    """About how long a cell takes: ranks by microbatches, and what a run costs besides."""
+    layout = LAYOUTS[cell[0]]
+    # Dynamic context parallelism makes a microbatch of few documents.
+    microbatches = BATCH // (layout.dp * layout.cp) if layout.dynamic else layout.microbatches * layout.accumulate
+    return layout.world * (8 + microbatches)

@@ -49,11 +49,11 @@ def test_a_step_too_many_or_a_rate_that_does_not_fall_is_far_outside_the_bounds_
 def test_in_the_models_with_experts_all_happens_that_could_go_wrong() -> None:
     steps = {variant: reference(variant, "64-true", Layout(world=1)).steps for variant in EXPERTS}
     for step in steps["moe"]:
-        for layer in range(0, 8, 2):
+        for layer in range(0, 4, 2):
             chosen = step.routing[f"layers.{layer} chosen"]
             assert not chosen[list(SHUNNED["moe"])].any() and chosen.sum() == 2 * BATCH * SEQUENCE
             assert not step.gradients[f"layers.{layer}.moe.experts.up"][list(SHUNNED["moe"])].any()
-    for variant, layers in (("moe top-1", (1, 2, 7)), ("moe packed", (0, 5))):
+    for variant, layers in (("moe top-1", (1, 2, 3)), ("moe packed", (0, 3))):
         for step in steps[variant]:
             for layer in layers:
                 kept, chosen = (step.routing[f"layers.{layer} {name}"].sum() for name in ("kept", "chosen"))

@@ -12,7 +12,7 @@ Transactions on Software Engineering 23(7), 1997, section 3; here the cells are 
 
 import os
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import reduce
 from itertools import combinations
 from operator import or_
@@ -24,9 +24,14 @@ Case = TypeVar("Case")
 WHOLE = "TESTS_WHOLE"
 
 
+def pairs_of(factors: Mapping[str, Hashable]) -> list[Hashable]:
+    """Each two settings of different factors that meet in a case."""
+    return list(combinations(sorted(factors.items(), key=lambda setting: setting[0]), 2))
+
+
 def covering(
     cases: Sequence[Case],
-    factors_of: Callable[[Case], Mapping[str, Hashable]],
+    pairs: Callable[[Case], Iterable[Hashable]],
     cost_of: Callable[[Case], float] = lambda case: 1.0,
 ) -> list[Case]:
     """The cases of a covering sample, in their order: each pair of settings that meets in `cases` meets in it.
@@ -35,21 +40,18 @@ def covering(
     """
     numbers: dict[Hashable, int] = {}
     # By case: a number whose bits are the pairs of settings that meet in it.
-    pairs = [
-        sum(1 << numbers.setdefault(pair, len(numbers)) for pair in combinations(sorted(factors_of(case).items()), 2))
-        for case in cases
-    ]
+    bits = [sum(1 << numbers.setdefault(pair, len(numbers)) for pair in set(pairs(case))) for case in cases]
     costs = [cost_of(case) for case in cases]
     missing = (1 << len(numbers)) - 1
     picked: list[int] = []
     while missing:
-        best = max(range(len(cases)), key=lambda place: ((pairs[place] & missing).bit_count() / costs[place], -place))
+        best = max(range(len(cases)), key=lambda place: ((bits[place] & missing).bit_count() / costs[place], -place))
         picked.append(best)
-        missing &= ~pairs[best]
+        missing &= ~bits[best]
     # A cheap early pick is often covered by what the later ones had to bring.
     for place in sorted(picked, key=lambda place: -costs[place]):
         others = [other for other in picked if other != place]
-        if not pairs[place] & ~reduce(or_, (pairs[other] for other in others), 0):
+        if not bits[place] & ~reduce(or_, (bits[other] for other in others), 0):
             picked = others
     return [cases[place] for place in sorted(picked)]
 
@@ -76,11 +78,11 @@ def each_setting(cases: Sequence[Case], factors_of: Callable[[Case], Mapping[str
 
 def sampled(
     cases: Sequence[Case],
-    factors_of: Callable[[Case], Mapping[str, Hashable]],
+    pairs: Callable[[Case], Iterable[Hashable]],
     cost_of: Callable[[Case], float] = lambda case: 1.0,
 ) -> list[Case]:
     """The covering sample of the cases, or all of them under `pytest --whole`."""
-    return list(cases) if WHOLE in os.environ else covering(cases, factors_of, cost_of)
+    return list(cases) if WHOLE in os.environ else covering(cases, pairs, cost_of)
 
 
 def diagonal(cases: Sequence[Case]) -> list[Case]:
@@ -99,5 +101,6 @@ def sample_of_matrix(cells: Sequence[Mapping[str, object]]) -> list[int]:
         # A mutable value is told by being that object.
         return {name: one if isinstance(one, Hashable) else id(one) for name, one in cells[place].items()}
 
-    rule = covering if len(cells[0]) > 2 else each_setting
-    return rule(range(len(cells)), factors_of)
+    if len(cells[0]) > 2:
+        return covering(range(len(cells)), lambda place: pairs_of(factors_of(place)))
+    return each_setting(range(len(cells)), factors_of)

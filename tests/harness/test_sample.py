@@ -4,13 +4,13 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from itertools import combinations, product
+from itertools import product
 
 import pytest
 
 from tests.certificate.cases import LAYOUTS, cells_of, sampled_cells
 from tests.harness.ranks import ROOT
-from tests.harness.sample import WHOLE, covering, diagonal, sample_of_matrix, sampled
+from tests.harness.sample import WHOLE, covering, diagonal, pairs_of, sample_of_matrix, sampled
 
 MATRIX = [
     {"tp": tp, "pp": pp, "model": model, "precision": precision}
@@ -19,19 +19,14 @@ MATRIX = [
 ]
 
 
-def pairs_of(case: dict[str, object]) -> set[object]:
-    """Every two settings that meet in a case."""
-    return set(combinations(sorted(case.items(), key=str), 2))
-
-
 def test_every_pair_of_settings_of_the_matrix_meets_in_the_sample() -> None:
-    sample = covering(MATRIX, lambda case: case)
+    sample = covering(MATRIX, pairs_of)
     assert set().union(*map(pairs_of, sample)) == set().union(*map(pairs_of, MATRIX))
     assert len(sample) < len(MATRIX) / 2
 
 
 def test_no_case_of_the_sample_could_be_left_out() -> None:
-    sample = covering(MATRIX, lambda case: case)
+    sample = covering(MATRIX, pairs_of)
     for case in sample:
         others = [other for other in sample if other is not case]
         assert set().union(*map(pairs_of, others)) != set().union(*map(pairs_of, MATRIX))
@@ -40,8 +35,8 @@ def test_no_case_of_the_sample_could_be_left_out() -> None:
 def test_a_dear_case_is_left_out_where_cheap_ones_have_its_pairs() -> None:
     cases = [{"a": 1, "b": 1, "c": 1}, {"a": 1, "b": 1, "c": 2}, {"a": 2, "b": 1, "c": 1}, {"a": 1, "b": 2, "c": 1}]
     dear = cases[0]
-    assert dear not in covering(cases, lambda case: case, lambda case: 10.0 if case is dear else 1.0)
-    assert covering(cases, lambda case: case) == cases[1:]
+    assert dear not in covering(cases, pairs_of, lambda case: 10.0 if case is dear else 1.0)
+    assert covering(cases, pairs_of) == cases[1:]
 
 
 def test_a_diagonal_has_each_row_and_each_column_and_is_balanced() -> None:
@@ -63,9 +58,9 @@ def test_a_test_of_three_factors_keeps_all_pairs_of_two_a_diagonal_and_of_one_al
 
 def test_whole_takes_all_cases(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(WHOLE, raising=False)
-    assert sampled(MATRIX, lambda case: case) == covering(MATRIX, lambda case: case)
+    assert sampled(MATRIX, pairs_of) == covering(MATRIX, pairs_of)
     monkeypatch.setenv(WHOLE, "1")
-    assert sampled(MATRIX, lambda case: case) == MATRIX
+    assert sampled(MATRIX, pairs_of) == MATRIX
 
 
 def test_the_sample_of_the_certificate_is_the_same_in_another_process_and_has_every_model() -> None:

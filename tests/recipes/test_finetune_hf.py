@@ -1,8 +1,6 @@
 """The fine-tuning recipe as a user runs it: a small Llama of transformers goes in, one that has learnt comes out."""
 
 import csv
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +8,8 @@ import torch
 
 from tests.harness.ranks import ROOT
 from tests.lightning_modules.pretrained import ANSWERS, write_chats, write_model
-from tests.recipes.test_pretrain_gpt import surroundings
+from tests.recipes.launched import launched
+from tests.recipes.test_pretrain_gpt import recipe
 
 CONFIGS = ROOT / "recipes" / "configs"
 
@@ -21,17 +20,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_model(path / "tiny")
     write_chats(path / "chats.jsonl")
     return path
-
-
-def recipe(folder: Path, *options: str, timeout: float = 600) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(ROOT / "recipes" / "finetune_hf.py"), *options],
-        cwd=folder,
-        env=surroundings(),
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
 
 
 def logged(folder: Path, version: int, name: str) -> list[float]:
@@ -46,7 +34,7 @@ TOY = ("--config", str(CONFIGS / "finetune_toy.yaml"))
 @pytest.mark.slow
 def test_a_model_learns_answers_and_transformers_and_the_recipe_load_it(folder: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    ran = recipe(folder, "fit", *TOY, "--export.path=tuned")
+    ran = launched(folder, "fit", *TOY, "--export.path=tuned", script="finetune_hf.py")
     assert ran.returncode == 0, ran.stderr
     assert (ran.stderr + ran.stdout).count("training: 57 samples; 0 of them were cut") == 1
     losses = logged(folder, 0, "train_loss")
@@ -61,7 +49,9 @@ def test_a_model_learns_answers_and_transformers_and_the_recipe_load_it(folder: 
         said = model.generate(**asked, max_new_tokens=16, do_sample=False)[0, asked["input_ids"].shape[1] :]
         assert tokenizer.decode(said).startswith(f"{answer}<|end|>")
 
-    told = recipe(folder, "predict", *TOY, "--model.path=tuned", '--data.prompts=["Who is there?"]')
+    told = launched(
+        folder, "predict", *TOY, "--model.path=tuned", '--data.prompts=["Who is there?"]', script="finetune_hf.py"
+    )
     assert told.returncode == 0, told.stderr
     assert "assistant\n\nIt is me.<|end|>" in told.stdout
 
@@ -72,8 +62,10 @@ def test_low_rank_paths_are_written_with_the_weights_that_they_were_trained_besi
     options = ("--model.lora.rank=4", "--trainer.max_steps=20", "--trainer.val_check_interval=20")
     layout = ("tensor_model_parallel_size=1", "sequence_parallel=false", "pipeline_model_parallel_size=2")
     strategy = [f"--trainer.strategy.init_args.{option}" for option in (*layout, "num_microbatches=2")]
-    ran = recipe(
-        folder, "fit", *TOY, *options, *strategy, "--export.path=paths", "--trainer.logger.init_args.version=9"
+    ran = launched(
+        folder,
+        *("fit", *TOY, *options, *strategy, "--export.path=paths", "--trainer.logger.init_args.version=9"),
+        script="finetune_hf.py",
     )
     assert ran.returncode == 0, ran.stderr
     losses = logged(folder, 9, "train_loss")
@@ -99,13 +91,18 @@ def test_low_rank_paths_are_written_with_the_weights_that_they_were_trained_besi
 
 @pytest.mark.slow
 def test_mistakes_end_with_one_message(folder: Path) -> None:
-    for options, told in (
-        (("--model.path=nowhere",), "nowhere"),
-        (("--model.lora.rank=0",), "lora rank (0) must be at least 1"),
-        (("--model.lora.targets=[attention.q]",), "attention.qkv"),
-        (("--data.sequence_length=5",), "anything to learn within sequence_length (5)"),
+    one_rank = ("tensor_model_parallel_size=1", "sequence_parallel=false")
+    alone = ("--trainer.devices=1", *(f"--trainer.strategy.init_args.{option}" for option in one_rank))
+    for option, told in (
+        ("--model.lora.rank=0", "lora rank (0) must be at least 1"),
+        ("--model.lora.targets=[attention.q]", "attention.qkv"),
+        ("--data.sequence_length=5", "anything to learn within sequence_length (5)"),
     ):
-        ended = recipe(folder, "fit", *TOY, *options)
+        ended = launched(folder, "fit", *TOY, *alone, option, script="finetune_hf.py", num_ranks=1)
         assert ended.returncode == 2, ended.stdout + ended.stderr
         assert "Traceback" not in ended.stdout + ended.stderr
         assert told in ended.stderr
+    ended = recipe(folder, "fit", *TOY, "--model.path=nowhere", script="finetune_hf.py")
+    assert ended.returncode == 2, ended.stdout + ended.stderr
+    assert "Traceback" not in ended.stdout + ended.stderr
+    assert "nowhere" in ended.stderr

@@ -1,10 +1,11 @@
-"""The recipe of BERT as a user runs it: real processes from one command line."""
+"""The recipe of BERT as a user runs it."""
 
 from pathlib import Path
 
 import pytest
 
 from tests.lightning_modules.sentences import write_sentences
+from tests.recipes.launched import launched
 from tests.recipes.test_pretrain_gpt import TINY, losses, recipe
 
 BERT = TINY.replace("name: tiny", "name: bert").replace("16", "24")
@@ -20,14 +21,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_a_run_of_two_processes_is_resumed_on_another_layout_and_fills_gaps(folder: Path) -> None:
-    first = recipe(folder, "fit", "--config", "bert.yaml", script="pretrain_bert.py")
+    first = launched(folder, "fit", "--config", "bert.yaml", script="pretrain_bert.py")
     assert first.returncode == 0, first.stderr
     one = losses(folder, 0, "bert")
     assert len(one) == 4 and one[3] < one[0]
     header = (folder / "logs" / "bert" / "version_0" / "metrics.csv").read_text().splitlines()[0].split(",")
     assert {"train_loss", "val_loss", "tokens/s", "TFLOP/s/device"} <= set(header)
 
-    resumed = recipe(
+    resumed = launched(
         folder,
         *("fit", "--config", "bert.yaml", "--ckpt_path", "saved/step=2.ckpt"),
         "--trainer.strategy.init_args.tensor_model_parallel_size=1",
@@ -39,7 +40,7 @@ def test_a_run_of_two_processes_is_resumed_on_another_layout_and_fills_gaps(fold
     assert resumed.returncode == 0, resumed.stderr
     assert losses(folder, 1, "bert") == pytest.approx(one[2:], abs=1e-5)
 
-    filled = recipe(
+    filled = launched(
         folder,
         *("predict", "--config", "bert.yaml", "--ckpt_path", "saved/step=4.ckpt"),
         '--data.prompts=["The cat[MASK] on a mat."]',

@@ -11,6 +11,7 @@ import pytest
 
 from tests.harness.ranks import ROOT, free_port
 from tests.lightning_modules.corpus import write_corpus
+from tests.recipes.launched import launched
 
 TINY = """
 trainer:
@@ -158,23 +159,26 @@ def test_a_run_of_two_processes_is_resumed_on_another_layout_and_writes(folder: 
     header = (folder / "logs" / "tiny" / "version_0" / "metrics.csv").read_text().splitlines()[0].split(",")
     assert {"train_loss", "val_loss", "tokens/s", "TFLOP/s/device"} <= set(header)
 
-    resumed = recipe(
+    resumed = launched(
         folder,
         *("fit", "--config", "tiny.yaml", "--ckpt_path", "saved/step=2.ckpt"),
         "--trainer.strategy.init_args.tensor_model_parallel_size=1",
         "--trainer.strategy.init_args.sequence_parallel=false",
         "--trainer.strategy.init_args.pipeline_model_parallel_size=2",
         "--trainer.strategy.init_args.num_microbatches=2",
+        script="pretrain_gpt.py",
     )
     assert resumed.returncode == 0, resumed.stderr
     assert losses(folder, 1) == pytest.approx(one[2:], abs=1e-5)
 
-    written = recipe(
+    written = launched(
         folder,
         *("predict", "--config", "tiny.yaml", "--ckpt_path", "saved/step=4.ckpt", "--trainer.devices=1"),
         "--trainer.strategy.init_args.tensor_model_parallel_size=1",
         "--trainer.strategy.init_args.sequence_parallel=false",
         '--data.prompts=["the cat sat"]',
+        script="pretrain_gpt.py",
+        num_ranks=1,
     )
     assert written.returncode == 0, written.stderr
     assert "the cat sat" in written.stdout
@@ -183,22 +187,24 @@ def test_a_run_of_two_processes_is_resumed_on_another_layout_and_writes(folder: 
 @pytest.mark.slow
 def test_experts_over_two_processes_are_resumed_on_another_layout_and_write(folder: Path) -> None:
     files = ("--config", "tiny.yaml", "--config", "experts.yaml")
-    first = recipe(folder, "fit", *files)
+    first = launched(folder, "fit", *files, script="pretrain_gpt.py")
     assert first.returncode == 0, first.stderr
     one = losses(folder, 0, "experts")
     assert len(one) == 4 and one[3] < one[0]
-    resumed = recipe(
+    resumed = launched(
         folder,
         *("fit", *files, "--ckpt_path", "experts/step=2.ckpt"),
         "--trainer.strategy.init_args.expert_model_parallel_size=1",
         "--trainer.strategy.init_args.pipeline_model_parallel_size=2",
         "--trainer.strategy.init_args.num_microbatches=2",
+        script="pretrain_gpt.py",
     )
     assert resumed.returncode == 0, resumed.stderr
     assert losses(folder, 1, "experts") == pytest.approx(one[2:], abs=1e-5)
-    written = recipe(
+    written = launched(
         folder,
         *("predict", *files, "--ckpt_path", "experts/step=4.ckpt", '--data.prompts=["the cat sat", "a dog"]'),
+        script="pretrain_gpt.py",
     )
     assert written.returncode == 0, written.stderr
     assert "the cat sat" in written.stdout and "a dog" in written.stdout

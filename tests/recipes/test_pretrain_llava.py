@@ -1,4 +1,4 @@
-"""The recipe of LLaVA as a user runs it: real processes from one command line."""
+"""The recipe of LLaVA as a user runs it."""
 
 from pathlib import Path
 
@@ -6,6 +6,7 @@ import pytest
 
 from tests.data.test_image_samples import folder_with_rows
 from tests.recipes import test_pretrain_gpt
+from tests.recipes.launched import launched
 from tests.recipes.test_pretrain_gpt import losses, recipe
 
 RECIPE = "pretrain_llava.py"
@@ -52,13 +53,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_a_run_of_two_processes_is_resumed_on_another_layout_and_answers(folder: Path) -> None:
-    first = recipe(folder, "fit", "--config", "tiny.yaml", script=RECIPE)
+    first = launched(folder, "fit", "--config", "tiny.yaml", script=RECIPE)
     assert first.returncode == 0, first.stderr
     one = losses(folder, 0)
     assert len(one) == 4 and one[3] < one[0]
     header = (folder / "logs" / "tiny" / "version_0" / "metrics.csv").read_text().splitlines()[0].split(",")
     assert {"train_loss", "val_loss", "tokens/s", "TFLOP/s/device"} <= set(header)
-    resumed = recipe(
+    resumed = launched(
         folder,
         *("fit", "--config", "tiny.yaml", "--ckpt_path", "saved/step=2.ckpt"),
         "--trainer.strategy.init_args.tensor_model_parallel_size=1",
@@ -69,7 +70,7 @@ def test_a_run_of_two_processes_is_resumed_on_another_layout_and_answers(folder:
     )
     assert resumed.returncode == 0, resumed.stderr
     assert losses(folder, 1) == pytest.approx(one[2:], abs=1e-5)
-    answered = recipe(
+    answered = launched(
         folder,
         *("predict", "--config", "tiny.yaml", "--ckpt_path", "saved/step=4.ckpt"),
         '--data.prompts=["what?", "more"]',

@@ -1,13 +1,13 @@
-"""The recipe of T5s as a user runs it: real processes from one command line."""
+"""The recipe of T5s as a user runs it."""
 
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from tests.lightning_modules.corpus import write_corpus
 from tests.recipes import test_pretrain_gpt
-from tests.recipes.test_pretrain_gpt import losses
+from tests.recipes.launched import launched
+from tests.recipes.test_pretrain_gpt import losses, recipe
 
 TINY = (
     test_pretrain_gpt.TINY.partition("model:")[0]
@@ -38,16 +38,11 @@ throughput:
 )
 
 
-def recipe(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    """The recipe's run in `folder`."""
-    return test_pretrain_gpt.recipe(folder, *options, timeout=180, script="pretrain_t5.py")
-
-
 @pytest.mark.slow
 def test_a_run_of_two_processes_is_resumed_on_stages_over_both_stacks_and_fills_gaps(tmp_path: Path) -> None:
     write_corpus(tmp_path)
     (tmp_path / "tiny.yaml").write_text(TINY)
-    first = recipe(tmp_path, "fit", "--config", "tiny.yaml")
+    first = launched(tmp_path, "fit", "--config", "tiny.yaml", script="pretrain_t5.py")
     assert first.returncode == 0, first.stderr
     one = losses(tmp_path, 0)
     assert len(one) == 4 and one[3] < one[0]
@@ -60,13 +55,16 @@ def test_a_run_of_two_processes_is_resumed_on_stages_over_both_stacks_and_fills_
         "--trainer.strategy.init_args.num_microbatches=2",
         "--trainer.strategy.init_args.pipeline.layout.text=Et|ttL",
     )
-    resumed = recipe(tmp_path, "fit", "--config", "tiny.yaml", "--ckpt_path", "saved/step=2.ckpt", *stages)
+    resumed = launched(
+        tmp_path, "fit", "--config", "tiny.yaml", "--ckpt_path", "saved/step=2.ckpt", *stages, script="pretrain_t5.py"
+    )
     assert resumed.returncode == 0, resumed.stderr
     assert losses(tmp_path, 1) == pytest.approx(one[2:], abs=1e-5)
-    written = recipe(
+    written = launched(
         tmp_path,
         *("predict", "--config", "tiny.yaml", "--ckpt_path", "saved/step=4.ckpt", *stages),
         '--data.prompts=["the cat<extra_id_0> a mat", "home"]',
+        script="pretrain_t5.py",
     )
     assert written.returncode == 0, written.stderr
     assert "--- text 0 ---" in written.stdout and written.stdout.count("--- text 1 ---") == 1
@@ -82,6 +80,7 @@ def test_faults_that_show_before_the_start_are_told_together(tmp_path: Path) -> 
         *("--trainer.strategy.init_args.tensor_model_parallel_size=1", "--model.config.num_attention_heads=5"),
         *("--trainer.strategy.init_args.sequence_parallel=false", "--model.config.head_dim=8", "--trainer.devices=5"),
         "--trainer.strategy.init_args.pipeline_model_parallel_size=5",
+        script="pretrain_t5.py",
     )
     assert ended.returncode == 2, ended.stderr
     assert "Traceback" not in ended.stdout + ended.stderr
