@@ -12,6 +12,8 @@ MUTANTS_ARGS ?=
 export OMP_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Tests start hundreds of processes: where this is set, each of them compiles all sources anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test certificate mutants bench lint clean
 .DEFAULT_GOAL := test

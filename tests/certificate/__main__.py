@@ -214,8 +214,9 @@ many is off by about the whole of that, more than {int(_bite())} times the bound
 Made with torch {torch.__version__}, lightning {lightning.__version__}, Python {platform.python_version()} on
 {platform.machine()} CPUs, with gloo between the processes. NCCL and several GPUs were not there to be tested.
 
-`make certificate` makes the tables anew. `make test` holds a sample of the cells to the same tolerances, in which every
-two settings of layout, model and precision that meet in the table meet at least once.
+`make certificate` makes the tables anew. `make test` holds a sample of the cells to the same tolerances. Every two
+settings of the layout, the family of models and the precision that meet in the table meet in the sample, and every model
+meets each axis.
 """
 
 
