@@ -22,6 +22,7 @@ def taken(row: str, microbatches: int) -> dict[str, Any]:
     return sample_of(run_on_ranks(2, run_rank, row, "smoke", microbatches, init=False))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("microbatches", [1, 4])
 @pytest.mark.parametrize("row", ["torch DDP, no overlap", FSDP2, *OURS])
 def test_a_row_takes_the_steps_of_ddp(row: str, microbatches: int) -> None:

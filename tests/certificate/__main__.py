@@ -215,8 +215,8 @@ Made with torch {torch.__version__}, lightning {lightning.__version__}, Python {
 {platform.machine()} CPUs, with gloo between the processes. NCCL and several GPUs were not there to be tested.
 
 `make certificate` makes the tables anew. `make test` holds a sample of the cells to the same tolerances. Every two
-settings of the layout, the family of models and the precision that meet in the table meet in the sample, and every model
-meets each axis.
+settings of the layout, the family of models and the precision that meet in the table meet in the sample, and every
+model meets each axis.
 """
 
 

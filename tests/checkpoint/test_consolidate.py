@@ -1,7 +1,6 @@
 """A run saved on any layout, consolidated, goes on under plain Lightning to the weights of a run without a break."""
 
-import subprocess
-import sys
+import runpy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ import pytest
 
 from lightning_megatron.checkpoint.consolidate import write_consolidated
 from lightning_megatron.models import GPTModel
-from tests.harness.ranks import ROOT, run_on_ranks
+from tests.harness.ranks import run_on_ranks
 from tests.trainer.checkpointing.test_checkpoint_dict import CONFIG, TOLERANCE, Language, Texts, saver
 from tests.trainer.fits import parts_apart, weights
 from tests.trainer.layouts import PLAIN, Layout, make_trainer
@@ -55,6 +54,13 @@ def resumed(path: Path) -> dict[str, Any]:
     return {"weights": weights(module), "seen": int(module.seen), "loaded": module.loaded}
 
 
+def run_lightnings_own_tool(*arguments: str) -> None:
+    """Its command, in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["consolidate_checkpoint", *arguments])
+        runpy.run_module("lightning.pytorch.utilities.consolidate_checkpoint", run_name="__main__")
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("split")
@@ -82,9 +88,7 @@ def test_plain_lightning_goes_on_from_a_consolidated_checkpoint(
 def test_lightnings_own_tool_makes_a_file_that_plain_lightning_goes_on_from(
     folder: Path, without_a_break: dict[str, Any], tmp_path: Path
 ) -> None:
-    command = [sys.executable, "-m", "lightning.pytorch.utilities.consolidate_checkpoint"]
-    path = tmp_path / "one.ckpt"
-    arguments = [str(folder / "epoch=0-step=3.ckpt"), "--output_file", str(path)]
-    subprocess.run([*command, *arguments], cwd=ROOT, check=True, timeout=120)
+    path, saved = tmp_path / "one.ckpt", folder / "epoch=0-step=3.ckpt"
+    run_on_ranks(1, run_lightnings_own_tool, str(saved), "--output_file", str(path), init=False)
     [found] = run_on_ranks(1, resumed, path, init=False)
     assert parts_apart(found["weights"], without_a_break) < TOLERANCE

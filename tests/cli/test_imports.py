@@ -3,7 +3,9 @@
 import json
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,21 +17,70 @@ HEAVY = {"lightning", "pytorch_lightning", "torchmetrics", "transformers", "data
 PLAN = ("plan", "gpt3_175b", "--gpu", "h100", "--num-gpus", "1024", "--layout", "tp=8,pp=8")
 
 
-def modules_after(code: str, *args: str) -> set[str]:
-    """The modules of a fresh process that has run some code."""
-    program = f"import json, sys\ntry:\n    {code}\nexcept SystemExit:\n    pass\nprint(json.dumps(list(sys.modules)))"
+# Runs each piece of code in a fork of a process with torch, and prints the modules of each, or how it failed.
+FORKS = """
+import json, os, sys, traceback
+import torch
+for code, *args in json.loads(sys.argv[1]):
+    reader, writer = os.pipe()
+    if os.fork() == 0:
+        sys.argv[1:] = args
+        sys.stdout = open(os.devnull, "w")
+        failure = ""
+        try:
+            exec(code)
+        except SystemExit:
+            pass
+        except BaseException:
+            failure = traceback.format_exc()
+        with open(writer, "w") as stream:
+            json.dump({"failure": failure, "modules": list(sys.modules)}, stream)
+        os._exit(0)
+    os.close(writer)
+    with open(reader) as stream:
+        print(stream.read())
+    os.wait()
+"""
+COMMAND = "from lightning_megatron.cli.main import main; main(sys.argv[1:])"
+SCHEDULE = ("schedule", "--pp", "2", "--microbatches", "2")
+TRAINER = (
+    "trainer = L.Trainer(strategy='megatron', accelerator='cpu', devices=1, logger=False, enable_checkpointing=False)"
+    "\nassert isinstance(trainer.strategy, lightning_megatron.MegatronStrategy)"
+)
+FIRST, SECOND = (
+    "import lightning_megatron\nimport lightning as L\n",
+    "import lightning as L\nimport lightning_megatron\n",
+)
+CODES = ((COMMAND, *SCHEDULE), (COMMAND, *PLAN), (FIRST + TRAINER,), (SECOND + TRAINER,))
+
+
+def printed_by(program: str, *args: str) -> list[str]:
+    """The lines of a fresh process that runs a program."""
     command = [sys.executable, "-c", program, *args]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
-    modules: list[str] = json.loads(ended.stdout.splitlines()[-1])
-    return set(modules)
+    return subprocess.run(
+        command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=120, check=True
+    ).stdout.splitlines()
 
 
-def command_modules(*args: str) -> set[str]:
-    return modules_after("from lightning_megatron.cli.main import main; main(sys.argv[1:])", *args)
+@cache
+def modules_of_each() -> dict[tuple[str, ...], dict[str, Any]]:
+    """What became of each of the codes."""
+    lines = printed_by(FORKS, json.dumps(CODES))
+    return {code: json.loads(line) for code, line in zip(CODES, lines, strict=True)}
+
+
+def modules_after(*code: str) -> set[str]:
+    """The modules of a process with torch that has run one of the codes."""
+    found = modules_of_each()[code]
+    assert not found["failure"], found["failure"]
+    return set(found["modules"])
 
 
 def test_help_imports_neither_torch_nor_any_command() -> None:
-    modules = command_modules("--help")
+    program = (
+        f"import json, sys\ntry:\n    {COMMAND}\nexcept SystemExit:\n    pass\nprint(json.dumps(list(sys.modules)))"
+    )
+    modules = set(json.loads(printed_by(program, "--help")[-1]))
     assert not modules & {*HEAVY, "torch", "numpy"}
     assert {name for name in modules if name.startswith("lightning_megatron.cli.")} == {
         "lightning_megatron.cli.commands",
@@ -38,22 +89,16 @@ def test_help_imports_neither_torch_nor_any_command() -> None:
     }
 
 
-@pytest.mark.parametrize("args", [("schedule", "--pp", "2", "--microbatches", "2"), PLAN], ids=["schedule", "plan"])
+@pytest.mark.parametrize("args", [SCHEDULE, PLAN], ids=["schedule", "plan"])
 def test_a_command_that_trains_nothing_imports_no_package_that_trains(args: tuple[str, ...]) -> None:
-    modules = command_modules(*args)
+    modules = modules_after(COMMAND, *args)
     assert f"lightning_megatron.cli.{args[0]}" in modules
     assert not modules & HEAVY
 
 
-@pytest.mark.parametrize(
-    "imports",
-    ["import lightning_megatron; import lightning as L", "import lightning as L; import lightning_megatron"],
-    ids=["before Lightning", "after Lightning"],
-)
+@pytest.mark.parametrize("imports", [FIRST, SECOND], ids=["before Lightning", "after Lightning"])
 def test_a_trainer_knows_the_strategy_by_name_once_the_package_is_imported(imports: str) -> None:
-    trainer = "L.Trainer(strategy='megatron', accelerator='cpu', devices=1, logger=False, enable_checkpointing=False)"
-    claim = "assert isinstance(trainer.strategy, lightning_megatron.MegatronStrategy)"
-    assert "lightning_megatron.trainer.strategy" in modules_after(f"{imports}; trainer = {trainer}; {claim}")
+    assert "lightning_megatron.trainer.strategy" in modules_after(imports + TRAINER)
 
 
 def test_every_exported_name_is_there_and_is_listed() -> None:

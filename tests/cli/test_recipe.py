@@ -1,7 +1,8 @@
 """A mistake of the user's ends a recipe with one message that says the thing; any other fault keeps its traceback."""
 
-import subprocess
-import sys
+import os
+import select
+import time
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,13 @@ import pytest
 import torch
 
 from lightning_megatron.checkpoint import save
+from lightning_megatron.cli import recipe
 from lightning_megatron.cli.recipe import run_recipe
 from lightning_megatron.lightning_modules import GPTDataModule, GPTModule
 from lightning_megatron.mesh import Mesh
+from lightning_megatron.trainer import ConfigurationError
 from lightning_megatron.trainer.callbacks import ThroughputMonitor
+from tests.harness.ranks import run_on_ranks
 from tests.lightning_modules.corpus import write_corpus
 from tests.recipes.test_pretrain_gpt import TINY
 
@@ -197,6 +201,8 @@ def test_only_one_process_of_a_machine_tells_it(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("LOCAL_RANK", "1")
+    # Else it waits for its parent, which here is pytest's, for ten seconds.
+    monkeypatch.setattr(recipe, "_SECONDS_TO_TELL", 0.1)
     with pytest.raises(SystemExit):
         run(*AUTO, "--ckpt_path=none/step.ckpt")
     assert "error" not in capfd.readouterr().err
@@ -217,34 +223,43 @@ def test_options_can_be_printed_and_read_again(folder: Path, capsys: pytest.Capt
     assert "lr: 0.5" in capsys.readouterr().out
 
 
-FIRST_RANK = """
-import os, subprocess, sys
-child = subprocess.Popen(
-    [sys.executable, "-c", sys.argv[1]], env={**os.environ, "LOCAL_RANK": "1"}, stdout=subprocess.PIPE, text=True
-)
-assert child.stdout.readline() == "fails\\n"
-try:
-    print("ended with", child.wait(5))
-except subprocess.TimeoutExpired:
-    print("waits")
-"""
-SECOND_RANK = """
-from lightning_megatron.cli import recipe
-from lightning_megatron.trainer import ConfigurationError
+def second_rank(pipe: Path, is_told: int) -> None:
+    """Meets a mistake that the first rank tells, and prints to the pipe."""
+    output = os.open(pipe, os.O_WRONLY)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.environ["LOCAL_RANK"] = "1"
+    recipe._SECONDS_TO_TELL = 600
 
-def mistake():
-    print("fails", flush=True)
-    raise ConfigurationError(["a mistake"])
+    def mistake() -> None:
+        os.write(is_told, b"fails")
+        raise ConfigurationError(["a mistake"])
 
-recipe._SECONDS_TO_TELL = 600
-recipe._exit_on_mistake(mistake)
-"""
+    recipe._exit_on_mistake(mistake)
 
 
-def test_a_rank_ends_after_the_one_that_tells_the_mistake() -> None:
+def first_rank(pipe: Path) -> tuple[int, bytes]:
+    """The process that ended within a second of the mistake of the one that this one starts, 0 for none, and a word."""
+    told, is_told = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            second_rank(pipe, is_told)
+        finally:
+            os._exit(1)
+    word = os.read(told, 10)
+    time.sleep(1.0)
+    ended, _ = os.waitpid(child, os.WNOHANG)
+    return ended, word
+
+
+def test_a_rank_ends_after_the_one_that_tells_the_mistake(tmp_path: Path) -> None:
     # Lightning kills the first rank when the second ends before it.
-    # Stderr is shared: what is read to its end is that of both, so the second ended with the first.
-    both = subprocess.run(
-        [sys.executable, "-c", FIRST_RANK, SECOND_RANK], capture_output=True, text=True, timeout=60, check=True
-    )
-    assert (both.stdout, both.stderr) == ("waits\n", "")
+    pipe = tmp_path / "printed"
+    os.mkfifo(pipe)
+    printed = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    assert run_on_ranks(1, first_rank, pipe, init=False) == [(0, b"fails")]
+    # The pipe ends with the second rank, which alone can write to it, and which says nothing.
+    [ready], _, _ = select.select([printed], [], [], 20.0)
+    assert os.read(ready, 1000) == b""
+    os.close(printed)

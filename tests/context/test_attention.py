@@ -1,5 +1,6 @@
 """Tests of context-parallel attention: on any ranks it is the attention of one device, token by token."""
 
+import os
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from lightning_megatron.mesh import Mesh
 from lightning_megatron.transformer.dropout import AttentionDropout
 from tests.context.ranks import Case, axes_of, dense, errors, joined, on_threads, results_of_rank
 from tests.harness.ranks import run_on_ranks
+from tests.harness.sample import WHOLE
 from tests.harness.threads import ThreadGroup, new_group, run_on_threads
 from tests.pipeline.meshes import new_group as new_gloo_group
 
@@ -58,7 +60,7 @@ def cases() -> st.SearchStrategy[Case]:
     )
 
 
-@settings(max_examples=80)
+@settings(max_examples=80 if WHOLE in os.environ else 30)
 @given(cases())
 def test_on_any_ranks_it_is_the_attention_of_one_device(case: Case) -> None:
     assert_right(case)
@@ -94,6 +96,7 @@ def test_each_way_of_sharing_tokens_gives_the_attention_of_one_device(
     )
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("ranks", RANKS, ids=str)
 @pytest.mark.parametrize("groups", [1, 2, 4, 8])
 def test_each_head_has_its_own_keys_draws_and_bias_wherever_it_is(ranks: tuple[int, int], groups: int) -> None:
@@ -280,6 +283,7 @@ def check_on_gloo(case: Case) -> None:
             assert error < share, f"{name} in {dtype}: {error}"
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("exchange", [RingExchange(), AllGatherExchange()], ids=["ring", "all_gather"])
 @pytest.mark.parametrize("ranks", [(2, 1), (4, 1), (1, 2), (2, 2)], ids=str)
 def test_real_ranks_give_the_attention_of_one_device(

@@ -1,5 +1,7 @@
 """Attention by FlexAttention adds up to that of one device, as by the other kernels."""
 
+import os
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,9 +16,10 @@ from lightning_megatron.context.unfused_attention import UnfusedAttention
 from tests.context.dense import SCALE, Case, bucket, by_kernels, dense
 from tests.context.plain_flex import plain_flex
 from tests.context.test_kernel import CASES, TABLE, WINDOWS
+from tests.harness.sample import WHOLE
 
 
-@settings(max_examples=60)
+@settings(max_examples=60 if WHOLE in os.environ else 25)
 @given(case=CASES, has_bias=st.booleans())
 def test_parts_add_up_to_the_attention_of_one_device(case: Case, has_bias: bool) -> None:
     case = Case(**{**vars(case), "has_bias": has_bias})

@@ -1,9 +1,7 @@
 """Whole documents in rows: every token but a document's first is a target once; tables appear once and whole."""
 
-import multiprocessing
 import os
 import pickle
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +22,7 @@ from lightning_megatron.data import (
     prepare_corpus,
     train_tokenizer,
 )
+from tests.harness.ranks import run_on_ranks
 
 END = 0
 DOCUMENTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10], [], [11, 12]]
@@ -170,8 +169,7 @@ def build(path: Path) -> list[tuple[list[int], list[int]]]:
 
 def test_two_processes_that_pack_at_once_end_with_whole_tables(tmp_path: Path) -> None:
     path = write(tmp_path / "tokens", [[i] * (1 + i % 7) for i in range(1, 500)])
-    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
-        first, second = [work.result() for work in [pool.submit(build, path) for _ in range(2)]]
+    first, second = run_on_ranks(2, build, path, init=False)
     assert first == second == build(path)
     assert len(list(tmp_path.iterdir())) == 3
 

@@ -1,8 +1,6 @@
 """Prepared token files hold the documents, each ended once, and appear whole or not at all."""
 
 import json
-import multiprocessing
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +18,7 @@ from lightning_megatron.data import (
 )
 from lightning_megatron.data.prepare import left_out
 from lightning_megatron.data.sources import part_of
+from tests.harness.ranks import run_on_ranks
 
 TEXTS = ["one two three\n" * 30, "four five <|endoftext|> six\n" * 30, "séven\n" * 30]
 
@@ -97,9 +96,7 @@ def test_a_failure_midway_leaves_no_file(root: Path, tokenizer: Tokenizer, tmp_p
 
 
 def test_two_processes_that_prepare_at_once_end_with_one_whole_file(root: Path, tmp_path: Path) -> None:
-    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
-        paths = {work.result() for work in [pool.submit(prepare, root, tmp_path) for _ in range(2)]}
-    (path,) = paths
+    (path,) = set(run_on_ranks(2, prepare, root, tmp_path, init=False))
     assert sorted(file.name for file in tmp_path.iterdir() if file.name != "cache") == [
         f"{path.name}.bin",
         f"{path.name}.idx",

@@ -6,6 +6,7 @@ Nothing here may start a thread: the ranks are forks of the process that imports
 import contextlib
 import gc
 import importlib
+import os
 import pkgutil
 import warnings
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 
 THIRD_PARTIES = (
     "numpy",
+    "datasets",
     "pytest",
     "torch.distributed",
     "torch.distributed.checkpoint",
@@ -45,6 +47,8 @@ def test_helpers() -> list[str]:
     return [".".join(path.parts) for path in helpers]
 
 
+# Arrow's allocator would start a thread as it is loaded.
+os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"
 torch.set_num_threads(1)
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -123,8 +123,8 @@ def one_rank_is_stuck(seconds: float) -> None:
 
 
 def test_a_stuck_rank_is_ended_and_named_with_the_place() -> None:
-    with pytest.raises(RankFailed, match="rank 1 of 2 did not end within 5 s") as failure:
-        run_on_ranks(2, one_rank_is_stuck, 600.0, init=False, timeout=5)
+    with pytest.raises(RankFailed, match="rank 1 of 2 did not end within 3 s") as failure:
+        run_on_ranks(2, one_rank_is_stuck, 600.0, init=False, timeout=3)
     text = str(failure.value)
     assert "rank 1 was stuck here" in text
     assert "in one_rank_is_stuck" in text

@@ -37,7 +37,7 @@ EXPERT_LAYOUTS = {
     "tp2+sp ep2": Layout(world=2, tp=2, sp=True, ep=2),
     "pp2 ep2": Layout(world=4, pp=2, ep=2),
 }
-# One with every kind of row, and tied weights on two stages.
+# One with every kind of row, and tied weights: the sample has them on two stages, as pp2 is third and so is qwen2.
 DENSE = ("gpt2", "llama 3", "qwen2 tied, two layers with a window", "qwen3, a window in turns", "mistral")
 WITH_EXPERTS = ("mixtral", "qwen3_moe, some layers dense, with a window")
 # Of which a tiny model's weights fill several.
@@ -91,16 +91,22 @@ def predict_and_save(layout: Layout, cases: tuple[str, ...], folder: Path) -> di
     return found
 
 
-@pytest.mark.parametrize(
-    ("name", "layout", "cases"),
-    [
-        *((name, layout, DENSE) for name, layout in LAYOUTS.items()),
-        *((name, layout, WITH_EXPERTS) for name, layout in EXPERT_LAYOUTS.items()),
-    ],
-)
-def test_a_layout_predicts_and_writes_as_one_process(
-    name: str, layout: Layout, cases: tuple[str, ...], tmp_path: Path
-) -> None:
+@pytest.mark.matrix
+@pytest.mark.parametrize("case", DENSE)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_layout_predicts_and_writes_as_one_process(name: str, case: str, tmp_path: Path) -> None:
+    require_as_alone(LAYOUTS[name], (case,), tmp_path)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("case", WITH_EXPERTS)
+@pytest.mark.parametrize("name", EXPERT_LAYOUTS)
+def test_a_layout_predicts_and_writes_experts_as_one_process(name: str, case: str, tmp_path: Path) -> None:
+    require_as_alone(EXPERT_LAYOUTS[name], (case,), tmp_path)
+
+
+def require_as_alone(layout: Layout, cases: tuple[str, ...], tmp_path: Path) -> None:
+    """Ranks of a layout predict what transformers predicts, and write the files that one process writes."""
     wanted = {case: logits(saved(case, tmp_path / f"{number}")) for number, case in enumerate(cases)}
     ranks = run_on_ranks(layout.world, predict_and_save, layout, cases, tmp_path, init=False, timeout=120)
     for found in ranks:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tokenize
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -55,10 +56,11 @@ def repository_files() -> list[Path]:
     return sorted(path for path in paths if path.is_file())
 
 
-def package_trees() -> Iterator[tuple[str, ast.Module]]:
+@cache
+def package_trees() -> list[tuple[str, ast.Module]]:
     """Path within the package and syntax tree of each of its modules."""
-    for path in sorted(PACKAGE.rglob("*.py")):
-        yield path.relative_to(PACKAGE).as_posix(), ast.parse(path.read_text(), str(path))
+    paths = sorted(PACKAGE.rglob("*.py"))
+    return [(path.relative_to(PACKAGE).as_posix(), ast.parse(path.read_text(), str(path))) for path in paths]
 
 
 def imports_of(tree: ast.Module) -> Iterator[tuple[int, str]]:

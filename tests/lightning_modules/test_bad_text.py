@@ -72,10 +72,14 @@ def test_bad_lines_of_a_stream_are_left_out(tmp_path: Path, num_workers: int, ca
         assert "is not JSON" in caplog.text and "line 8" in caplog.text and "line 12" in caplog.text
 
 
+# Enough to read some seventy rows of what `write_numbers` writes.
+STEPS = 24
+
+
 def fit(folder: Path, layout: Layout, **options: Any) -> str:
     """What ends a run."""
     module = streamed(folder, **options)
-    trainer = make_trainer(layout, max_steps=50, max_epochs=1, limit_val_batches=0)
+    trainer = make_trainer(layout, max_steps=STEPS, max_epochs=1, limit_val_batches=0)
     try:
         trainer.fit(GPTModule(config(num_layers=1)), datamodule=module)
     except ConfigurationError as error:
@@ -93,14 +97,15 @@ def fit_in_windows(folder: Path, layout: Layout, choice: str, num_workers: int) 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_bad_line_that_is_refused_ends_all_ranks_with_its_name(tmp_path: Path, num_workers: int) -> None:
-    write_numbers(tmp_path, {150: '{"text": "broken'})
+    # Behind what is read before training.
+    write_numbers(tmp_path, {60: '{"text": "broken'})
     # Who has other packers reads the line a little earlier or later.
     with pytest.raises(RankFailed) as ended:
         run_on_ranks(2, fit_in_windows, tmp_path, Layout(world=2), "refuse", num_workers, init=False)
     told = str(ended.value)
-    assert f"a document is not JSON ({tmp_path}/rows.jsonl, line 151: " in told and "bad_documents='skip'" in told
+    assert f"a document is not JSON ({tmp_path}/rows.jsonl, line 61: " in told and "bad_documents='skip'" in told
     [told] = run_on_ranks(1, fit_in_windows, tmp_path, Layout(), "skip", num_workers, init=False)
-    assert told == "50 steps"
+    assert told == f"{STEPS} steps"
 
 
 def test_a_document_that_the_tokenizer_refuses_is_named_or_refused(

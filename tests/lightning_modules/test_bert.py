@@ -73,6 +73,7 @@ def runs(layout: Layout, folder: Path, has_order: bool) -> list[Run]:
     return run_on_ranks(layout.world, run, layout, folder, has_order, init=False)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("has_order", [True, False], ids=["order", "no order"])
 @pytest.mark.parametrize("name", list(LAYOUTS))
 def test_losses_metrics_and_what_is_filled_in_are_those_of_one_device(name: str, has_order: bool, folder: Path) -> None:

@@ -1,5 +1,6 @@
 """A model of transformers, fine-tuned whole or by low-rank paths on every layout, and given back."""
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from tests.trainer.layouts import PLAIN, QUIET, Layout, make_trainer
 pytestmark = pytest.mark.filterwarnings(QUIET)
 
 LORA = LoraConfig(rank=4, dropout=0.1)
+PATHS = {"whole": None, "lora": LORA}
 LAYOUTS = {
     "tp=2 sp": Layout(world=2, tp=2, sp=True),
     "pp=2": Layout(world=2, pp=2, microbatches=2),
@@ -84,21 +86,28 @@ def exported(folder: Path, name: str) -> dict[str, Tensor]:
     return {key: value.detach() for key, value in model.named_parameters()}
 
 
-@pytest.mark.parametrize("lora", [None, LORA], ids=["whole", "lora"])
-def test_what_comes_out_is_that_of_one_device(folder: Path, lora: LoraConfig | None) -> None:
-    kind = "whole" if lora is None else "lora"
-    [wanted] = run_on_ranks(1, tune, PLAIN, folder, lora, f"{kind} one", init=False)
+@functools.cache
+def on_one_device(folder: Path, kind: str) -> list[float]:
+    """The losses of a run that exports `<kind> one`."""
+    [losses] = run_on_ranks(1, tune, PLAIN, folder, PATHS[kind], f"{kind} one", init=False)
+    return list(losses)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("kind", PATHS)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_what_comes_out_is_that_of_one_device(folder: Path, name: str, kind: str) -> None:
+    lora, layout, wanted = PATHS[kind], LAYOUTS[name], on_one_device(folder, kind)
     assert wanted[-1] < wanted[0] - 0.05
     first, one = exported(folder, "tokenizer"), exported(folder, f"{kind} one")
     moved = {name for name in one if not torch.equal(one[name], first[name])}
     frozen = {name for name in one if "_proj" not in name} if lora else set()
     assert moved == one.keys() - frozen
     assert (folder / f"{kind} one" / "tokenizer.json").is_file()
-    for name, layout in LAYOUTS.items():
-        for losses in run_on_ranks(layout.world, tune, layout, folder, lora, f"{kind} {name}", init=False):
-            assert losses == pytest.approx(wanted, abs=1e-9)
-        found = exported(folder, f"{kind} {name}")
-        assert max(float((found[key] - one[key]).abs().max()) for key in one) < 1e-9
+    for losses in run_on_ranks(layout.world, tune, layout, folder, lora, f"{kind} {name}", init=False):
+        assert losses == pytest.approx(wanted, abs=1e-9)
+    found = exported(folder, f"{kind} {name}")
+    assert max(float((found[key] - one[key]).abs().max()) for key in one) < 1e-9
 
 
 def test_experts_made_of_a_dense_model_are_trained_and_exported_as_on_one_device(folder: Path) -> None:

@@ -76,6 +76,7 @@ def runs(layout: Layout, folder: Path, packing: str) -> list[Run]:
     return run_on_ranks(layout.world, run, layout, folder, packing, init=False)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("packing", ["stream", "documents"])
 @pytest.mark.parametrize("name", list(LAYOUTS))
 def test_losses_metrics_and_texts_are_those_of_one_device(name: str, packing: str, folder: Path) -> None:

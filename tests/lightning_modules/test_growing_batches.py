@@ -27,6 +27,7 @@ SIZES = [4, 4, 8, 12, 12]
 KINDS = ["ramp", "streaming"]
 
 PLAIN = "plain"
+SAVER = "dp2"
 LAYOUTS: dict[str, tuple[int, int, dict[str, int]]] = {
     # Processes, data-parallel ranks, and arguments of the strategy.
     PLAIN: (1, 1, {}),
@@ -79,18 +80,14 @@ def data_of(kind: str, folder: Path, **options: Any) -> GPTDataModule:
 
 
 def run(name: str, folder: Path, kind: str, ckpt: str | None, steps: int) -> tuple[Noted, Parts]:
+    """What a run noted and ended with; that of `SAVER` from the first step leaves a checkpoint after each."""
     noted, module = Noted(), module_of()
-    trainer_of(name, max_steps=steps, callbacks=[noted]).fit(module, datamodule=data_of(kind, folder), ckpt_path=ckpt)
-    return noted, weights(module)
-
-
-def save(name: str, folder: Path, kind: str) -> list[float]:
-    """A run with a checkpoint after each of its first steps; its losses."""
-    noted, module = Noted(), module_of()
+    saves = name == SAVER and ckpt is None
     saver = ModelCheckpoint(folder / kind, filename="{step}", every_n_train_steps=1, save_top_k=-1)
-    trainer = trainer_of(name, max_steps=4, callbacks=[noted, saver], enable_checkpointing=True)
-    trainer.fit(module, datamodule=data_of(kind, folder))
-    return noted.losses
+    callbacks = [noted, *([saver] if saves else [])]
+    trainer = trainer_of(name, max_steps=steps, callbacks=callbacks, enable_checkpointing=saves)
+    trainer.fit(module, datamodule=data_of(kind, folder), ckpt_path=ckpt)
+    return noted, weights(module)
 
 
 @pytest.fixture(scope="module")
@@ -118,17 +115,23 @@ def test_steps_across_the_ramp_are_those_of_one_device(name: str, kind: str, fol
         assert parts_apart(parts, whole) < 1e-9
 
 
-@functools.cache
-def saved(folder: Path, kind: str) -> Any:
-    return run_on_ranks(2, save, "dp2", folder, kind, init=False)
+# A layout, and after how many steps it goes on.
+PLACES = {
+    "one after 1": ("one", 1),
+    "dp2 after 3": ("dp2", 3),
+    "pp2 after 2": ("pp2", 2),
+    "pp2 dp2 after 3": ("pp2 dp2", 3),
+}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("name", "step"), [("one", 1), ("dp2", 3), ("pp2", 2), ("pp2 dp2", 3)])
-def test_a_run_goes_on_in_the_midst_of_the_ramp_on_any_layout(name: str, kind: str, step: int, folder: Path) -> None:
+@pytest.mark.parametrize("place", PLACES)
+def test_a_run_goes_on_in_the_midst_of_the_ramp_on_any_layout(place: str, kind: str, folder: Path) -> None:
+    name, step = PLACES[place]
     [(wanted, whole)] = runs(PLAIN, folder, kind)
-    first, _ = saved(folder, kind)
-    assert first == pytest.approx(wanted.losses[:4], abs=1e-9)
+    first, _ = runs(SAVER, folder, kind)[0]
+    assert first.losses == pytest.approx(wanted.losses, abs=1e-9)
     for found, parts in runs(name, folder, kind, str(folder / kind / f"step={step}.ckpt")):
         assert found.rows == [size // LAYOUTS[name][1] for size in SIZES[step:]]
         assert found.losses == pytest.approx(wanted.losses[step:], abs=1e-9)
@@ -174,7 +177,7 @@ def test_ramps_and_microbatches_that_do_not_fit_are_faults(folder: Path) -> None
 
 
 def test_another_batch_size_cannot_go_on_with_a_stream(folder: Path) -> None:
-    saved(folder, "streaming")
+    runs(SAVER, folder, "streaming")
     trainer = trainer_of("one", max_steps=5)
     text = data_of("streaming", folder, batch_ramp=None)
     with pytest.raises(ValueError, match="this run has 12, one for each sample"):

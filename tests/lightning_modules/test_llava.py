@@ -122,15 +122,19 @@ def alone(folder: Path, packing: str, frozen: tuple[str, ...]) -> tuple[list[flo
     return run(PLAIN, folder, packing, frozen)
 
 
-@pytest.mark.parametrize(
-    ("layout", "packing", "frozen"),
-    [
-        *((layout, "none", ()) for layout in LAYOUTS),
-        ("dp=2", "documents", ("vision",)),
-        ("pp=2", "none", ("vision", "language")),
-    ],
-)
-def test_a_run_is_the_same_on_every_layout(layout: str, packing: str, frozen: tuple[str, ...], folder: Path) -> None:
+RUNS: dict[str, tuple[str, tuple[str, ...]]] = {
+    # How samples lie in rows, and what is frozen.
+    "all of it": ("none", ()),
+    "packed, a frozen tower": ("documents", ("vision",)),
+    "the projector alone": ("none", ("vision", "language")),
+}
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("kind", RUNS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_run_is_the_same_on_every_layout(layout: str, kind: str, folder: Path) -> None:
+    packing, frozen = RUNS[kind]
     losses, metrics, texts = alone(folder, packing, frozen)
     assert len(set(losses)) == STEPS and {"val_loss", "test_loss", "train_loss"} <= metrics.keys()
     ranks = run_on_ranks(LAYOUTS[layout].world, run, LAYOUTS[layout], folder, packing, frozen, init=False)

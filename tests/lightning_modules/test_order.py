@@ -100,6 +100,7 @@ def test_a_global_batch_is_the_same_on_any_number_of_replicas_and_workers(name: 
         assert together(parts) == wanted, (size, workers)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("num_before", [2, 4, 7])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_loader_goes_on_from_its_state_on_another_number_of_replicas(

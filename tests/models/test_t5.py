@@ -1,5 +1,6 @@
 """T5Model on any layout equals T5Model on one device, which equals transformers (tests/hf/test_t5.py)."""
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -129,6 +130,11 @@ def on_mesh(world: Any, sizes: Sizes, config: T5Config, kind: str) -> dict[str, 
     return results_of(model_of(config, Mesh.build(sizes, world.rank(), new_group)), batch_of(kind))
 
 
+@functools.cache
+def on_one_device(variant: str, kind: str) -> dict[str, Any]:
+    return results_of(model_of(VARIANTS[variant]), batch_of(kind))
+
+
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"tp": 2},
     "tp2 sp": {"tp": 2, "sequence_parallel": True},
@@ -147,7 +153,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 def test_loss_logits_and_gradients_of_a_cut_layer_are_those_of_one_device(layout: str, variant: str, kind: str) -> None:
     config, options = VARIANTS[variant], LAYOUTS[layout]
     sizes = Sizes(world=options.get("cp", 1) * options.get("tp", 1), pads_uneven=True, **options)
-    expected = results_of(model_of(config), batch_of(kind))
+    expected = on_one_device(variant, kind)
     assert min(float(grad.abs().max()) for grad in expected["grads"].values()) > 1e-6  # all weights are compared
     for found in run_on_threads(sizes.world, on_mesh, sizes, config, kind):
         assert abs(found["loss"] - expected["loss"]) < TOLERANCE
@@ -168,7 +174,7 @@ def test_flex_attention_adds_relative_biases_as_other_kernels_do(
         asked.append(kernel)
         return FlexAttention(plain_flex)  # its own kernels are CUDA's
 
-    expected = results_of(model_of(T5), batch_of(kind))
+    expected = on_one_device("t5", kind)
     monkeypatch.setattr(attention, "kernel_for", chosen)
     options = LAYOUTS[layout]
     world = options["cp"] * options.get("tp", 1)

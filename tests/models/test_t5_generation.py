@@ -128,15 +128,21 @@ def on_stages(sizes: Sizes, num_microbatches: int, name: str, config: Generation
     return written(model, config)
 
 
+STAGES: dict[str, tuple[dict[str, Any], int]] = {
+    # And the number of microbatches.
+    "pp2": ({"pp": 2}, 2),
+    "pp4": ({"pp": 4}, 1),
+    "pp2 vp2": ({"pp": 2, "vp": 2}, 3),
+    "pp2 cp2": ({"pp": 2, "cp": 2}, 3),
+    "pp2 tp2": ({"pp": 2, "tp": 2}, 1),
+}
+
+
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", ["t5", LEARNED])
-@pytest.mark.parametrize(
-    ("options", "num_microbatches"),
-    [({"pp": 2}, 2), ({"pp": 4}, 1), ({"pp": 2, "vp": 2}, 3), ({"pp": 2, "cp": 2}, 3), ({"pp": 2, "tp": 2}, 1)],
-    ids=["pp2", "pp4", "pp2 vp2", "pp2 cp2", "pp2 tp2"],
-)
-def test_on_stages_and_in_microbatches_the_answers_are_the_same(
-    options: dict[str, Any], num_microbatches: int, name: str
-) -> None:
+@pytest.mark.parametrize("layout", STAGES)
+def test_on_stages_and_in_microbatches_the_answers_are_the_same(layout: str, name: str) -> None:
+    options, num_microbatches = STAGES[layout]
     sizes = sizes_of(options)
     for found in run_on_ranks(sizes.world, on_stages, sizes, num_microbatches, name):
         require_equal(found, name)

@@ -194,6 +194,7 @@ def test_computes_run_in_order_and_get_the_message_that_is_theirs(schedule: Sche
         require_all_done(schedule, rank, runs)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("rows", list(ROWS))
 @pytest.mark.parametrize("schedule", WITH_LANES[::2], ids=name_of)
 def test_shapes_travel_with_the_messages(schedule: Schedule, rows: str) -> None:
@@ -201,6 +202,7 @@ def test_shapes_travel_with_the_messages(schedule: Schedule, rows: str) -> None:
         require_all_done(schedule, rank, runs)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("rows", ["even", "new with every microbatch", "now and then"])
 @pytest.mark.parametrize("schedule", WITH_LANES[1::2], ids=name_of)
 def test_dicts_of_tensors_travel_and_their_floating_tensors_come_back(schedule: Schedule, rows: str) -> None:

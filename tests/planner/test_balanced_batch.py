@@ -30,7 +30,7 @@ from lightning_megatron.transformer.recompute import RecomputeConfig
 from tests.planner.test_dry_run import DISTRIBUTED, GPT, LLAMA, MIXTRAL
 
 H100 = gpu_of("h100")
-SHORT, GATED, EXPERTS = (replace(model, num_layers=4) for model in (GPT, LLAMA, MIXTRAL))
+SHORT, GATED, EXPERTS = (replace(model, num_layers=2) for model in (GPT, LLAMA, MIXTRAL))
 # Sending is so dear that short documents stay whole, and long ones go over two ranks and four.
 COST = CostModel(seconds_per_token=1.0, seconds_per_square=1e-4, seconds_per_sent_token=0.2, latency_seconds=20.0)
 
@@ -70,7 +70,7 @@ RUNS = {
     "no pipeline": run_of(GATED, Sizes(world=4)),
     "a pipeline": run_of(GATED, Sizes(world=8, pp=2, cp=2), optimizer=DISTRIBUTED),
     "tp and sp": run_of(SHORT, Sizes(world=16, tp=2, pp=2, sequence_parallel=True), optimizer=DISTRIBUTED),
-    "interleaved": run_of(SHORT, Sizes(world=4, pp=2, vp=2), multiple=2),
+    "interleaved": run_of(replace(SHORT, num_layers=4), Sizes(world=4, pp=2, vp=2), multiple=2),
     "zb-h1": run_of(SHORT, Sizes(world=4, pp=2), schedule_name="zb_h1"),
     "gpipe": run_of(SHORT, Sizes(world=4, pp=2), schedule_name="gpipe"),
     "heads for tokens": run_of(GATED, Sizes(world=4), context=ContextConfig(comm_type="all_to_all")),
@@ -97,7 +97,7 @@ def test_plan_and_dry_run_agree_on_every_rank(name: str) -> None:
 
 
 def test_the_code_on_real_tensors_holds_and_multiplies_as_much() -> None:
-    model = GPTConfig(num_layers=4, hidden_size=256, num_attention_heads=4, vocab_size=256)
+    model = GPTConfig(num_layers=2, hidden_size=256, num_attention_heads=4, vocab_size=256)
     run = run_of(model, Sizes(), num_tokens=3000, precision="32-true")
     dry, real = dry_run(run, 0), dry_run(run, 0, device=torch.device("cpu"))
     assert dry.peak_bytes == pytest.approx(real.peak_bytes, rel=0.02)
@@ -116,7 +116,7 @@ def test_a_rank_without_documents_runs_dry() -> None:
 
 def test_messages_are_those_of_each_group() -> None:
     slots = ((RankGroup(0, 1, (0,)), RankGroup(1, 1, (1,))), (RankGroup(0, 2, (2,)),))
-    run = run_of(SHORT, Sizes(world=4, pp=2))
+    run = run_of(replace(SHORT, num_layers=4), Sizes(world=4, pp=2))
     step = BalancedBatch(lengths=(600, 400, 1000), plan=StepPlan(2, slots, 0.0, 0.0))
     found = dry_run(replace(run, balanced=step), global_rank(run, 0, 1))
     # Hidden states in 16 bits: of a document, and of half of another.

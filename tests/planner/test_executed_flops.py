@@ -20,8 +20,8 @@ from lightning_megatron.transformer.lora import LoraConfig
 from lightning_megatron.transformer.recompute import RecomputeConfig
 
 SIZES: dict[str, Any] = {"hidden_size": 256, "num_attention_heads": 4, "vocab_size": 1024}
-GPT = GPTConfig(num_layers=3, max_sequence_length=1024, **SIZES)
-GATED: dict[str, Any] = {"num_layers": 3, "max_sequence_length": 1024, "activation": "swiglu", "num_query_groups": 2}
+GPT = GPTConfig(num_layers=2, max_sequence_length=1024, **SIZES)
+GATED: dict[str, Any] = {"num_layers": 2, "max_sequence_length": 1024, "activation": "swiglu", "num_query_groups": 2}
 LLAMA = GPTConfig(**SIZES, **GATED)
 WINDOW = replace(LLAMA, sliding_window=192)
 DROPS = replace(GPT, attention_dropout=0.1)
@@ -30,7 +30,7 @@ MIXTRAL = GPTConfig(**SIZES, **GATED, add_bias_linear=False, moe=EXPERTS)
 SHARED = replace(MIXTRAL, moe=replace(EXPERTS, shared_expert_intermediate_size=256))
 T5 = T5Config(num_layers=2, num_decoder_layers=2, max_sequence_length=256, max_decoder_sequence_length=1024, **SIZES)
 BERT = BertConfig(num_layers=2, max_sequence_length=256, **SIZES)
-VISION = VisionConfig(num_layers=3, hidden_size=256, num_attention_heads=4, image_size=224, patch_size=14)
+VISION = VisionConfig(num_layers=2, hidden_size=256, num_attention_heads=4, image_size=224, patch_size=14)
 LLAVA = LlavaConfig(**SIZES, **GATED, vision=VISION, image_token=5)
 FULL = RecomputeConfig(granularity="full")
 FIRST = RecomputeConfig(granularity="full", method="block")

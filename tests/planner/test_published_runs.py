@@ -4,6 +4,7 @@ import json
 import math
 from collections import defaultdict
 from dataclasses import replace
+from functools import cache
 from itertools import combinations
 
 import pytest
@@ -247,6 +248,7 @@ def test_habits_of_the_code_behind_a_row_follow_from_its_source(
     assert planned.run.optimizer.grad_dtype == gradients
 
 
+@cache
 def rankings() -> dict[str, list[tuple[float, float]]]:
     """Stated and predicted tokens per second of each model with several layouts on as many GPUs in one publication."""
     timed = timed_rows()

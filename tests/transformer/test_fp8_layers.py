@@ -2,6 +2,7 @@
 
 import argparse
 import inspect
+import os
 from contextlib import nullcontext
 from typing import Any
 
@@ -19,6 +20,7 @@ from lightning_megatron.tensor.linear import ParallelLinear
 from lightning_megatron.tensor.weight_gradients import Task, WeightGradients, share
 from lightning_megatron.transformer.fp8_layers import TorchFp8Layers, chosen_layers, tile_faults, use_torch
 from lightning_megatron.transformer.layer import TransformerLayer
+from tests.harness.sample import WHOLE
 from tests.harness.threads import new_group, run_on_threads
 from tests.reference.unsplit import unsplit_gradients
 from tests.tensor.plain import thread_mesh
@@ -308,17 +310,21 @@ def test_linears_keep_bytes_for_backward() -> None:
 TINY = GPTConfig(num_layers=2, hidden_size=32, num_attention_heads=2, vocab_size=256, max_sequence_length=32)
 
 
+# The certificate runs the 300 that docs/precision.md tells of. After 100 too small scales would not show yet.
+NUM_STEPS = 300 if WHOLE in os.environ else 200
+
+
 def last_losses(fp8: Fp8Config | None) -> float:
-    """The mean loss of the last 50 of 300 steps under bf16 autocast, on the source text of a standard module."""
+    """The mean loss of the last 50 steps under bf16 autocast, on the source text of a standard module."""
     text = torch.tensor(list(inspect.getsource(argparse).encode()))
     model = build(Mesh.single(), TINY)
     layers = in_fp8(model, fp8) if fp8 is not None else None
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
     generator = torch.Generator().manual_seed(0)
     losses = []
-    for _ in range(300):
+    for _ in range(NUM_STEPS):
         # Rows enough that the end does not hang on which ones come last: the text is that of whatever Python runs.
-        starts = torch.randint(len(text) - 33, (16,), generator=generator).tolist()
+        starts = torch.randint(len(text) - 33, (8,), generator=generator).tolist()
         rows = torch.stack([text[start : start + 33] for start in starts])
         with torch.autocast("cpu", dtype=torch.bfloat16):
             loss = model(rows[:, :-1], labels=rows[:, 1:])
@@ -332,7 +338,8 @@ def last_losses(fp8: Fp8Config | None) -> float:
 
 
 @pytest.mark.slow
-def test_300_steps_in_fp8_end_within_5_percent_of_the_loss_in_bf16() -> None:
+@pytest.mark.matrix
+def test_a_run_in_fp8_ends_within_5_percent_of_the_loss_in_bf16() -> None:
     wanted = last_losses(None)
     assert 1.0 < wanted < 3.0, wanted
     assert last_losses(CURRENT) == pytest.approx(wanted, rel=0.05)

@@ -199,6 +199,7 @@ def fit_and_break(layout: Layout, folder: Path, error: type[BaseException]) -> N
     assert gate.opened.is_set()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
 @pytest.mark.parametrize("layout", [ONE, DP2])
 def test_a_run_that_breaks_lands_its_save_first(layout: Layout, error: type[BaseException], tmp_path: Path) -> None:

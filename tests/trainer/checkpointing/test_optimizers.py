@@ -144,12 +144,14 @@ def go(layout: str, *args: Any) -> list[tuple[Parts, Parts]]:
     return run_on_ranks(chosen.world, run, chosen, *args, init=False)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
 @pytest.mark.parametrize(
-    ("first", "is_after"), [("distributed dp2", False), ("distributed dp2", True), ("distributed dp2 pp2", False)]
+    "saving", [("distributed dp2", False), ("distributed dp2", True), ("distributed dp2 pp2", False)]
 )
-def test_shards_are_resumed_by_any_layout(first: str, is_after: bool, precision: str, tmp_path: Path) -> None:
+def test_shards_are_resumed_by_any_layout(saving: tuple[str, bool], precision: str, tmp_path: Path) -> None:
     """Saved while the fit ran, or after it had ended."""
+    first, is_after = saving
     saved = joined([ended for _, ended in go(first, precision, tmp_path, "", "saved.ckpt", is_after)])
     # Weights, two moments of each, and its number of steps.
     names = {name for name in saved if not name.startswith("optimizer")}
@@ -162,6 +164,7 @@ def test_shards_are_resumed_by_any_layout(first: str, is_after: bool, precision:
         assert any(not torch.equal(t, saved[n]) for n, t in joined([ended for _, ended in resumed]).items())
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
 @pytest.mark.parametrize("first", ["one", "tp2"])
 def test_whole_states_are_resumed_in_shards(first: str, precision: str, tmp_path: Path) -> None:

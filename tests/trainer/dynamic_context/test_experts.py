@@ -41,7 +41,7 @@ class Dropping(Mixed):
 
 
 def fit_experts(world: int, data: str, module: type[Mixed], settings: dict[str, Any]) -> Record:
-    return fit(world, data, module=module, **settings)
+    return fit(world, data, module=module, options={"max_epochs": 1}, **settings)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_losses_and_weights_are_those_of_one_device(
     [wanted] = run_on_ranks(1, fit_experts, 1, data, module, alone, init=False)
     records = run_on_ranks(world, fit_experts, world, data, module, settings, init=False, timeout=180)
     for record in records:
-        assert record.losses.keys() == wanted.losses.keys() and len(wanted.losses) == 6
+        assert record.losses.keys() == wanted.losses.keys() and len(wanted.losses) == 3
         assert max(abs(record.losses[step] - loss) for step, loss in wanted.losses.items()) < 1e-12
         assert parts_apart(record.weights, wanted.weights) < 1e-12
     if data == "" and world == 4 and "pipeline_model_parallel_size" not in settings:
@@ -72,4 +72,4 @@ def test_losses_and_weights_are_those_of_one_device(
 def test_costs_are_measured_where_layers_have_experts() -> None:
     settings = {"expert_model_parallel_size": 2, "dynamic_context": DynamicContextConfig(max_tokens_per_rank=8)}
     first, second = run_on_ranks(2, fit_experts, 2, "", Mixed, settings, init=False, timeout=180)
-    assert first.losses == second.losses and len(first.losses) == 6
+    assert first.losses == second.losses and len(first.losses) == 3

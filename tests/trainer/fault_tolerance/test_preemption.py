@@ -1,11 +1,11 @@
-"""A signal ends a run after a save, on all ranks together, and the run that resumes is the run without a break."""
+"""A signal ends a run after a save, on all ranks together, and the run that resumes is the run without a break.
+
+`tests/trainer/setup/test_launcher.py` sends one to scripts that a launcher has started.
+"""
 
 import os
 import signal
-import subprocess
-import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from lightning_megatron.checkpoint import CheckpointConfig, is_checkpoint, read_
 from lightning_megatron.checkpoint.chunk_file import ChunkLocation, ChunkWriter
 from lightning_megatron.trainer.fault_tolerance import failure_watch, stop_vote
 from lightning_megatron.trainer.fault_tolerance.stop_vote import StopVote
-from tests.harness.ranks import ROOT, free_port, run_on_ranks
+from tests.harness.ranks import run_on_ranks
 from tests.trainer.checkpointing.test_checkpoint_dict import Resumable
 from tests.trainer.fits import parts_apart, weights
 from tests.trainer.layouts import Layout, make_trainer, replica_of
@@ -326,24 +326,6 @@ def test_a_job_of_slurm_is_saved_by_all_ranks_before_it_is_queued_again(tmp_path
     assert steps[0] == steps[1] >= 12
     assert 3 < read_meta(tmp_path / "hpc_ckpt_1.ckpt")["global_step"] < 12
     assert is_checkpoint(tmp_path / "top" / "last.ckpt")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("launcher", [(), ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")])
-def test_a_script_under_a_launcher_saves_and_leaves(launcher: tuple[str, ...], tmp_path: Path) -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "MASTER_PORT": str(free_port())}
-    command = [sys.executable, *launcher, "tests/trainer/fault_tolerance/preempted_script.py", str(tmp_path)]
-    with subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True) as process:
-        deadline = time.monotonic() + 600
-        while not (tmp_path / "rank 0 trains").exists() and process.poll() is None:
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-        process.send_signal(signal.SIGTERM)
-        _, said = process.communicate(timeout=60)
-    # torchrun itself ends as one that was told to.
-    assert process.returncode == 0 or launcher, said
-    assert is_checkpoint(tmp_path / "last.ckpt"), said
-    assert not (tmp_path / "came to its end").exists()
 
 
 class NoTime:

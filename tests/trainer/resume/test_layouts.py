@@ -135,7 +135,12 @@ def refusal(layout: Layout, data: str, path: Path, batch: int) -> str:
     ("data", "to", "batch", "told"),
     [
         ("own states", "one", 4, "a state of its own on each data-parallel rank"),
-        ("stream", "one", 4, "give the loader (or its dataset) a state_dict that is the same on all data-parallel ranks"),
+        (
+            "stream",
+            "one",
+            4,
+            "give the loader (or its dataset) a state_dict that is the same on all data-parallel ranks",
+        ),
         ("even", "dp2", 16, "where no batch of 16 samples"),
         ("workers", "one", 4, "not refused"),
         ("in order", "dp2", 4, "not refused"),

@@ -164,8 +164,8 @@ REFUSALS = {
     "no chain": "NoChain cannot be pipelined over 2 stages.*nn.Sequential of at least 2 children",
     "short chain": "ShortChain cannot be pipelined over 2 stages",
     "other data": r"ranks of one model replica got different batches: \[[01]\] / \[[01]\]",
-    "batch size": r"ConfigurationError.*batch_size \(8, per replica\) must be a multiple of num_microbatches \(3\); "
-    "use batch_size 6 or 9, or num_microbatches 1, 2, 4, 8",
+    "batch size": r"ConfigurationError.*batch_size \(8, per data-parallel rank\) must be a multiple of "
+    r"num_microbatches \(3\); use batch_size 6 or 9, or num_microbatches 1, 2, 4, 8",
     "outside": "this model holds stage . of 2 and was called outside of Trainer.fit",
 }
 

@@ -1,5 +1,6 @@
 """Replicas that share experts make each model call together, where their batches are uneven too."""
 
+import functools
 import warnings
 from dataclasses import replace
 from typing import Any
@@ -128,9 +129,15 @@ def fitted(layout: str) -> tuple[Parts, float]:
     return weights(module), float(trainer.callback_metrics["val_loss_epoch"])
 
 
+@functools.cache
+def fitted_on_one() -> tuple[Parts, float]:
+    [found] = run_on_ranks(1, fitted, "one", init=False)
+    return found
+
+
 @pytest.mark.parametrize("layout", [layout for layout in SIZES if layout != "one"])
 def test_replicas_with_batches_of_different_rows_train_and_validate_as_one_device(layout: str) -> None:
-    [(whole, loss)] = run_on_ranks(1, fitted, "one", init=False)
+    whole, loss = fitted_on_one()
     for parts, own in run_on_ranks(WORLDS[layout], fitted, layout, init=False, timeout=120):
         assert parts_apart(parts, whole) < 1e-12
         assert own == pytest.approx(loss, abs=1e-12)
@@ -145,6 +152,7 @@ def evaluated(layout: str, rows: list[tuple[int, int]], has_length: bool, step: 
     return "done"
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("has_length", [True, False])
 @pytest.mark.parametrize("step", ["validate", "predict"])
 def test_a_replica_with_a_batch_more_is_told_on_all_ranks_and_none_hangs(has_length: bool, step: str) -> None:
