@@ -29,7 +29,7 @@ CONFIG = GPTConfig(
     ffn_hidden_size=64,
     position="rotary",
 )
-# Of the mean loss of the last 50 steps, which is about 2.1. Three seeds of float32 lie within 0.5% of each other.
+# Of the mean loss of the last 50 steps, which is about 2.5. Three seeds of float32 lie within 1.7% of each other.
 BOUND = 0.01
 
 
