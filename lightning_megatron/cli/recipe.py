@@ -203,8 +203,6 @@ def _require_checkpoint(path: str, strategy: Strategy) -> None:
         raise ConfigurationError(f"ckpt_path ({path}) does not exist; give a checkpoint, or leave it out")
     if isinstance(strategy, SingleDeviceStrategy) and os.path.isdir(path):
         raise ConfigurationError(
-            [
-                f"ckpt_path ({path}) is a directory, which {type(strategy).__name__} does not read; "
-                "give trainer.strategy lightning_megatron.MegatronStrategy, on one device too"
-            ]
+            f"ckpt_path ({path}) is a directory, which {type(strategy).__name__} does not read; "
+            "give trainer.strategy lightning_megatron.MegatronStrategy, on one device too"
         )

@@ -85,7 +85,7 @@ class BatchRamp:
             else f"global_batch_size ({self.last_size}) must be a multiple"
         )
         raise ValueError(
-            f"{sizes} of the data-parallel size ({num_replicas}), whose ranks share every batch; "
+            f"{sizes} of the data-parallel size ({num_replicas}): data-parallel ranks share every batch; "
             + (f"steps of {num_replicas} would do" if self.num_steps else f"{fits} would do")
         )
 

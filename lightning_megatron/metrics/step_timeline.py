@@ -1,13 +1,13 @@
 """What every rank did in one step, and when, on one clock: as a trace for Chrome and Perfetto, beside what its schedule
 predicts.
 
-    lane          what is in it
-    forward       forwards, of a schedule by stage and microbatch
-    backward      backwards and their halves
-    messages      waiting for what other stages send, and for what this rank sent to have left
-    data-parallel sums of gradients, gathered parameters
-    optimizer     checks and clipping, the optimizer's step
-    data          waiting for the next batch
+    lane           what is in it
+    forward        forwards, of a schedule by stage and microbatch
+    backward       backwards and their halves
+    messages       waiting for what other stages send, and for what this rank sent to have left
+    data-parallel  sums of gradients, gathered parameters
+    optimizer      checks and clipping, the optimizer's step
+    data           waiting for the next batch
 
 Times are seconds on the first rank's clock. The prediction plays the same schedule with the measured mean of each kind
 of compute of each stage, and messages that take no time: what it lacks to the measured one is messages, and computes

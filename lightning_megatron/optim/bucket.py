@@ -282,7 +282,7 @@ class GradReducer:
         bucket = self._bucket_of[param.parameter]
         if bucket.pending is not None and param.parameter.grad is not None:
             raise RuntimeError(
-                f"a gradient of {param.name!r} was made after its sum over dp had begun; a step that runs "
+                f"a gradient of {param.name!r} was made after its sum over ranks had begun; a step that runs "
                 "several backwards needs OptimizerConfig(overlap_grad_reduce=False)"
             )
         bucket.move_grad(param)

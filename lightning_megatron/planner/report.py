@@ -120,7 +120,7 @@ def layout_text(run: Run) -> str:
 def cut_text(run: Run) -> str:
     """Microbatches of a step and the schedule, in words."""
     if run.balanced is None:
-        text = f"{run.sizes.dp} data-parallel ranks of {run.num_microbatches} microbatches of {run.micro_batch_size}"
+        text = f"data parallel {run.sizes.dp}: {run.num_microbatches} microbatches of {run.micro_batch_size} a rank"
     else:
         widths = "; ".join(f"{number} over {size} ranks" for size, number in _widths(run.balanced).items())
         text = f"{len(run.balanced.lengths):,} documents in {run.num_microbatches} microbatches a rank, packs: {widths}"

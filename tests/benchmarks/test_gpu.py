@@ -52,7 +52,7 @@ def test_the_command_writes_table_and_json(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["--device", "cpu", "--size", "smoke", "--rows", OURS, "--warmup", "1", "--steps", "2"]
-    # What it measures is in processes of their own, which run this file as a script.
+    # What it measures is in processes of their own, which run benchmarks/gpu.py as a script.
     monkeypatch.setattr("sys.argv", ["gpu.py", *command, "--json", str(tmp_path / "found.json")])
     with pytest.raises(SystemExit) as ended:
         gpu.main()

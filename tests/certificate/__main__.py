@@ -216,7 +216,7 @@ Made with torch {torch.__version__}, lightning {lightning.__version__}, Python {
 
 `make certificate` makes the tables anew. `make test` holds a sample of the cells to the same tolerances. Every two
 settings of the layout, the family of models and the precision that meet in the table meet in the sample, and every
-model meets each axis.
+model meets tensor, pipeline, context and data parallelism and each exchange that the table has for it.
 """
 
 

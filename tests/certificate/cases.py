@@ -35,7 +35,7 @@ _SMALL: dict[str, Any] = {
     # Larger than usual: with 0.02 a tiny model's gradients are so small that a wrong one would pass for rounding.
     "init_std": 0.1,
 }
-# No row cuts other models than dense GPTs into more than four stages.
+# No row cuts models with experts, or other ones than GPTs, into more than four stages.
 _SHALLOW = _SMALL | {"num_layers": 4}
 
 VARIANTS: dict[str, Any] = {
@@ -650,7 +650,7 @@ def _family(variant: str) -> str:
 
 
 def _cost(cell: tuple[str, Cell]) -> float:
-    """About how long a cell takes: ranks by microbatches, and what a run costs besides."""
+    """A cell takes about this long: ranks by microbatches, and what a run costs besides."""
     layout = LAYOUTS[cell[0]]
     # Dynamic context parallelism makes a microbatch of few documents.
     microbatches = BATCH // (layout.dp * layout.cp) if layout.dynamic else layout.microbatches * layout.accumulate

@@ -86,13 +86,13 @@ class Points:
         if self.passed == self.deadly:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def around(self, call: Callable[..., Any], *, is_followed: bool = False) -> Callable[..., Any]:
-        """The call, with a point before it and, where it is followed by other than calls, one after it."""
+    def around(self, call: Callable[..., Any], *, has_writes_after: bool = False) -> Callable[..., Any]:
+        """The call, with a point before it and, where writes come after it, one after it."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             self.reach()
             result = call(*args, **kwargs)
-            if is_followed:
+            if has_writes_after:
                 self.reach()
             return result
 
@@ -107,7 +107,7 @@ class Points:
         os.fsync = self.around(lambda descriptor: None)
         atomic_directory._exchange = self.around(atomic_directory._exchange)
         # A file is empty when it is made, and what is written to it comes before the next call.
-        atomic_directory.open = self.around(open, is_followed=True)  # type: ignore[attr-defined]
+        atomic_directory.open = self.around(open, has_writes_after=True)  # type: ignore[attr-defined]
         write, num_writes = chunk_file._Counter.write, iter(range(10**6))
 
         def write_some(stream: Any, data: Any) -> int:
@@ -201,7 +201,7 @@ def killed_at_each_call(folder: Path, way: Way) -> Counter[str]:
             points = Points(point)
             points.set_up()
             keep_saving(folder, way, range(step, step + 1), tell)
-            # After the last call.
+            # The last point comes after the last call.
             points.reach()
 
         # What is told of the step before is of another round.
@@ -232,6 +232,7 @@ def killed_at_random(folder: Path, way: Way, rounds: int) -> Counter[str]:
     return tally
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("way", SAMPLED)
 def test_killed_at_each_call_the_durable_checkpoint_stands(way: str, tmp_path: Path) -> None:
     [tally] = run_on_ranks(1, killed_at_each_call, tmp_path, WAYS[way], init=False, timeout=240)
@@ -246,6 +247,7 @@ def test_killed_at_each_call_the_durable_checkpoint_stands(way: str, tmp_path: P
         assert tally["partial in .removed"] > 0
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("way", [way for way in SAMPLED if WAYS[way].can_exchange])
 def test_killed_at_random_moments_the_durable_checkpoint_stands(way: str, tmp_path: Path) -> None:
     [tally] = run_on_ranks(1, killed_at_random, tmp_path, WAYS[way], ROUNDS, init=False, timeout=240)

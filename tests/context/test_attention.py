@@ -60,6 +60,7 @@ def cases() -> st.SearchStrategy[Case]:
     )
 
 
+@pytest.mark.matrix
 @settings(max_examples=80 if WHOLE in os.environ else 30)
 @given(cases())
 def test_on_any_ranks_it_is_the_attention_of_one_device(case: Case) -> None:

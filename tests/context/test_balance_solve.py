@@ -81,6 +81,7 @@ def ratios(lengths_like: LengthDistribution, ranks: int, num_sets: int) -> list[
 
 
 @pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize(("ranks", "num_sets"), [(8, 700), (16, 400), (64, 100)])
 @pytest.mark.parametrize("lengths_like", [LOG_NORMAL, GITHUB], ids=["log-normal", "github"])
 def test_the_slowest_rank_is_near_the_lower_bound(lengths_like: LengthDistribution, ranks: int, num_sets: int) -> None:

@@ -19,6 +19,7 @@ from tests.context.test_kernel import CASES, TABLE, WINDOWS
 from tests.harness.sample import WHOLE
 
 
+@pytest.mark.matrix
 @settings(max_examples=60 if WHOLE in os.environ else 25)
 @given(case=CASES, has_bias=st.booleans())
 def test_parts_add_up_to_the_attention_of_one_device(case: Case, has_bias: bool) -> None:

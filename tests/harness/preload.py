@@ -57,6 +57,10 @@ with warnings.catch_warnings():
         with contextlib.suppress(Exception):
             importlib.import_module(name)
 
+# A rank that fails waits for three of these, so that the watch of each other rank reads of it. Half a second is chosen
+# for thousands of ranks that ask one store; here it would be most of the time of each test of a refusal.
+importlib.import_module("lightning_megatron.trainer.fault_tolerance.failure_watch")._POLL_SECONDS = 0.1  # type: ignore[attr-defined]
+
 # A fork takes one thread along and leaves what the others hold locked.
 assert not Path("/proc/self/task").exists() or len(list(Path("/proc/self/task").iterdir())) == 1
 

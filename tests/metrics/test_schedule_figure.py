@@ -19,7 +19,7 @@ CASES: list[tuple[ScheduleName, int, Costs]] = [
     ("zb_h1", 1, Costs(backward_weight=0.7)),
     ("zb_v", 2, Costs()),
 ]
-LAPS = (
+SPANS = (
     ActivitySpan(DATA, 0, 3.0, 3.2),
     ActivitySpan(Action(Kind.RECV_FORWARD, 0, 0), 0, 3.2, 3.6),
     ActivitySpan(Action(Kind.FORWARD, 0, 0), 0, 3.6, 4.6),
@@ -59,11 +59,11 @@ def test_a_compute_that_takes_no_time_is_not_drawn() -> None:
 
 
 def test_a_step_is_in_milliseconds_with_computes_above_what_ran_below_them() -> None:
-    row = step_row("rank 0", LAPS, (0, 2), begin=3.0)
+    row = step_row("rank 0", SPANS, (0, 2), begin=3.0)
     times = {(round(bar.start), round(bar.end)) for bar in row.bars}
-    assert times == {(round((span.start - 3) * 1e3), round((span.end - 3) * 1e3)) for span in LAPS}
+    assert times == {(round((span.start - 3) * 1e3), round((span.end - 3) * 1e3)) for span in SPANS}
     names = ["waiting for a message", DATA, "backward", "forward", "forward", REDUCE, OPTIMIZER]
     assert [bar.entry for bar in row.bars] == names
     assert [bar.label for bar in row.bars] == ["", "", "1", "0", "1", "", ""]
     # Both chunks' forwards, and everything else, are told apart.
-    assert len({bar.colour for bar in row.bars}) == len(LAPS)
+    assert len({bar.colour for bar in row.bars}) == len(SPANS)

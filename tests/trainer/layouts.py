@@ -10,11 +10,6 @@ from lightning_megatron import ContextConfig, MegatronStrategy, PipelineConfig
 from lightning_megatron.mesh import StageLayout
 from lightning_megatron.optim.config import OptimizerConfig
 from lightning_megatron.pipeline.registry import ScheduleName
-from lightning_megatron.trainer.fault_tolerance import failure_watch
-
-# A rank that fails waits for three of these, so that the watch of each other rank reads of it. Half a second is chosen
-# for thousands of ranks that ask one store; here it would be most of the time of each test of a refusal.
-failure_watch._POLL_SECONDS = 0.1  # type: ignore[attr-defined]
 
 # Values that the strategy hands to `log` are those of the global batch already.
 QUIET = "ignore:It is recommended to use .*sync_dist=True:UserWarning"

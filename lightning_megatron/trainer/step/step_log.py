@@ -325,8 +325,8 @@ def _disagreement(schemas: list[Schema]) -> str:
     texts = [{line.name: _text(line) for line in schema} for schema in schemas]
     other = sorted(name for name in texts[0] if len({text[name] for text in texts}) > 1)
     if other:
-        return f"ranks logged {', '.join(map(repr, other))} with different options; log alike on every rank"
-    return f"ranks logged the same names in different orders: {[list(text) for text in texts]}; log in one order"
+        return f"ranks of dp x cp logged {', '.join(map(repr, other))} with different options; log alike on every rank"
+    return f"ranks of dp x cp logged the same names in different orders: {[list(text) for text in texts]}; log alike"
 
 
 def _first_message(numbers: Tensor) -> Tensor:

@@ -42,6 +42,7 @@ def test_a_script_under_a_launcher_trains_as_one_device_and_saves_and_leaves_at_
             time.sleep(0.1)
         process.send_signal(signal.SIGTERM)
         _, said = process.communicate(timeout=60)
+    assert all((tmp_path / f"{rank}.json").exists() for rank in range(2)), said
     told: list[dict[str, Any]] = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     assert [found["world"] for found in told] == [2, 2], said
     [loss] = run_on_ranks(1, plain_loss, init=False)

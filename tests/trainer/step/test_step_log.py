@@ -126,7 +126,7 @@ def disagreements(layout: Layout) -> dict[str, str]:
 def test_replicas_that_log_differently_are_told_what_differs() -> None:
     for found in run_on_ranks(2, disagreements, Layout(world=2), init=False):
         assert "'loss_of_0' by ranks [0]; 'loss_of_1' by ranks [1]" in found["names"]
-        assert "ranks logged 'sometimes' with different options" in found["options"]
+        assert "ranks of dp x cp logged 'sometimes' with different options" in found["options"]
         assert "['train_loss', 'a', 'b'], ['train_loss', 'b', 'a']" in found["order"]
         assert "reduce_fx (<built-in method median" in found["custom"] and "mean, sum, max or min" in found["custom"]
 
