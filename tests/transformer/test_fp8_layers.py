@@ -310,7 +310,7 @@ def test_linears_keep_bytes_for_backward() -> None:
 TINY = GPTConfig(num_layers=2, hidden_size=32, num_attention_heads=2, vocab_size=256, max_sequence_length=32)
 
 
-# docs/precision.md tells of 300, which `pytest --whole` runs. Scales that are too small show after 200, not after 100.
+# The steps of docs/precision.md are 300, which `pytest --whole` runs. Too small scales show after 200, not after 100.
 NUM_STEPS = 300 if WHOLE in os.environ else 200
 
 
