@@ -2,8 +2,8 @@
 
 A GPT-shaped state, float32 weights and two moments, each rank holding its share. Seconds that training waits, to
 durable (on the disk, flushed), to load it as it was saved, and to load it cut another way; memory above what the
-process has with its state. Each sample is a fresh set of processes: a first save, then others, each beside the one
-before; the first is told apart, for its buffers are new. The disk has nothing to do when a save begins. Loads come from
+process has with its state. Each sample is a fresh set of processes: a first save, then others, each next to the one
+before; the first is listed apart, as its buffers are new. The disk is idle when a save begins. Loads come from
 the page cache. A row counts only where every number that was loaded is right; otherwise the exit status is 1.
 
     python benchmarks/checkpoint.py --megabytes 1000 --ranks 2 --rounds 3
@@ -44,7 +44,7 @@ Samples = dict[str, list[dict[str, Any]]]
 
 
 def sample_of(by_rank: list[dict[str, Any]]) -> dict[str, Any]:
-    """One sample out of what each rank saw: training goes on when the last rank may."""
+    """One sample from the records of all ranks: training goes on when the last rank may."""
     sample: dict[str, Any] = {
         "is_right": all(rank["is_right"] for rank in by_rank),
         "state_megabytes": sum(rank["state_bytes"] for rank in by_rank) / 1e6,
@@ -68,7 +68,7 @@ def ratio(samples: Samples, row: str, quantity: str, yardstick: str, its_quantit
 
 
 def report(samples: Samples) -> tuple[str, bool]:
-    """The table, what became of the aims, and whether all that ran was right."""
+    """The table with the aims, and whether all that ran was right."""
     lines = [
         f"| {' | '.join(('row', *COLUMNS.values(), 'memory, of the state'))} |",
         "|---|---|---|---|---|---|---|---|",
@@ -95,7 +95,7 @@ def report(samples: Samples) -> tuple[str, bool]:
 
 
 def take(way: str, arguments: argparse.Namespace, world: int) -> dict[str, Any]:
-    """One sample of a row; what it saved is gone afterwards."""
+    """One sample of a row; its checkpoints are removed afterwards."""
     from benchmarks.ranks import run_ranks
 
     with tempfile.TemporaryDirectory(prefix="checkpoints-", dir=arguments.folder) as folder:
@@ -109,10 +109,10 @@ def main() -> None:
     parser.add_argument("--megabytes", type=float, default=1000.0, help="of the state of all ranks together")
     parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2], help="numbers of processes")
     parser.add_argument("--rounds", type=int, default=3, help="how often each row runs, interleaved")
-    parser.add_argument("--saves", type=int, default=3, help="in each sample, the first told apart")
+    parser.add_argument("--saves", type=int, default=3, help="in each sample, the first listed apart")
     parser.add_argument("--rows", nargs="*", help="which of the rows; all where it is left out")
     parser.add_argument("--folder", type=Path, help="where to save; else the system's folder for such things")
-    parser.add_argument("--json", type=Path, help="where to keep every sample")
+    parser.add_argument("--json", type=Path, help="where to save every sample")
     parser.add_argument("--run-rank", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     from benchmarks.saves import run_rank, ways
@@ -132,7 +132,7 @@ def main() -> None:
 
 
 def compare(rows: list[str], arguments: argparse.Namespace) -> bool:
-    """Runs everything, prints the tables, keeps the samples; whether all that ran was right."""
+    """Runs everything, prints the tables, saves the samples; whether all that ran was right."""
     from benchmarks.machine import as_line, machine
 
     samples: dict[int, Samples] = {world: {row: [] for row in rows} for world in arguments.ranks}

@@ -1,4 +1,4 @@
-"""Context parallelism on CPU: each exchange over 2 and 4 processes beside one process, at growing sequence lengths.
+"""Context parallelism on CPU: each exchange over 2 and 4 processes against one process, at growing sequence lengths.
 
 A GPT of the engine, without Lightning, goes forward and backward over one sequence. Each sample is a fresh set of
 processes, so that memory is theirs alone: the growth of the resident peak from before the first step, of the rank where
@@ -45,7 +45,7 @@ class Case:
 
 
 def run_rank(kind: str, sequence: int) -> None:
-    """Runs the steps on this rank and prints what they took as JSON."""
+    """Runs the steps on this rank and prints their time and memory as JSON."""
     import torch
     import torch.distributed as dist
 
@@ -94,9 +94,9 @@ def run_rank(kind: str, sequence: int) -> None:
 
 def sample(case: Case) -> dict[str, float]:
     """One run of a case: wall seconds of a step, CPU seconds of the busiest rank, megabytes of the largest."""
-    told = run_ranks([__file__, "--rank", case.kind, str(case.sequence)], case.world)
-    most = {name: max(rank[name] for rank in told) for name in ("cpu", "wall", "memory")}
-    return {**most, "loss": told[0]["loss"]}
+    records = run_ranks([__file__, "--rank", case.kind, str(case.sequence)], case.world)
+    most = {name: max(rank[name] for rank in records) for name in ("cpu", "wall", "memory")}
+    return {**most, "loss": records[0]["loss"]}
 
 
 def compare(sequences: list[int], worlds: list[int], rounds: int) -> list[dict[str, Any]]:
@@ -112,7 +112,7 @@ def compare(sequences: list[int], worlds: list[int], rounds: int) -> list[dict[s
                 print(f"{case.name}, {sequence}: {samples[case][-1]['wall']:.2f} s", file=sys.stderr)
         for case in cases:
             own, base = samples[case], samples[alone]
-            # Numbers beside a wrong loss would be worth nothing.
+            # Times with a wrong loss would be worth nothing.
             assert all(abs(s["loss"] - base[0]["loss"]) < 1e-4 for s in own), (case, own, base)
             rows.append(
                 {

@@ -2,7 +2,7 @@
 
 The text is the source files of Python's standard library, packed into rows of a token budget. Static cp: all ranks
 share every document, as they must where no rank could hold a row alone. Static dp: each rank has rows of its own,
-whole. Dynamic: each packed microbatch has its own ranks, planned and routed beside training, under the memory cap of
+whole. Dynamic: each packed microbatch has its own ranks, planned and routed asynchronously, under the memory cap of
 static cp. All train the same GPT on the same batches under a Trainer; a figure is shown only where their losses
 agree. Each sample is a fresh set of processes; rounds are interleaved, the ratio is taken within a round. Where there
 are more ranks than cores, a step takes the sum of all ranks' work, and what dynamic wins by balance does not show.
@@ -40,7 +40,7 @@ def prepare(folder: Path) -> tuple[Path, int]:
 
 
 def run_rank(mode: str, file: str, end_of_text: int, sequence: int, rows: int) -> None:
-    """Trains on this rank and prints what the steps took as JSON."""
+    """Trains on this rank and prints the time of the steps as JSON."""
     import lightning as L
     import torch
     import torch.distributed as dist
@@ -87,20 +87,20 @@ def run_rank(mode: str, file: str, end_of_text: int, sequence: int, rows: int) -
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.SGD(self.parameters(), lr=0.01)
 
-    replicas = world if mode == "static dp" else 1
-    options: dict[str, Any] = {"num_microbatches": rows // replicas}
+    dp = world if mode == "static dp" else 1
+    options: dict[str, Any] = {"num_microbatches": rows // dp}
     if mode == "dynamic":
         options = {"dynamic_context": DynamicContextConfig(max_tokens_per_rank=sequence // world)}
     steps = WARMUP_STEPS + TIMED_STEPS
     packed = PackedDocuments(Path(file), sequence, end_of_text=end_of_text, seed=1, long_documents="split")
-    own = rows // replicas
-    first = int(os.environ["RANK"]) % replicas * own
-    places = [step * rows + first + row for step in range(steps) for row in range(own)]
-    loader = DataLoader(Subset(packed, places), batch_size=own, collate_fn=collate_tokens)
+    own = rows // dp
+    first = int(os.environ["RANK"]) % dp * own
+    indices = [step * rows + first + row for step in range(steps) for row in range(own)]
+    loader = DataLoader(Subset(packed, indices), batch_size=own, collate_fn=collate_tokens)
     trainer = L.Trainer(
         accelerator="cpu",
         devices=world,
-        strategy=MegatronStrategy(context_parallel_size=world // replicas, **options),
+        strategy=MegatronStrategy(context_parallel_size=world // dp, **options),
         max_steps=steps,
         use_distributed_sampler=False,
         logger=False,
@@ -115,11 +115,11 @@ def run_rank(mode: str, file: str, end_of_text: int, sequence: int, rows: int) -
 
 def sample(mode: str, world: int, file: Path, end_of_text: int, sequence: int, rows: int) -> dict[str, Any]:
     """Tokens per second of a run, and the CPU seconds of a step over all ranks."""
-    told = run_ranks([__file__, "--rank", mode, str(file), str(end_of_text), str(sequence), str(rows)], world)
-    wall = max(rank["wall"] for rank in told)
-    cpu = sum(rank["cpu"] for rank in told)
-    tokens = sum(rank["tokens"] for rank in told) if mode == "static dp" else told[0]["tokens"]
-    return {"speed": tokens / wall, "cpu": cpu, "losses": told[0]["losses"]}
+    records = run_ranks([__file__, "--rank", mode, str(file), str(end_of_text), str(sequence), str(rows)], world)
+    wall = max(rank["wall"] for rank in records)
+    cpu = sum(rank["cpu"] for rank in records)
+    tokens = sum(rank["tokens"] for rank in records) if mode == "static dp" else records[0]["tokens"]
+    return {"speed": tokens / wall, "cpu": cpu, "losses": records[0]["losses"]}
 
 
 def compare(worlds: list[int], sequence: int, rows: int, rounds: int) -> list[dict[str, Any]]:
@@ -135,7 +135,7 @@ def compare(worlds: list[int], sequence: int, rows: int, rounds: int) -> list[di
                     print(f"{mode}, {world} processes: {samples[mode][-1]['speed']:.0f} tokens/s", file=sys.stderr)
             dynamic = samples["dynamic"]
             for mode, own in samples.items():
-                # Numbers beside a wrong loss would be worth nothing.
+                # Times with a wrong loss would be worth nothing.
                 assert all(abs(a - b) < 1e-4 for a, b in zip(own[0]["losses"], dynamic[0]["losses"], strict=True)), own
                 pairs = list(zip(own, dynamic, strict=True))
                 found.append(

@@ -12,7 +12,7 @@ from lightning_megatron.context.balance import CostModel, RankGroup
 from lightning_megatron.context.balance.slots import SlotGroups, group_seconds
 from lightning_megatron.pipeline.schedule import Kind, Order
 
-# Forward, of forward and backward together: 1 of 3 parts, and 1 more with full recomputation.
+# Share of the forward in forward and backward together: 1 of 3 parts, and 1 more with full recomputation.
 FORWARD_SHARE = {False: 1 / 3, True: 1 / 4}
 # A round ends when its ranks' work is this even.
 EVEN = 0.05
@@ -31,14 +31,14 @@ def static_slots(lengths: Sequence[int], ranks: int, cp: int, max_tokens_per_ran
     dp = ranks // cp
     packs += [[] for _ in range(-len(packs) % dp)]
     return tuple(
-        tuple(RankGroup(replica * cp, cp, tuple(packs[first + replica])) for replica in range(dp))
+        tuple(RankGroup(dp_rank * cp, cp, tuple(packs[first + dp_rank])) for dp_rank in range(dp))
         for first in range(0, len(packs), dp)
     )
 
 
 def rounds_seconds(lengths: Sequence[int], ranks: int, max_tokens_per_rank: int, cost: CostModel) -> float:
     """Seconds of rounds: each document on the fewest ranks that hold it, longest first, on free ranks or else on the
-    group of its size with the least squares a rank; a round ends when ranks are even or nothing more has a place.
+    group of its size with the least squares a rank; a round ends when ranks are even or nothing more fits.
 
     Documents of a group run one after another. Written from a description of such a scheduler, for comparison.
     """
@@ -48,7 +48,7 @@ def rounds_seconds(lengths: Sequence[int], ranks: int, max_tokens_per_rank: int,
         squares, seconds = [0.0] * ranks, [0.0] * ranks
         groups: dict[int, list[int]] = defaultdict(list)
         postponed: list[int] = []
-        for place, document in enumerate(left):
+        for index, document in enumerate(left):
             length = lengths[document]
             size = 1
             while length > size * max_tokens_per_rank:
@@ -64,7 +64,7 @@ def rounds_seconds(lengths: Sequence[int], ranks: int, max_tokens_per_rank: int,
                 squares[rank] += length**2 / size
                 seconds[rank] += cost.seconds(length, length**2, size)
             if min(squares) > 0 and max(squares) - min(squares) <= EVEN * max(squares):
-                postponed += left[place + 1 :]
+                postponed += left[index + 1 :]
                 break
         left = postponed
         total += max(seconds)
@@ -85,7 +85,7 @@ def pipeline_seconds(
 
 
 class _PipelineClock:
-    """Every pipeline rank has a column of dp x cp ranks, each working through the same order.
+    """Clock of a pipeline: every pipeline rank has a column of dp x cp ranks, each working through the same order.
 
     A cell is one group's forward or backward of a microbatch on a stage: (is forward, stage, microbatch, first rank).
     It starts when all its ranks have come to it and its input is there.
@@ -127,7 +127,7 @@ class _PipelineClock:
         return max(max(column) for column in self.clocks)
 
     def _arrive(self, pipeline_rank: int, rank: int) -> list[tuple[bool, int, int, int]]:
-        """A rank comes to its next action; the cell that can start now, if one can."""
+        """Moves a rank to its next action; returns the cell that can start now, if one can."""
         position = self.positions[pipeline_rank][rank]
         if position == len(self.order[pipeline_rank]):
             return []
@@ -153,7 +153,7 @@ class _PipelineClock:
         return (True, stage, microbatch, first) if is_last else (False, stage + 1, microbatch, first)
 
     def _play(self, cell: tuple[bool, int, int, int]) -> list[tuple[bool, int, int, int]]:
-        """Runs a cell; the cells that can start after it."""
+        """Runs a cell; returns the cells that can start after it."""
         is_forward, stage, microbatch, first = cell
         pipeline_rank = self.rank_of[stage]
         ranks = self.group_of[microbatch][first].ranks

@@ -8,7 +8,7 @@ No device is needed: a cost model times every microbatch, and the 1F1B schedule 
    parallelism. Published: 195.88 -> 289.32 TFLOP/s per GPU (1.48) on GitHub, 139.17 -> 174.39 (1.25) on CommonCrawl.
    Neither the number of GPUs, their kind, the context length nor the lengths of the documents are published. Assumed:
    the values of `Setting` and of `document_lengths`; the tables after the first show what each assumption is worth.
-2. The slowest rank over the lower bound on random steps, beside rounds of needed-size groups with a barrier between.
+2. The slowest rank over the lower bound on random steps, against rounds of needed-size groups with a barrier between.
 3. CPU seconds to solve a step of 2,048 documents on 64 ranks.
 """
 
@@ -201,8 +201,8 @@ def lower_bound_table(kinds: dict[str, Any], num_sets: int) -> list[dict[str, An
                 rounds.append(rounds_seconds(lengths, ranks, cap, cost) / made.lower_bound)
             row = {"lengths": name, "ranks": ranks, "dynamic": quantiles(ours), "rounds": quantiles(rounds)}
             rows.append(row)
-            told = [f"{value:.3f}" for value in (*quantiles(ours), *quantiles(rounds)[:2])]
-            print(f"| {name} | {ranks} | {' | '.join(told)} |", flush=True)
+            cells = [f"{value:.3f}" for value in (*quantiles(ours), *quantiles(rounds)[:2])]
+            print(f"| {name} | {ranks} | {' | '.join(cells)} |", flush=True)
     return rows
 
 
@@ -217,7 +217,7 @@ def solve_table(kinds: dict[str, Any]) -> list[dict[str, Any]]:
 
     print(f"\nCPU ms to solve 2,048 documents on 64 ranks\n| lengths | pp | median | worst |\n{'|---' * 4}|")
     rows = []
-    # What is alive already is no garbage of the solver.
+    # Objects that exist already are no garbage of the solver.
     gc.collect()
     gc.freeze()
     for name, kind in kinds.items():

@@ -31,7 +31,7 @@ BATCH, NUM_BATCHES = 8, 200
 
 
 def make_corpus(folder: Path, num_bytes: int) -> None:
-    """Source files of the standard library as JSON lines, again and again; a tokenizer; and their token files."""
+    """Writes source files of the standard library as JSON lines, repeated; a tokenizer; and their token files."""
     from lightning_megatron.data import load_documents, train_tokenizer
     from lightning_megatron.data.corpus_shards import DocumentForm
     from lightning_megatron.data.prepare import write_tokens
@@ -107,13 +107,13 @@ def load_datasets(folder: Path, sequence: int) -> Any:
     from lightning_megatron.data import MegatronCorpus
 
     tokens = MegatronCorpus(folder / "corpus").tokens
-    place = folder / f"rows{sequence}"
-    if not place.exists():
+    folder_of_rows = folder / f"rows{sequence}"
+    if not folder_of_rows.exists():
         datasets.disable_progress_bars()
         num_rows = (len(tokens) - 1) // sequence
         rows = [tokens[i * sequence : i * sequence + sequence + 1].astype(np.int32) for i in range(num_rows)]
-        datasets.Dataset.from_dict({"input_ids": rows}).save_to_disk(str(place))
-    rows = datasets.load_from_disk(str(place)).shuffle(seed=1)
+        datasets.Dataset.from_dict({"input_ids": rows}).save_to_disk(str(folder_of_rows))
+    rows = datasets.load_from_disk(str(folder_of_rows)).shuffle(seed=1)
     count = BATCH * (NUM_BATCHES + 2)
     rows = rows.select([i % len(rows) for i in range(count)]).with_format("torch")
 
@@ -127,7 +127,7 @@ def load_datasets(folder: Path, sequence: int) -> Any:
 
 
 def index_ours(num_samples: int, num_documents: int, sequence: int) -> dict[str, float]:
-    """CPU seconds of the order of one epoch, and of a blend: the counts and all places in blocks."""
+    """CPU seconds of the order of one epoch, and of a blend: the counts and all positions in blocks."""
     import numpy as np
 
     from lightning_megatron.data import Blend
@@ -169,8 +169,8 @@ def run_sample(what: str, who: str, folder: Path, numbers: list[int]) -> dict[st
             next(loader)
         return {"seconds": time.process_time() - started}
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    told = index_ours(*numbers)
-    return told | {"peak_gb": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 / 1e9}
+    figures = index_ours(*numbers)
+    return figures | {"peak_gb": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 / 1e9}
 
 
 def sample(what: str, who: str, folder: Path, numbers: list[int], megatron_python: str) -> dict[str, float]:
@@ -185,9 +185,9 @@ def sample(what: str, who: str, folder: Path, numbers: list[int], megatron_pytho
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode != 0:
         raise RuntimeError(f"{' '.join(command)}\n{done.stderr[-2000:]}")
-    told: dict[str, float] = json.loads(done.stdout.strip().splitlines()[-1])
-    print(f"{what} {who} {numbers}: {told}", file=sys.stderr)
-    return told
+    figures: dict[str, float] = json.loads(done.stdout.strip().splitlines()[-1])
+    print(f"{what} {who} {numbers}: {figures}", file=sys.stderr)
+    return figures
 
 
 def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, list[dict[str, Any]]]:
@@ -200,14 +200,14 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, list[dict[
         *(("load", who, [s]) for s in (1024, 4096) for who in ("lightning_megatron", "datasets rows", *others)),
         *(("index", who, [count, count // 10, 1024]) for who in ("lightning_megatron", *others)),
     ]
-    told: dict[int, list[dict[str, float]]] = {number: [] for number in range(len(cases))}
+    figures: dict[int, list[dict[str, float]]] = {number: [] for number in range(len(cases))}
     for turn in range(arguments.rounds):
         for number, (what, who, numbers) in enumerate(cases):
             if what != "index" or turn < arguments.index_rounds:
-                told[number].append(sample(what, who, folder, numbers, arguments.megatron_python))
+                figures[number].append(sample(what, who, folder, numbers, arguments.megatron_python))
     rows: dict[str, list[dict[str, Any]]] = {"prepare": [], "load": [], "index": []}
     for number, (what, who, numbers) in enumerate(cases):
-        medians = {name: statistics.median(one[name] for one in told[number]) for name in told[number][0]}
+        medians = {name: statistics.median(one[name] for one in figures[number]) for name in figures[number][0]}
         rows[what].append({"who": who, "numbers": numbers, **medians})
     tokens = {row["tokens"] for row in rows["prepare"]}
     assert len(tokens) == 1, f"not the same tokens: {tokens}"

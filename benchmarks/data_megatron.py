@@ -125,15 +125,15 @@ def main() -> None:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     started, before = time.perf_counter(), _cpu_seconds()
     if what == "prepare":
-        told: dict[str, float] = {"tokens": prepare(Path(folder), *given)}
+        figures: dict[str, float] = {"tokens": prepare(Path(folder), *given)}
     elif what == "load":
-        told = {"seconds": load(Path(folder), *given)}
+        figures = {"seconds": load(Path(folder), *given)}
     else:
-        told = index(*given)
-    told["wall"] = time.perf_counter() - started
-    told["cpu"] = _cpu_seconds() - before
-    told["peak_gb"] = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak) * 1024 / 1e9
-    print(json.dumps(told))
+        figures = index(*given)
+    figures["wall"] = time.perf_counter() - started
+    figures["cpu"] = _cpu_seconds() - before
+    figures["peak_gb"] = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak) * 1024 / 1e9
+    print(json.dumps(figures))
 
 
 def _cpu_seconds() -> float:

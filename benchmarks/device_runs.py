@@ -1,4 +1,4 @@
-"""Training runs of one Llama or Mixtral shape on one device, ours and the peers', with what they took.
+"""Training runs of one Llama or Mixtral shape on one device, ours and the peers', with their times and memory.
 
 All start from the same weights and see the same rows. Weights are float32 and products bf16 by autocast; gradients are
 clipped to norm 1; fused AdamW. A step is some microbatches and one update; its time is from the end of the step before
@@ -73,7 +73,7 @@ class Recorder:
         else:
             self.ends.append(time.perf_counter())
         if self.is_cuda and len(self.ends) == self.plan.warmup_steps:
-            # What building and compiling needed is not what training needs.
+            # The memory of building and compiling is not that of training.
             torch.cuda.reset_peak_memory_stats(self.plan.device)
 
     def figures(self) -> dict[str, Any]:
@@ -116,7 +116,7 @@ def train_ours(
 
     fit(
         build,
-        lambda replicas: plan.make_loader(),
+        lambda dp: plan.make_loader(),
         {"num_microbatches": plan.microbatches, **strategy(plan.config)},
         _make_optimizer,
         recorder.add,

@@ -1,7 +1,7 @@
 """Lengths of documents in tokens, drawn to measure packing and balance: log-normal, cut at both ends.
 
-No published figure gives the lengths behind the published speed-ups, so all parameters are assumed. They keep what is
-said of such data: most documents are short, a few are longer than all others together, code more so than web pages.
+No published figure gives the lengths of the published speed-ups, so all parameters are assumed. They follow the known
+properties of such data: most documents are short, a few are longer than all others together, code more than web pages.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Forward and backward of one layer's experts on this rank: which product and which way of tokens takes how long.
+"""Forward and backward of one layer's experts on this rank: times of each expert GEMM and each token dispatcher.
 
 All variants are timed in turn in the same processes, round by round. Every rank has the same number of tokens, whose
 choices are drawn evenly; gradients are accumulated into the engine's existing buffers.
@@ -78,8 +78,8 @@ def layer_run(
     )
     generator = torch.Generator().manual_seed(1)
     for weight in (experts.up, experts.down):
-        whole = torch.randn(weight.shape[0] * axes.ep.size, *weight.shape[1:], generator=generator) * 0.2
-        weight.data.copy_(whole.chunk(axes.ep.size)[axes.ep.rank])
+        full = torch.randn(weight.shape[0] * axes.ep.size, *weight.shape[1:], generator=generator) * 0.2
+        weight.data.copy_(full.chunk(axes.ep.size)[axes.ep.rank])
         weight.grad = torch.zeros_like(weight)
     gradients = WeightGradients()
     share(experts, gradients)

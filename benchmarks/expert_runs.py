@@ -1,4 +1,4 @@
-"""Training runs of one small Mixtral on CPU ranks, ours and the peers', with what they took.
+"""Training runs of one small Mixtral on CPU ranks, ours and the peers', with their times and memory.
 
 All start from the weights of `plain_llama`, see the same rows, and do the same arithmetic: mean loss of the global
 batch, no auxiliary loss, gradients clipped to norm 1, fused AdamW, float32.
@@ -43,7 +43,7 @@ class Size:
     top_k: int
     """Experts of a token."""
     rows: int
-    """Of all ranks in a step."""
+    """Rows of all ranks in a step."""
     microbatch_rows: int
     steps: int
 
@@ -63,8 +63,8 @@ class Size:
             moe=MoEConfig(router=RouterConfig(num_experts=self.experts, top_k=self.top_k)),
         )
 
-    def microbatches(self, replicas: int) -> int:
-        return self.rows // replicas // self.microbatch_rows
+    def microbatches(self, dp: int) -> int:
+        return self.rows // dp // self.microbatch_rows
 
 
 @dataclass(kw_only=True)
@@ -75,7 +75,7 @@ class Record:
     cpu_ends: list[float] = field(default_factory=list)
     wall_ends: list[float] = field(default_factory=list)
     expert_rows: list[int] = field(default_factory=list)
-    """Of each call of our experts."""
+    """Rows of each call of our experts."""
 
     def add(self, loss: Tensor) -> None:
         """Notes the end of a step."""
@@ -84,14 +84,14 @@ class Record:
         self.wall_ends.append(time.perf_counter())
 
 
-def make_loader(size: Size, replicas: int) -> Any:
+def make_loader(size: Size, dp: int) -> Any:
     """This rank's samples, a step's in each batch; unevenly distributed tokens give it something to learn."""
-    rank = int(os.environ["RANK"]) if replicas > 1 else 0
+    rank = int(os.environ["RANK"]) if dp > 1 else 0
     generator = torch.Generator().manual_seed(1)
-    shape = (size.steps, replicas, size.rows // replicas, size.sequence + 1)
+    shape = (size.steps, dp, size.rows // dp, size.sequence + 1)
     tokens = (torch.rand(shape, generator=generator) ** 4 * size.vocabulary).long()[:, rank].flatten(0, 1)
     data = torch.utils.data.TensorDataset(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
-    return torch.utils.data.DataLoader(data, batch_size=size.rows // replicas)
+    return torch.utils.data.DataLoader(data, batch_size=size.rows // dp)
 
 
 def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
@@ -120,7 +120,7 @@ def train_ours(size: Size, record: Record, *, strategy: dict[str, Any], moe: dic
 
     fit(
         build,
-        lambda replicas: make_loader(size, replicas),
+        lambda dp: make_loader(size, dp),
         {"num_microbatches": size.microbatches(world), **strategy},
         make_optimizer,
         record.add,
@@ -149,16 +149,16 @@ def train_hugging_face(size: Size, record: Record, *, experts: str) -> None:
     model.load_state_dict(build_plain(size.config(), torch.device("cpu")).state_dict())
     model.train()
     if int(os.environ["WORLD_SIZE"]) > 1:
-        _train_replicas(size, record, model)
+        _train_ddp(size, record, model)
     else:
         _train(size, record, model, lambda tokens, labels: _loss_of(model, tokens, labels))
 
 
 @joined_by_gloo
-def _train_replicas(size: Size, record: Record, model: nn.Module) -> None:
+def _train_ddp(size: Size, record: Record, model: nn.Module) -> None:
     # Without a token an expert has no gradient.
-    replica = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
-    _train(size, record, replica, lambda tokens, labels: _loss_of(replica, tokens, labels))
+    ddp = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+    _train(size, record, ddp, lambda tokens, labels: _loss_of(ddp, tokens, labels))
 
 
 def _loss_of(model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:

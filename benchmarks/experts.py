@@ -1,6 +1,6 @@
 """Mixture of experts on CPU: the parts of a layer, and training steps against Hugging Face and megatron-core.
 
-Three tables. Grouped experts beside one after another, in one process; tokens sent by all-to-all beside all-gather, on
+Three tables. Grouped experts against one after another, in one process; tokens sent by all-to-all or by all-gather, on
 two and four; and training steps of a Mixtral-like model, 8 layers, hidden 256, 8 heads, sequence 256, vocabulary 8192,
 4 experts of 688 features (SwiGLU), top-2, global batch 8 in microbatches of 2, AdamW, gradients clipped to norm 1,
 float32, one thread a rank. Each sample of a step is a fresh set of processes: warm-up steps, then timed ones, of which
@@ -58,7 +58,7 @@ def rows() -> dict[str, Row]:
     def ours(ep: int, **moe: Any) -> "Callable[[Size, Record], None]":
         return partial(runs.train_ours, strategy={"expert_model_parallel_size": ep}, moe=moe)
 
-    beside = {"expert_model_parallel_size": 2, "pipeline": PipelineConfig(overlap_expert_exchange=True)}
+    overlap = {"expert_model_parallel_size": 2, "pipeline": PipelineConfig(overlap_expert_exchange=True)}
 
     return {
         PLAIN: Row(1, runs.train_plain),
@@ -73,7 +73,7 @@ def rows() -> dict[str, Row]:
         "ours, dp2": Row(2, ours(1)),
         "ours, ep2": Row(2, ours(2)),
         "ours, ep2, all-gather": Row(2, ours(2, dispatcher="all_gather")),
-        "ours, ep2, forwards beside backwards": Row(2, partial(runs.train_ours, strategy=beside, moe={})),
+        "ours, ep2, forwards beside backwards": Row(2, partial(runs.train_ours, strategy=overlap, moe={})),
     }
 
 
@@ -123,7 +123,7 @@ def run_layers(size: str, rounds: int) -> list[dict[str, Any]]:
 
 
 def sample_of(figures: list[dict[str, Any]]) -> dict[str, Any]:
-    """One sample out of what each rank saw: of the timed steps the median; the loss of a step is the mean over ranks,
+    """One sample from the records of all ranks: the median of the timed steps; a step's loss is the mean over ranks,
     whose tokens are as many. `busiest` is how many rows the busiest rank's experts had, call by call, to the mean."""
     if "not_here" in figures[0]:
         return figures[0]
@@ -191,7 +191,7 @@ def report_steps(samples: Samples, worlds: dict[str, int], tokens: int) -> tuple
 
 
 def layer_rows(world: int, figures: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """One row for each variant out of what each rank saw, with ratios to the first variant of the same shape, taken
+    """One row for each variant from the records of all ranks, with ratios to the first variant of the same shape, taken
     round by round."""
     found: list[dict[str, Any]] = []
     for ranks in zip(*figures, strict=True):
@@ -251,7 +251,7 @@ def compare_layers(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def compare_steps(arguments: argparse.Namespace) -> Samples:
-    """All samples of whole steps."""
+    """All samples of full steps."""
     every = rows()
     chosen = [row for row in every if row == PLAIN or row in arguments.rows]
     samples: Samples = {row: [] for row in chosen}
@@ -271,7 +271,7 @@ def main() -> None:
     parser.add_argument("--size", default="full", choices=list(SIZES))
     parser.add_argument("--megatron-python", default=sys.executable, help="an interpreter that has megatron-core")
     parser.add_argument("--row-seconds", type=float, default=600.0, help="after this long a sample is given up")
-    parser.add_argument("--json", type=Path, help="where to keep every sample")
+    parser.add_argument("--json", type=Path, help="where to save every sample")
     parser.add_argument("--run-rank", choices=names, help=argparse.SUPPRESS)
     parser.add_argument("--layers", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -286,7 +286,7 @@ def main() -> None:
 
 
 def compare(arguments: argparse.Namespace) -> bool:
-    """Runs everything, prints the tables, keeps the samples; whether all that ran was right."""
+    """Runs everything, prints the tables, saves the samples; whether all that ran was right."""
     from benchmarks.machine import as_line, machine, version_of
 
     facts = machine()
@@ -302,8 +302,8 @@ def compare(arguments: argparse.Namespace) -> bool:
     table, is_right = report_steps(samples, worlds, size["rows"] * size["sequence"])
     print(table)
     if arguments.json:
-        kept = {"machine": facts, "size": size, "layers": layers, "steps": samples}
-        arguments.json.write_text(json.dumps(kept, indent=1))
+        record = {"machine": facts, "size": size, "layers": layers, "steps": samples}
+        arguments.json.write_text(json.dumps(record, indent=1))
     return is_right
 
 

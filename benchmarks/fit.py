@@ -48,5 +48,5 @@ def fit(
         enable_model_summary=False,
         **trainer_options,
     )
-    replicas: int = trainer.strategy.data_parallel_size  # type: ignore[attr-defined]
-    trainer.fit(Module(), make_loader(replicas))
+    dp: int = trainer.strategy.data_parallel_size  # type: ignore[attr-defined]
+    trainer.fit(Module(), make_loader(dp))

@@ -3,7 +3,7 @@
     python -m benchmarks.fit_planner             fit, and write lightning_megatron/planner/constants.json
     python -m benchmarks.fit_planner --check     the errors of the constants that are there
 
-A row is in the half that a hash of its text says. The fit is a pattern search over the logarithms of the constants: one
+A hash of a row's text decides its half. The fit is a pattern search over the logarithms of the constants: one
 at a time up and down by a step that shrinks. It is deterministic, and needs neither a GPU nor anything beyond Python.
 """
 
@@ -123,7 +123,7 @@ def fit(timed: Sequence[Timed], *, num_sweeps: int = 14) -> Constants:
     steps = dict.fromkeys(names, 0.2)
     for sweep in range(num_sweeps):
         if sweep == num_sweeps // 2:
-            # Constants that others compensated for may move anew.
+            # Constants that others compensated for may move once more.
             steps = dict.fromkeys(names, 0.2)
         for name in names:
             low, high = BOUNDS.get(name, _SHARES)
@@ -165,11 +165,11 @@ def show(title: str, timed: Sequence[Timed], constants: Constants) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="fit nothing, and tell the errors")
-    parser.add_argument("--by-source", action="store_true", help="fit without each publication in turn, and tell")
+    parser.add_argument("--check", action="store_true", help="fit nothing, and print the errors")
+    parser.add_argument("--by-source", action="store_true", help="fit without each publication in turn")
     options = parser.parse_args()
     timed = timed_rows()
-    learned, kept = [row for row in timed if row.is_learned_from], [row for row in timed if not row.is_learned_from]
+    learned, held_out = [row for row in timed if row.is_learned_from], [row for row in timed if not row.is_learned_from]
     if not options.check:
         constants = fit(learned)
         record = {
@@ -181,7 +181,7 @@ def main() -> None:
         fitted.cache_clear()
     constants = fitted()
     show("Rows that were learned from", learned, constants)
-    show("Rows that were kept back", kept, constants)
+    show("Rows that were held out", held_out, constants)
     later = timed_rows(later_rows())
     show("A later release, dense models", [row for row in later if row.planned.run.model.moe is None], constants)
     show("A later release, experts", [row for row in later if row.planned.run.model.moe is not None], constants)

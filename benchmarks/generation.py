@@ -54,11 +54,11 @@ def save_model(size: dict[str, int], folder: Path) -> None:
 
 
 def run_rank(row: str, size: dict[str, int], folder: Path) -> dict[str, Any]:
-    """One sample of a row, on the rank that its environment says."""
+    """One sample of a row, on the rank of its environment."""
     import torch
 
     torch.set_num_threads(1)
-    write = theirs(folder) if row == YARDSTICK else ours(folder, is_whole="whole" in row)
+    write = theirs(folder) if row == YARDSTICK else ours(folder, is_uncached="whole" in row)
     shape = (size["rows"], size["prompt"])
     prompts = torch.randint(size["vocabulary"], shape, generator=torch.Generator().manual_seed(1))
     write(prompts, 2)
@@ -91,7 +91,7 @@ def theirs(folder: Path) -> "Write":
     return write
 
 
-def ours(folder: Path, *, is_whole: bool) -> "Write":
+def ours(folder: Path, *, is_uncached: bool) -> "Write":
     import torch
     import torch.distributed as dist
 
@@ -117,7 +117,7 @@ def ours(folder: Path, *, is_whole: bool) -> "Write":
     def write_texts(prompts: "Tensor", num_new: int) -> list[list[int]]:
         num_rows, length = prompts.shape
         texts = generate_rows(
-            uncached_logits if is_whole else GPTNextLogits(model, num_rows),
+            uncached_logits if is_uncached else GPTNextLogits(model, num_rows),
             prompts,
             torch.full((num_rows,), length),
             GenerationConfig(max_new_tokens=num_new, temperature=0.0),
@@ -174,8 +174,8 @@ def compare(arguments: argparse.Namespace) -> bool:
             for row, world in ROWS.items():
                 command = [str(Path(__file__)), "--size", arguments.size, "--run-rank", row, "--folder", folder]
                 samples[row].append(sample_of(run_ranks(command, world)))
-                told = {name: samples[row][-1][name] for name in ("cpu_seconds", "wall_seconds")}
-                print(f"round {round_number + 1}: {row}: {told}", file=sys.stderr)
+                seconds = {name: samples[row][-1][name] for name in ("cpu_seconds", "wall_seconds")}
+                print(f"round {round_number + 1}: {row}: {seconds}", file=sys.stderr)
     table, is_right = report(samples, size)
     print(f"{as_line(facts)}\n{arguments.size} size: {size}; {arguments.rounds} rounds, medians\n\n{table}")
     if arguments.json:
@@ -187,7 +187,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3, help="how often each row runs, interleaved")
     parser.add_argument("--size", default="full", choices=list(SIZES))
-    parser.add_argument("--json", type=Path, help="where to keep every sample")
+    parser.add_argument("--json", type=Path, help="where to save every sample")
     parser.add_argument("--run-rank", choices=list(ROWS), help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -29,10 +29,10 @@ def main() -> None:
     if rank == 0:
         print("| size | collective | gloo: CPU ms | wall ms | here: CPU ms | wall ms |\n|---|---|---|---|---|---|")
     for rows in ROWS:
-        whole, part = torch.randn(rows, WIDTH), torch.randn(rows // 2, WIDTH)
+        full, part = torch.randn(rows, WIDTH), torch.randn(rows // 2, WIDTH)
         pairs: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
-            "all-reduce": (lambda x=whole: dist.all_reduce(x), lambda x=whole: collectives.all_reduce_(x, axis)),
-            "reduce-scatter": (lambda x=whole: _reduce_scatter(x), lambda x=whole: collectives.reduce_scatter(x, axis)),
+            "all-reduce": (lambda x=full: dist.all_reduce(x), lambda x=full: collectives.all_reduce_(x, axis)),
+            "reduce-scatter": (lambda x=full: _reduce_scatter(x), lambda x=full: collectives.reduce_scatter(x, axis)),
             "all-gather": (lambda x=part: _all_gather(x), lambda x=part: collectives.all_gather(x, axis)),
         }
         for name, (plain, own) in pairs.items():

@@ -9,7 +9,7 @@ memory or of time says so. One whose loss strays from that of the first row show
 
 TFLOP/s are model FLOPs by formula: matrix products of forward and backward, of experts those chosen, causal attention
 counted half, without recomputation. MFU is their share of the data sheet's dense peak at the row's precision; in
-the next column attention counts whole, as in PaLM (arXiv 2204.02311, appendix B). The share "of matmul" is of the
+the next column attention counts in full, as in PaLM (arXiv 2204.02311, appendix B). The share "of matmul" is of the
 fastest product of the model's own shapes, or of a square one, as measured in the same run.
 
     python benchmarks/gpu.py --json gpu.json
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 
 OURS, COMPILED, EAGER = "ours, bf16", "plain torch, compiled", "plain torch, eager"
 AIMS = "55% MFU in bf16, with experts 400 TFLOP/s; 1.4 times the tokens/s of bf16 in FP8"
-# Of the loss, relative: bf16 rounds each implementation's products its own way, and FP8 rounds them more.
+# Relative tolerances of the loss: bf16 rounds each implementation's products its own way, and FP8 rounds them more.
 TOLERANCE, FP8_TOLERANCE = 5e-3, 3e-2
-# As the table of peaks calls them.
+# Names of the precisions in the table of peaks.
 PRECISIONS = {"bf16": "bf16-mixed", "fp8": "transformer-engine"}
 
 
@@ -177,7 +177,7 @@ def report(part: dict[str, Any], device_name: str) -> list[str]:
 
     shape, sequence = SHAPES[part["size"]], part["sequence"]
     config, step_rows = shape.config(part["layers"], sequence), part["step_rows"]
-    causal, whole = (
+    causal, full = (
         cost.training_flops(config, batch=step_rows, sequence=sequence, is_causal=is_causal)
         for is_causal in (True, False)
     )
@@ -195,7 +195,7 @@ def report(part: dict[str, Any], device_name: str) -> list[str]:
         if found["fault"]:
             lines.append(f"{head} {found['fault']} |" + "  |" * 7)
             continue
-        speed, whole_speed = speed_of(found, causal), speed_of(found, whole)
+        speed, full_speed = speed_of(found, causal), speed_of(found, full)
         precision = "fp8" if is_fp8(row) else "bf16"
         peak = peak_flops(device_name, PRECISIONS[precision])
         measured = part["matmul"].get(precision, {}).get("flops_per_second", 0.0)
@@ -204,7 +204,7 @@ def report(part: dict[str, Any], device_name: str) -> list[str]:
             ratio = f"{statistics.median(ours['seconds']) / statistics.median(found['seconds']):.3f}"
         lines.append(
             f"{head} {speed.tokens_per_second:,.0f} | {speed.flops_per_second / 1e12:.4g} | {share(speed, peak)} "
-            f"| {share(whole_speed, peak)} | {share(speed, measured)} | {found['peak_bytes'] / 2**30:.2f} | {ratio} "
+            f"| {share(full_speed, peak)} | {share(speed, measured)} | {found['peak_bytes'] / 2**30:.2f} | {ratio} "
             f"| {found['losses'][-1]:.4f} |"
         )
     return lines
@@ -231,7 +231,7 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=3, help="steps before the timed ones, at least 1")
     parser.add_argument("--steps", type=int, default=5, help="timed steps; their median counts")
     parser.add_argument("--row-seconds", type=float, default=300.0, help="after this long a row is given up")
-    parser.add_argument("--json", type=Path, help="where to keep all figures; written after every row")
+    parser.add_argument("--json", type=Path, help="where to save all figures; written after every row")
     parser.add_argument("--layers", type=int, default=0, help="instead of as many as fit")
     parser.add_argument("--look", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--run-row", choices=list(rows()), help=argparse.SUPPRESS)
@@ -254,7 +254,7 @@ def chosen_rows(arguments: argparse.Namespace) -> list[str]:
 
 
 def compare(arguments: argparse.Namespace) -> bool:
-    """Runs everything, prints the table as it grows, keeps the figures; whether all that ran was right."""
+    """Runs everything, prints the table as it grows, saves the figures; whether all that ran was right."""
     from benchmarks.machine import as_line
     from benchmarks.shapes import SHAPES
     from lightning_megatron.metrics.throughput import peak_flops
@@ -266,7 +266,7 @@ def compare(arguments: argparse.Namespace) -> bool:
     peaks = {kind: peak_flops(name, precision) for kind, precision in PRECISIONS.items()}
     print(f"{as_line(device['machine'])}\naims: {AIMS}")
     print(f"data sheet, dense TFLOP/s: {', '.join(f'{k} {p / 1e12:g}' if p else f'{k} ?' for k, p in peaks.items())}")
-    kept: dict[str, Any] = {"device": device, "peak_flops": peaks, "parts": []}
+    record: dict[str, Any] = {"device": device, "peak_flops": peaks, "parts": []}
     is_right = True
     for size in arguments.size:
         matmul = device["matmul"][size]
@@ -278,25 +278,25 @@ def compare(arguments: argparse.Namespace) -> bool:
             if layers == 0:
                 print(f"| {size} | 0 | {sequence} | not one layer fits |" + "  |" * 8, flush=True)
                 continue
-            told = (
+            summary = (
                 f"{layers} of {shape.layers} layers, {shape.needed_bytes(layers, sequence) / 2**30:.1f} GiB by formula"
             )
             free = f"{device['free_bytes'] / 2**30:.1f} GiB free"
-            print(f"{size} at {sequence}: {told}, {free}", file=sys.stderr, flush=True)
+            print(f"{size} at {sequence}: {summary}, {free}", file=sys.stderr, flush=True)
             step_rows = shape.microbatch_rows(sequence) * arguments.microbatches
             part = {"size": size, "sequence": sequence, "layers": layers, "step_rows": step_rows}
             part |= {"needed_bytes": shape.needed_bytes(layers, sequence), "matmul": matmul, "rows": {}}
-            kept["parts"].append(part)
+            record["parts"].append(part)
             for row in chosen_rows(arguments):
                 is_right &= add_row(row, part, arguments)
                 if arguments.json:
-                    arguments.json.write_text(json.dumps(kept, indent=1))
+                    arguments.json.write_text(json.dumps(record, indent=1))
             print("\n".join(report(part, name)), flush=True)
     return is_right
 
 
 def add_row(row: str, part: dict[str, Any], arguments: argparse.Namespace) -> bool:
-    """Runs one row of a part and adds what was found; whether it is sound."""
+    """Runs one row of a part and adds its figures; returns whether it is sound."""
     settings = {"size": part["size"], "sequence": part["sequence"], "layers": part["layers"]}
     settings |= {name: getattr(arguments, name) for name in ("microbatches", "warmup", "steps")}
     options = [word for name, value in settings.items() for word in (f"--{name}", str(value))]

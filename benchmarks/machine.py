@@ -9,7 +9,7 @@ import sys
 
 
 def machine() -> dict[str, str]:
-    """Names and versions by what they are of; those of a GPU where this process sees one."""
+    """Names and versions of hardware and software; those of a GPU where this process sees one."""
     import torch
 
     facts = {
@@ -32,15 +32,15 @@ def machine() -> dict[str, str]:
 def version_of(package: str, python: str = sys.executable) -> str:
     """Version of a package in this or another interpreter; empty where it is not installed."""
     if python != sys.executable:
-        told = subprocess.run([python, "-c", _TELL, package], capture_output=True, text=True, timeout=60)
-        return told.stdout.strip()
+        done = subprocess.run([python, "-c", _PRINT_VERSION, package], capture_output=True, text=True, timeout=60)
+        return done.stdout.strip()
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return ""
 
 
-_TELL = "import importlib.metadata, sys; print(importlib.metadata.version(sys.argv[1]))"
+_PRINT_VERSION = "import importlib.metadata, sys; print(importlib.metadata.version(sys.argv[1]))"
 
 
 def as_line(facts: dict[str, str]) -> str:
@@ -49,10 +49,10 @@ def as_line(facts: dict[str, str]) -> str:
 
 
 def _driver() -> str:
-    """The version of the GPU's driver, as its own tool says it; "unknown" without that tool."""
+    """The version of the GPU's driver by its own tool; "unknown" without that tool."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return "unknown"
     command = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
-    told = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    return told.stdout.strip().splitlines()[0] if told.returncode == 0 and told.stdout.strip() else "unknown"
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return done.stdout.strip().splitlines()[0] if done.returncode == 0 and done.stdout.strip() else "unknown"

@@ -1,8 +1,8 @@
 """A training run of megatron-core's GPT with experts on CPU ranks, from the same weights as the other runs.
 
 megatron-core is written for GPUs: it names the device "cuda" where it makes small tensors and streams. In the process
-of this run alone these names are led to the CPU; what it computes is its own. Its layers are those that need neither
-Transformer Engine nor Apex, experts one after another, tokens sent by its all-to-all.
+of this run alone these names are mapped to the CPU; its computations are its own. Its layers are those without
+Transformer Engine and Apex, experts one after another, tokens sent by its all-to-all.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from benchmarks.plain_llama import build_plain, our_weights
 
 
 class _NoStream:
-    """A stream of the CPU, and an event on it: all is done already."""
+    """Stand-in for a stream of the CPU, and for an event on it: all work is done already."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
@@ -37,7 +37,7 @@ class _NoStream:
 
 
 def lead_to_cpu() -> None:
-    """Makes what megatron-core asks of CUDA mean the CPU, in this process."""
+    """Redirects megatron-core's calls of CUDA to the CPU, in this process."""
     stream = _NoStream()
     cuda: Any = torch.cuda
     cuda.Stream = _NoStream
@@ -67,7 +67,7 @@ def lead_to_cpu() -> None:
         return exchange(*args, **kwargs | sizes)
 
     library.distributed.all_to_all_single = exchanged
-    # Clipping asks whether gradients are of this type.
+    # Clipping checks that gradients are of this type.
     tensor: Any = Tensor
     as_type = tensor.type
     tensor.type = lambda self, *args, **kwargs: (
@@ -76,7 +76,7 @@ def lead_to_cpu() -> None:
 
 
 def train_megatron(size: Size, record: Record, *, ep: int) -> None:
-    """Data parallelism over all ranks, experts cut over `ep` of them."""
+    """Trains with data parallelism over all ranks and experts sharded over `ep` of them."""
     if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
         raise NotHere("megatron-core is not installed here; --megatron-python names an interpreter that has it")
     lead_to_cpu()
@@ -93,17 +93,17 @@ def _train(size: Size, record: Record, ep: int) -> None:
     from megatron.core.transformer.moe import moe_utils
 
     world = int(os.environ["WORLD_SIZE"])
-    # Attention asks for a generator of the GPU before its dropout, which is none.
+    # Attention takes a generator of the GPU before its dropout, which is 0.
     tracker: Any = CudaRNGStatesTracker
     tracker.fork = lambda self, *_: contextlib.nullcontext()
     # Its router looks for a kernel of Transformer Engine by a name that is only there with it.
     vars(moe_utils).setdefault("te_general_gemm", None)
     parallel_state.initialize_model_parallel(expert_model_parallel_size=ep)
     model = build_megatron(size, ep)
-    replica = DistributedDataParallel(model.config, DistributedDataParallelConfig(overlap_grad_reduce=False), model)
+    ddp = DistributedDataParallel(model.config, DistributedDataParallelConfig(overlap_grad_reduce=False), model)
     optimizer = get_megatron_optimizer(
         OptimizerConfig(optimizer="adam", lr=LEARNING_RATE, weight_decay=0.01, clip_grad=1.0, bf16=False, fp16=False),
-        [replica],
+        [ddp],
     )
     for group in optimizer.param_groups:
         # It does not offer the faster kernel, which the other runs use; its optimizer is torch's AdamW all the same.
@@ -111,12 +111,12 @@ def _train(size: Size, record: Record, ep: int) -> None:
     model.config.finalize_model_grads_func = finalize_model_grads
     forward_backward, count = get_forward_backward_func(), size.microbatches(world)
     for tokens, labels in make_loader(size, world):
-        replica.zero_grad_buffer()
+        ddp.zero_grad_buffer()
         optimizer.zero_grad()
         losses = forward_backward(
             forward_step_func=_forward_step,
             data_iterator=zip(tokens.chunk(count), labels.chunk(count), strict=True),
-            model=[replica],
+            model=[ddp],
             num_microbatches=count,
             seq_length=size.sequence,
             micro_batch_size=size.microbatch_rows,

@@ -37,7 +37,7 @@ SIZES = {
     | {"warmup_steps": 1, "timed_steps": 3},
 }
 DDP, FSDP2 = "torch DDP", "torch FSDP2"
-# Of the CPU seconds of another row, as the project means to stay below.
+# Upper bounds on CPU seconds over those of another row, which are the project's aims.
 AIMS = {DDP: 1.06, FSDP2: 0.8}
 
 
@@ -90,7 +90,7 @@ def run_rank(row: str, size: str, microbatches: int) -> dict[str, Any]:
 
 
 def sample_of(figures: list[dict[str, Any]]) -> dict[str, Any]:
-    """One sample out of what each rank saw; the loss of a step is the mean over ranks, whose rows are as many."""
+    """One sample from the records of all ranks; the loss of a step is the mean over ranks, whose rows are as many."""
     if "not_here" in figures[0]:
         return figures[0]
     return {
@@ -164,7 +164,7 @@ def main() -> None:
     parser.add_argument("--size", default="full", choices=list(SIZES))
     parser.add_argument("--deepspeed-python", default=sys.executable, help="an interpreter that has DeepSpeed")
     parser.add_argument("--row-seconds", type=float, default=600.0, help="after this long a sample is given up")
-    parser.add_argument("--json", type=Path, help="where to keep every sample")
+    parser.add_argument("--json", type=Path, help="where to save every sample")
     parser.add_argument("--run-rank", choices=names, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.run_rank:
@@ -176,7 +176,7 @@ def main() -> None:
 
 
 def compare(arguments: argparse.Namespace) -> bool:
-    """Runs everything, prints the tables, keeps the samples; whether all that ran was right."""
+    """Runs everything, prints the tables, saves the samples; whether all that ran was right."""
     from benchmarks.machine import as_line, machine
 
     chosen = list(dict.fromkeys([DDP, *arguments.rows]))
@@ -195,11 +195,11 @@ def compare(arguments: argparse.Namespace) -> bool:
         is_right &= is_right_here
         print(f"\n{world} ranks, {microbatches} microbatches\n\n{table}")
     if arguments.json:
-        kept = [
+        records = [
             {"ranks": world, "microbatches": microbatches, "samples": taken}
             for (world, microbatches), taken in samples.items()
         ]
-        written = {"machine": facts, "size": SIZES[arguments.size], "settings": kept}
+        written = {"machine": facts, "size": SIZES[arguments.size], "settings": records}
         arguments.json.write_text(json.dumps(written, indent=1))
     return is_right
 

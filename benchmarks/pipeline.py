@@ -1,7 +1,7 @@
 """Pipeline schedules at pp 2: time against GPipe and against the simulator, memory against the simulator.
 
 Two processes run the engine without Lightning: a chain of linears whose compute dwarfs the messages, the same work for
-every schedule. What one forward, backward and half of a backward takes is measured in the same run and given to the
+every schedule. The time of one forward, backward, dgrad and wgrad is measured in the same run and given to the
 simulator, whose makespan is the prediction. Memory is the peak of live tensor bytes above weights and gradients,
 counted storage by storage; the prediction is the simulator's peak of activations times the bytes that one forward
 leaves behind. Last the simulator alone: 8 ranks, 8 to 64 microbatches.
@@ -33,7 +33,7 @@ SCHEDULES = {
 
 
 def run_rank(rounds: int) -> None:
-    """Runs every schedule on this rank and prints what it saw as JSON."""
+    """Runs every schedule on this rank and prints its record as JSON."""
     import torch
     import torch.distributed as dist
 
@@ -109,7 +109,7 @@ class Run:
         self.world = mesh.world
 
     def step(self) -> None:
-        """A step whose gradients have their place already, as under flat buckets."""
+        """Runs a step whose gradients exist already, as under flat buckets."""
         import torch
 
         for parameter in self.model.parameters():
@@ -144,7 +144,7 @@ class Run:
 
 
 class Stopwatch:
-    """The handlers of a stage, timed."""
+    """Stopwatch around the handlers of a stage."""
 
     def __init__(self, work: Any) -> None:
         self.seconds: dict[str, list[float]] = {}
@@ -202,16 +202,16 @@ def live_bytes() -> Any:
             return result
 
         def _add(self, storage: Any) -> None:
-            place = storage.data_ptr()
-            if place == 0 or place in self.known:
+            address = storage.data_ptr()
+            if address == 0 or address in self.known:
                 return
-            self.known.add(place)
+            self.known.add(address)
             self.live += storage.nbytes()
             self.peak = max(self.peak, self.live)
-            weakref.finalize(storage, self._gone, place, storage.nbytes())
+            weakref.finalize(storage, self._gone, address, storage.nbytes())
 
-        def _gone(self, place: int, num_bytes: int) -> None:
-            self.known.discard(place)
+        def _gone(self, address: int, num_bytes: int) -> None:
+            self.known.discard(address)
             self.live -= num_bytes
 
     return LiveBytes()
@@ -290,7 +290,7 @@ def simulated() -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5, help="how often each schedule runs, interleaved")
-    parser.add_argument("--json", type=Path, help="where to keep what each rank saw")
+    parser.add_argument("--json", type=Path, help="where to save the records of all ranks")
     parser.add_argument("--run-rank", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.run_rank:

@@ -36,14 +36,14 @@ class Attention(nn.Module):
 
 
 def rotate(x: Tensor, cos_SR: Tensor, sin_SR: Tensor) -> Tensor:
-    """Each pair (i, i + R) of features of [B, A, S, D] turned by its position."""
+    """Each pair (i, i + R) of features of [B, A, S, D] rotated by its position."""
     first, second = x.chunk(2, dim=-1)
     cos_SR, sin_SR = cos_SR.to(x.dtype), sin_SR.to(x.dtype)
     return torch.cat((first * cos_SR - second * sin_SR, second * cos_SR + first * sin_SR), dim=-1)
 
 
 class MLP(nn.Module):
-    """SwiGLU."""
+    """MLP with SwiGLU."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()

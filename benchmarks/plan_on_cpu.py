@@ -3,7 +3,7 @@
 The processor is described as a GPU would be, by what is measured here first, forward and backward: products of the
 model's own shapes, its attention, the elementwise kernels of a layer and of the loss, and messages between two
 processes of gloo. With two processes both measure at the same time, because they share caches and memory. The constants
-of GPU kernels are set aside: shares are 1 of what was measured, and what has no number here (hiding messages,
+of GPU kernels are not used: shares are 1 of what was measured, and what is not measured here (hiding messages,
 straggling) is taken as none. Then the modes of `benchmarks/step_time.py` run, and the table has predicted and measured
 wall seconds of a step.
 
@@ -108,7 +108,7 @@ def moved_bytes() -> float:
 
 
 def measure_tensor_parallel() -> dict[str, float]:
-    """Between two processes: rates of halved products, seconds of a small message, and bytes a second each way.
+    """Rates of halved products, seconds of a small message, and bytes a second each way, between two processes.
 
     Messages are sent between products, as a layer does: what two processes wait for each other counts. `link` is of
     sums over all, `sequence_link` of what sequence parallelism sends, gathers and scattered sums.
@@ -136,7 +136,7 @@ def measure_tensor_parallel() -> dict[str, float]:
     reduced = sent_by(lambda: collectives.all_reduce_(layer.clone(), tp))
     gathered = sent_by(lambda: collectives.all_gather(half, tp))
     scattered = sent_by(lambda: collectives.reduce_scatter(layer, tp))
-    # Of two ranks each sends half of the tensor to gather or to scatter it, and both halves to sum it.
+    # Each of two ranks sends half of the tensor to gather or to scatter it, and twice that to sum it.
     num_bytes = 4 * layer.numel()
     return {
         "tensor_products": 2 * 2 * layer.numel() * 2 * HIDDEN / alone,
@@ -191,7 +191,7 @@ def predicted(mode: str, rates: dict[str, float]) -> float:
     products = rates["tensor_products" if tp > 1 else "products"]
     processor = Gpu(
         name="this processor",
-        # A family of which no constant takes anything away from what was measured.
+        # A family whose constants do not scale the measured rates.
         family="ampere",
         memory_gb=8,
         memory_tb_per_second=rates["memory"] / TERA,
@@ -225,9 +225,9 @@ def table(rounds: list[dict[str, tuple[float, float]]]) -> str:
     """Medians of the rounds."""
     lines = ["| mode | predicted wall s/step | measured | predicted / measured |", "|---|---|---|---|"]
     for name in rounds[0]:
-        told, found = (statistics.median(one[name][place] for one in rounds) for place in (0, 1))
+        planned, found = (statistics.median(one[name][index] for one in rounds) for index in (0, 1))
         ratio = statistics.median(one[name][0] / one[name][1] for one in rounds)
-        lines.append(f"| {name} | {told:.3f} | {found:.3f} | {ratio:.2f} |")
+        lines.append(f"| {name} | {planned:.3f} | {found:.3f} | {ratio:.2f} |")
     return "\n".join(lines)
 
 

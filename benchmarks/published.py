@@ -1,7 +1,7 @@
 """Published training runs as runs of the planner: `tests/planner/published_runs.json`, row by row.
 
-A row states sizes and a layout; what its system did beyond that (kernels, overlap of messages) follows
-from its source, and is written down here once for each source. `run_of` gives the reason where a row cannot be planned.
+A row states sizes and a layout; the rest of its system (kernels, overlap of messages) follows from its source, and is
+written down here once for each source. `run_of` gives the reason where a row cannot be planned.
 """
 
 import json
@@ -394,7 +394,7 @@ def _software(row: Row) -> FrameworkProfile:
     if fsdp == "True" or (fsdp.isdigit() and int(fsdp) > 1):
         return replace(_megatron(row), name="Megatron Core, fully sharded", shards_weights="always")
     if fsdp == "FSDP2":
-        again = (
+        recomputes = (
             ""
             if "op-level" not in str(row.get("recompute"))
             else "products"
@@ -403,9 +403,9 @@ def _software(row: Row) -> FrameworkProfile:
         )
         titan = COMPILED if "compile" in precision else TITAN
         is_async = "AsyncTP" in str(row.get("note"))
-        return replace(titan, recomputes=again, hides_tensor="forward" if is_async else "nowhere")
+        return replace(titan, recomputes=recomputes, hides_tensor="forward" if is_async else "nowhere")
     if fsdp == "FULL_SHARD":
-        # Its loss works in the place of the logits, in 16 bits.
+        # Its loss overwrites the logits, in 16 bits.
         return replace(FULLY_SHARDED, logit_bytes=2)
     if fsdp == "ZeRO-3":
         return FULLY_SHARDED
@@ -458,7 +458,7 @@ def _year(source: str) -> int:
 
 
 def _materialises_weights(source: str) -> bool:
-    """Whether attention laid its weights out: before it had a kernel, and where the memory that is stated says so."""
+    """Whether attention materialised its weights: before it had a kernel, and where the stated memory shows it."""
     return _year(source) <= 2022 or "2401.10241" in source
 
 

@@ -40,7 +40,7 @@ class Size:
     sequence: int
     vocabulary: int
     rows: int
-    """Of a rank in a step."""
+    """Rows of a rank in a step."""
     warmup_steps: int
     timed_steps: int
 
@@ -115,7 +115,7 @@ def train_fsdp2(size: Size, microbatches: int, record: Record) -> None:
 def _train(
     model: nn.Module, size: Size, microbatches: int, record: Record, before_microbatch: Callable[[bool], None]
 ) -> None:
-    """A hand-written loop; `before_microbatch` is told whether it is the step's last."""
+    """Trains by a hand-written loop; `before_microbatch` gets whether it is the step's last."""
     optimizer = make_optimizer(model.parameters())
     for tokens, labels in make_loader(size):
         optimizer.zero_grad()
@@ -177,7 +177,7 @@ def train_ours(size: Size, microbatches: int, record: Record, *, optimizer: dict
         strategy["optimizer"] = _optimizer_config(optimizer)
     fit(
         lambda: build_ours(size),
-        lambda replicas: make_loader(size),
+        lambda dp: make_loader(size),
         strategy,
         make_optimizer,
         record.add,
@@ -210,8 +210,8 @@ def build_ours(size: Size) -> nn.Module:
     return model
 
 
-# In a block of the plain model: in a layer of ours.
-_PLACES = {
+# Modules of a layer of ours by those of a block of the plain model.
+_MODULES = {
     "attention_norm": "attention_norm",
     "mlp_norm": "mlp_norm",
     "qkv": "attention.qkv",
@@ -232,8 +232,8 @@ def _our_weights(plain: dict[str, Tensor], size: Size) -> dict[str, Tensor]:
     for name, weight in plain.items():
         if not name.startswith("blocks."):
             continue
-        _, number, place, kind = name.split(".")
-        if place == "qkv":
+        _, number, module, kind = name.split(".")
+        if module == "qkv":
             weight = weight.unflatten(0, (3, size.heads, -1)).transpose(0, 1).flatten(0, 2)
-        weights[f"layers.{number}.{_PLACES[place]}.{kind}"] = weight
+        weights[f"layers.{number}.{_MODULES[module]}.{kind}"] = weight
     return weights

@@ -2,7 +2,7 @@
 
 Each rank holds its share of float32 weights and of two moments, as a distributed optimizer leaves them. Ours saves the
 share as it is, a range of all numbers that begins and ends within parameters; torch's tools get as many bytes as
-DTensors cut on their first dim. A number says where it belongs, so that any part of what was loaded can be judged.
+DTensors sharded on their first dim. A number encodes its position, so that any loaded part can be checked.
 """
 
 import gc
@@ -52,12 +52,12 @@ def shapes_of(num_bytes: int) -> dict[str, Shape]:
 
 
 def name_of(kind: str, name: str) -> str:
-    """A weight's own, or that of a moment of it."""
+    """Name of a weight, or of one of its moments."""
     return kind.format(name) or name
 
 
 def true_values(name: str, shape: Shape, step: int) -> Tensor:
-    """The whole tensor at a step."""
+    """The full tensor at a step."""
     start = step + sum(map(ord, name)) % 1000
     return (torch.arange(start, start + math.prod(shape), dtype=torch.int32) % 9973).float().view(shape)
 
@@ -85,8 +85,8 @@ class Share:
                 offset += math.prod(shape)
         return {name: own for name, own in pieces.items() if own}
 
-    def halves(self, dim: int) -> dict[str, list[Piece]]:
-        """Every tensor cut on a dim, as tensor parallelism would; vectors on their only one."""
+    def shards(self, dim: int) -> dict[str, list[Piece]]:
+        """Every tensor sharded on a dim, as by tensor parallelism; vectors on their only one."""
         pieces = {}
         for kind in KINDS:
             for name, shape in self.shapes.items():
@@ -110,12 +110,12 @@ def is_right(pieces: dict[str, list[Piece]], step: int) -> bool:
 
 def _parts(pieces: dict[str, list[Piece]], step: int) -> Iterator[tuple[Piece, Tensor]]:
     for name, own in pieces.items():
-        whole = true_values(name, own[0].global_shape, step)
+        full = true_values(name, own[0].global_shape, step)
         for piece in own:
-            yield piece, whole[_places(piece.box)]
+            yield piece, full[_slices(piece.box)]
 
 
-def _places(box: Box) -> tuple[slice, ...]:
+def _slices(box: Box) -> tuple[slice, ...]:
     return tuple(slice(start, start + size) for start, size in zip(box.offsets, box.sizes, strict=True))
 
 
@@ -129,7 +129,7 @@ class Ours:
         self.state = share.held()
 
     def begin(self, path: Path) -> Callable[[], object]:
-        """Returns when training may go on; what it returns, when the checkpoint is durable."""
+        """Begins a save and returns when training may go on; the returned function waits until it is durable."""
         self._saver.save(path, self.state, {}, wait=not self._is_async)
         return self._saver.wait
 
@@ -145,7 +145,7 @@ class Dcp:
         self._is_async = is_async
         self._stager = DefaultStager(StagingOptions(False, False, False, False)) if reuses_buffers else None
         self._mesh = init_device_mesh("cpu", (share.world.size,))
-        self.state = share.halves(0)
+        self.state = share.shards(0)
 
     def begin(self, path: Path) -> Callable[[], object]:
         """Begins a save, as `Ours.begin` does."""
@@ -170,7 +170,7 @@ def _as_dtensors(pieces: dict[str, list[Piece]], mesh: DeviceMesh, dim: int) -> 
 
 
 class Gathered:
-    """The first rank gathers all and writes one file with `torch.save`; all wait for the file, none for the disk."""
+    """`torch.save` of all on the first rank, into one file; all wait for the file, none for the disk."""
 
     def __init__(self, share: Share) -> None:
         self._share = share
@@ -183,16 +183,16 @@ class Gathered:
         dist.all_gather_object(boxes_by_rank, [(n, piece.box) for n, own in self.state.items() for piece in own])
         mine = [piece.tensor for own in self.state.values() for piece in own]
         if world.is_first:
-            whole = {name_of(k, name): torch.empty(shape) for k in KINDS for name, shape in self._share.shapes.items()}
+            full = {name_of(k, name): torch.empty(shape) for k in KINDS for name, shape in self._share.shapes.items()}
             for rank, boxes in enumerate(boxes_by_rank):
                 for position, (name, box) in enumerate(boxes):
-                    target = whole[name][_places(box)]
+                    target = full[name][_slices(box)]
                     if rank == 0:
                         target.copy_(mine[position])
                     else:
                         dist.recv(target, rank)
             path.mkdir()
-            torch.save(whole, path / "state.pt")
+            torch.save(full, path / "state.pt")
         else:
             for tensor in mine:
                 dist.send(tensor, 0)
@@ -207,10 +207,10 @@ class Gathered:
 
     def load(self, path: Path, pieces: dict[str, list[Piece]]) -> None:
         """Every rank reads the complete file and takes its shards."""
-        whole = torch.load(path / "state.pt")
+        full = torch.load(path / "state.pt")
         for name, own in pieces.items():
             for piece in own:
-                piece.tensor.copy_(whole[name][_places(piece.box)])
+                piece.tensor.copy_(full[name][_slices(piece.box)])
 
 
 class MemoryPeak:
@@ -229,7 +229,7 @@ class MemoryPeak:
 
     @property
     def num_bytes(self) -> int:
-        """So far."""
+        """The peak so far, in bytes."""
         return self._most - self._start
 
     def _watch(self) -> None:
@@ -255,7 +255,7 @@ def ways() -> dict[str, Callable[[Share], Any]]:
 
 
 def run_rank(way: str, num_bytes: int, num_saves: int, folder: Path) -> dict[str, Any]:
-    """Saves on this rank, each in place of the one before, loads the last, and tells the seconds of each."""
+    """Saves on this rank, each in place of the one before, loads the last, and returns the seconds of each."""
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -298,7 +298,7 @@ def run_rank(way: str, num_bytes: int, num_saves: int, folder: Path) -> dict[str
 def _blank(runner: Any, share: Share, cut: int | None) -> dict[str, list[Piece]]:
     """An empty state to load into, sharded as it was saved or in another way."""
     if cut is not None:
-        return share.halves(cut)
+        return share.shards(cut)
     for own in runner.state.values():
         for piece in own:
             piece.tensor.zero_()

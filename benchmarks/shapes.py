@@ -19,7 +19,7 @@ from lightning_megatron.transformer import cost
 
 BYTES_PER_PARAMETER = 18
 BYTES_PER_LOGIT = 14
-# Of the memory that is free at the start; the rest is for workspaces and for what the allocator cannot use.
+# Share of the memory that is free at the start; the rest is for workspaces and for what the allocator cannot use.
 USABLE = 0.94
 
 
@@ -36,7 +36,7 @@ class Shape:
     sequences: tuple[int, ...]
     microbatch_tokens: int
     experts: int = 0
-    """Of a layer; 0: layers are dense."""
+    """Experts of a layer; 0: layers are dense."""
     top_k: int = 2
     """Experts of a token."""
 
@@ -64,9 +64,9 @@ class Shape:
     def needed_bytes(self, layers: int, sequence: int) -> int:
         """Bytes of device memory that a run needs, by the formula above."""
         config, rows = self.config(layers, sequence), self.microbatch_rows(sequence)
-        kept = cost.layer_activation_bytes(config, batch=rows, sequence=sequence, bytes_per_element=2)
+        saved = cost.layer_activation_bytes(config, batch=rows, sequence=sequence, bytes_per_element=2)
         logits = BYTES_PER_LOGIT * rows * sequence * self.vocabulary
-        return BYTES_PER_PARAMETER * cost.model_parameters(config) + 2 * layers * kept + logits
+        return BYTES_PER_PARAMETER * cost.model_parameters(config) + 2 * layers * saved + logits
 
     def fitting_layers(self, sequence: int, free_bytes: int) -> int:
         """Number of the shape's layers that fit; 0: none."""

@@ -4,7 +4,7 @@ GPT-2 style, 8 layers, hidden 256, 8 heads, sequence 256, vocabulary 8192, globa
 gradients clipped to norm 1, float32, one thread a rank. Each sample is a fresh set of processes: warm-up steps, then
 timed ones. CPU seconds are summed over ranks: on a machine with few cores they are the steadier number. Peak memory is
 that of the largest rank (VmHWM). Printed as a table of medians with ratios to plain torch in one process; `--json FILE`
-keeps every sample.
+saves every sample.
 
     python benchmarks/step_time.py --rounds 5
 """
@@ -36,7 +36,7 @@ MODES: dict[str, tuple[int, dict[str, Any] | None]] = {
     "tp2+sp": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True, "num_microbatches": 4}),
     "pp2": (2, {"pipeline_model_parallel_size": 2, "num_microbatches": 4}),
 }
-# Of plain torch's CPU seconds, as the project means to stay below.
+# Upper bounds on CPU seconds over plain torch's, which are the project's aims.
 AIMS = {"one": 1.03, "dp2": 1.05, "pp2": 1.05, "tp2": 1.30, "tp2+sp": 1.50}
 
 
@@ -88,8 +88,8 @@ def train_ours(strategy: dict[str, Any]) -> "StepClock":
         activation="gelu_tanh",
     )
 
-    def make_loader(replicas: int) -> Any:
-        rows = GLOBAL_BATCH // replicas
+    def make_loader(dp: int) -> Any:
+        rows = GLOBAL_BATCH // dp
         return torch.utils.data.DataLoader(make_batches(rows), batch_size=rows)
 
     clock = StepClock(WARMUP_STEPS, TIMED_STEPS)
@@ -181,7 +181,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5, help="how often each mode runs, interleaved")
     parser.add_argument("--modes", nargs="*", default=list(MODES), help="a choice of modes; plain torch always runs")
-    parser.add_argument("--json", type=Path, help="where to keep every sample")
+    parser.add_argument("--json", type=Path, help="where to save every sample")
     parser.add_argument("--run-rank", choices=list(MODES), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.run_rank:

@@ -2,7 +2,7 @@
 
 Of each toy the targets of its validation samples are counted, as its data module makes them: the entropy of their
 frequencies is the least loss of a model that gives each target the same chances everywhere, even if these are of the
-very samples that it is measured on. Beside it stands the last validation of a run: the logarithm of `val_perplexity`,
+very samples that it is measured on. Next to it is the last validation of a run: the logarithm of `val_perplexity`,
 which is the mean negative log-likelihood of the labels alone.
 
     python benchmarks/toys.py                        runs that are in runs/, as the recipes leave them
@@ -73,9 +73,9 @@ class Learnt:
     steps: int
     num_targets: int
     entropy: float
-    """Of the frequencies of the targets, in nats."""
+    """Entropy of the frequencies of the targets, in nats."""
     entropy_of_all: float
-    """The same of all that is held out, of which validation may take a part."""
+    """Entropy over all that is held out, of which validation may take a part."""
     loss: float
     """Mean negative log-likelihood of a target, in nats."""
     accuracy: float
@@ -153,7 +153,7 @@ def train(name: str, runs: Path, max_steps: int) -> None:
 
 def learnt(name: str, runs: Path) -> Learnt:
     """Losses of the newest run of a toy, with the targets that it was validated on. Raises ValueError where that
-    run does not tell."""
+    run has not logged them."""
     run = newest_run(runs / name)
     validation: Any = last_validation(run)
     if not (run / "config.yaml").is_file():
@@ -198,7 +198,7 @@ def main() -> None:
     parser.add_argument("toys", nargs="*", metavar="TOY", help=f"of {', '.join(TOYS)} (default: all)")
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="where the recipes log (default: runs)")
     parser.add_argument("--max-steps", type=int, help="train so long first; else runs that are there are read")
-    parser.add_argument("--json", type=Path, help="where to keep the figures")
+    parser.add_argument("--json", type=Path, help="where to save the figures")
     arguments = parser.parse_args()
     names = arguments.toys or list(TOYS)
     if unknown := [name for name in names if name not in TOYS]:

@@ -3,7 +3,7 @@
 import sys
 from typing import Any
 
-# Of the loss: sums are taken in different orders, in float32. A step that was left out shows in the second digit.
+# Tolerance of the loss: sums are taken in different orders, in float32. A skipped step shows in the second digit.
 TOLERANCE = 1e-4
 
 
@@ -16,7 +16,7 @@ def fault_of(sample: dict[str, Any], yardstick: dict[str, Any], name: str) -> st
     if len(losses) != len(wanted):
         return f"it took {len(losses)} steps, {name} took {len(wanted)}"
     for step, (loss, other) in enumerate(zip(losses, wanted, strict=True), start=1):
-        # So written that NaN is a fault.
+        # Written so that NaN is a fault.
         if not abs(loss - other) <= TOLERANCE * abs(other):
             return f"wrong: the loss of step {step} is {loss:.6f}, that of {name} is {other:.6f}"
     return ""

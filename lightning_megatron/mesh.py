@@ -181,7 +181,7 @@ class Axis:
 
     @staticmethod
     def alone(global_rank: int, name: str = "alone") -> "Axis":
-        """An axis of one rank: a tensor cut over it is whole, and no message is sent."""
+        """An axis of one rank: a tensor cut over it is unsharded, and no message is sent."""
         return Axis(name, 1, 0, (global_rank,))
 
     @property
@@ -208,29 +208,29 @@ def _world_ranks(size: int) -> tuple[int, ...]:
 
 def _coordinates(sizes: Sizes, names: tuple[str, ...], global_rank: int) -> dict[str, int]:
     """Coordinate of a global rank on each axis; pp counts stages, so it runs backwards."""
-    place: dict[str, int] = {}
+    coordinates: dict[str, int] = {}
     rest = global_rank
     for name in reversed(names):
-        rest, place[name] = divmod(rest, sizes.of(name))
-    place["pp"] = sizes.pp - 1 - place["pp"]
-    return place
+        rest, coordinates[name] = divmod(rest, sizes.of(name))
+    coordinates["pp"] = sizes.pp - 1 - coordinates["pp"]
+    return coordinates
 
 
 def _line(
     sizes: Sizes, names: tuple[str, ...], along: tuple[str, ...], global_rank: int
 ) -> tuple[int, tuple[int, ...]]:
     """Rank on, and global ranks of, the line through `global_rank` along some axes, the first of them slowest."""
-    place = _coordinates(sizes, names, global_rank)
+    coordinates = _coordinates(sizes, names, global_rank)
     stride: dict[str, int] = {}
     step = 1
     for name in reversed(names):
         stride[name] = -step if name == "pp" else step
         step *= sizes.of(name)
-    ranks = [global_rank - sum(place[name] * stride[name] for name in along)]
+    ranks = [global_rank - sum(coordinates[name] * stride[name] for name in along)]
     own = 0
     for name in along:
         ranks = [rank + i * stride[name] for rank in ranks for i in range(sizes.of(name))]
-        own = own * sizes.of(name) + place[name]
+        own = own * sizes.of(name) + coordinates[name]
     return own, tuple(ranks)
 
 
@@ -256,7 +256,7 @@ class Mesh:
     def build(sizes: Sizes, global_rank: int, new_group: NewGroup) -> "Mesh":
         """The mesh with a process group on every axis longer than 1.
 
-        `new_group(ranks)` gets ascending global ranks and is asked once for each distinct set that this rank belongs
+        `new_group(ranks)` gets ascending global ranks and is called once for each distinct set that this rank belongs
         to, in the same order of axes on every rank.
         """
         groups: dict[tuple[int, ...], ProcessGroup | None] = {}
@@ -347,7 +347,7 @@ _AMBIENT: ContextVar[Mesh | None] = ContextVar("lightning_megatron_mesh", defaul
 
 
 def ambient_mesh() -> Mesh:
-    """The mesh that the running strategy set up, or that of one device. Only constructors of whole models ask."""
+    """The mesh that the running strategy set up, or that of one device. Only constructors of full models read it."""
     return _AMBIENT.get() or Mesh.single()
 
 

@@ -1,6 +1,6 @@
 """Shards of parameters: the slice that a rank holds, read by initialiser, gradient norm, checkpoint and import.
 
-A `Shard` is laid on a parameter at its birth, when a layer is built, and nothing flags a parameter by hand later. A cut
+A `Shard` is attached to a parameter when its layer is built, and nothing flags a parameter by hand later. A cut
 dim is split into equal local lengths; where the axis does not divide it, the last ranks hold padding after their valid
 part (`box` says which part is valid). Padding is zero, stays zero and never leaves the rank.
 """
@@ -175,13 +175,13 @@ def shard_parameter(
 
 
 def shard_of(parameter: Tensor) -> Shard:
-    """The parameter's `Shard`; one that carries none is a plain parameter of a user's module, whole on every rank."""
+    """The parameter's `Shard`; one that carries none is a plain parameter of a user's module, replicated everywhere."""
     shard: Shard | None = getattr(parameter, "shard", None)
     return shard if shard is not None else Shard(global_shape=tuple(parameter.shape))
 
 
 def sharded_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, Shard]]:
-    """Name, parameter and shard of every parameter that was born with one."""
+    """Name, parameter and shard of every parameter that was built with a shard."""
     for name, parameter in module.named_parameters():
         shard: Shard | None = getattr(parameter, "shard", None)
         if shard is not None:

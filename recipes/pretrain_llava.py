@@ -6,8 +6,8 @@
         --data.prompts '["What do you see?"]' --data.prompt_images '[["picture.png"]]'
 
 Weights start from the folders of a language model and of a vision tower (`--model.language`, `--model.vision`), or from
-that of a whole LLaVA (`--model.path`). Every option of LlavaModule, LlavaDataModule, the Trainer and the strategy can
-be given on the command line or in a file; `fit --print_config` prints all of them.
+that of a complete LLaVA (`--model.path`). Every option of LlavaModule, LlavaDataModule, the Trainer and the strategy
+can be given on the command line or in a file; `fit --print_config` prints all of them.
 """
 
 from lightning_megatron.cli.recipe import run_recipe

@@ -1,8 +1,8 @@
-"""Writing safely: files become a checkpoint by one atomic step, and nobody takes them for one before that.
+"""Atomic writing of checkpoints: files become one by one atomic step, and nobody takes them for one before that.
 
-On a mounted file system they lie in a hidden directory beside the final path, and the step is a rename, after every
+On a mounted file system they are in a hidden directory next to the final path, and the step is a rename, after every
 file and the directory have been flushed to the disk. If another checkpoint is at the final path, the two exchange
-names in that one step. Behind an address (an object store has no renames) the files lie at the final path, under names
+names in that one step. At an address (an object store has no renames) the files are at the final path, under names
 that begin with the save's id, and the step is to write the manifest. No failure after that step undoes it: old files
 that were not removed then are no part of the new checkpoint, and the next save there removes them.
 """
@@ -26,7 +26,7 @@ import fsspec
 from lightning_megatron.checkpoint.folder import Address, Folder, is_remote, system_of
 from lightning_megatron.checkpoint.manifest import MANIFEST_FILE, is_checkpoint, read_stored_manifest
 
-# Hidden directories are `.{what}/{save's id}/{name of the checkpoint}`, beside the checkpoint.
+# Hidden directories are `.{what}/{save's id}/{name of the checkpoint}`, next to the checkpoint.
 UNFINISHED, REPLACED, REMOVED = ".unfinished", ".replaced", ".removed"
 _AT_WORKING_DIRECTORY, _EXCHANGE = -100, 2
 
@@ -112,7 +112,7 @@ class AtomicDirectory:
     def discard(self) -> None:
         """Removes what was written, unless it is the checkpoint at the path by now.
 
-        Raises nothing behind an address, because the caller has an error to raise: what cannot be removed stays.
+        Raises nothing at an address, because the caller has an error to raise: what cannot be removed stays.
         """
         if not is_remote(self.path):
             shutil.rmtree(self._hidden, ignore_errors=True)
@@ -131,7 +131,7 @@ class AtomicDirectory:
 
 
 def hidden(path: Path, what: str, save_id: str) -> Path:
-    """Path of the hidden directory beside a checkpoint."""
+    """Path of the hidden directory next to a checkpoint."""
     return path.parent / what / save_id / path.name
 
 
@@ -177,7 +177,7 @@ def replace(source: Path, path: Path, save_id: str) -> None:
 
 
 def is_unfinished_name(name: str) -> bool:
-    """Whether a file behind an address has a name that `AtomicDirectory.name_of` gives."""
+    """Whether a file at an address has a name that `AtomicDirectory.name_of` gives."""
     return re.match(r"[0-9a-f]{16}-", name) is not None
 
 
@@ -205,7 +205,7 @@ def remove(path: Address) -> None:
 
 
 def remove_files(address: Address, names: Iterable[str]) -> None:
-    """Removes files of a directory behind an address, and the directory if nothing else is in it.
+    """Removes files of a directory at an address, and the directory if nothing else is in it.
 
     Raises the first error after all files were tried.
     """

@@ -6,8 +6,8 @@ last.ckpt -> step=3.ckpt          a link to one
 .replaced/{id}/step=3.ckpt/       set aside while another takes its place, where names cannot be exchanged
 .removed/{id}/step=1.ckpt/        being removed
 
-Behind an address there are neither links nor hidden directories: an unfinished save is a directory without a manifest,
-at its final path.
+At an address there are neither links nor hidden directories: an unfinished save is a directory without a manifest, at
+its final path.
 """
 
 import contextlib
@@ -65,7 +65,7 @@ class Leftover:
     num_bytes: int
     """Bytes of all its files."""
     files: tuple[str, ...] = ()
-    """Names of its files, behind an address."""
+    """Names of its files, at an address."""
 
     @property
     def name(self) -> str:
@@ -107,7 +107,7 @@ def scan_directory(folder: Address) -> CheckpointDirectory:
     Raises OSError where something in it cannot be read now, because then it is unknown whether that is complete. A
     remote file system may raise errors of its own.
     """
-    checkpoints = [checkpoint_at(path) for path in _standing_in(folder)]
+    checkpoints = [checkpoint_at(path) for path in _checkpoint_paths(folder)]
     # Incomplete ones, whose step and time are unknown, come first.
     checkpoints.sort(key=lambda one: (one.step, one.saved_seconds, one.name))
     return CheckpointDirectory(
@@ -120,18 +120,18 @@ def links_of(folder: Address) -> list[Path]:
     return [] if is_remote(folder) else [path for path in _named(Path(folder)) if path.is_symlink()]
 
 
-def _standing_in(folder: Address) -> list[Address]:
+def _checkpoint_paths(folder: Address) -> list[Address]:
     if is_remote(folder):
         return [
             path
-            for path, sizes in _sizes_behind(folder).items()
+            for path, sizes in _remote_sizes(folder).items()
             if MANIFEST_FILE in sizes or (path.endswith(SUFFIX) and not _is_unfinished(sizes))
         ]
     return [path for path in _named(Path(folder)) if not path.is_symlink()]
 
 
-def _sizes_behind(address: Address) -> dict[str, dict[str, int]]:
-    """Bytes of each file in each directory behind an address, by path."""
+def _remote_sizes(address: Address) -> dict[str, dict[str, int]]:
+    """Bytes of each file in each directory at an address, by path."""
     folder, found = Folder(address), {}
     for name in folder.folders() if folder.kind() == "folder" else []:
         path = f"{folder.path.rstrip('/')}/{name}"
@@ -174,7 +174,7 @@ def checkpoint_at(path: Address) -> StoredCheckpoint:
 def leftovers_of(folder: Address) -> list[Leftover]:
     """Leftovers of interrupted saves and removals in the directory."""
     if is_remote(folder):
-        return _unfinished_behind(folder)
+        return _remote_unfinished(folder)
     folder, found = Path(folder), []
     for what in (UNFINISHED, REPLACED, REMOVED):
         for path in hidden_in(folder, what):
@@ -192,13 +192,13 @@ def leftovers_of(folder: Address) -> list[Leftover]:
 
 
 def _is_unfinished(sizes: dict[str, int]) -> bool:
-    """Whether a directory behind an address is an unfinished save: it has only files named by a save."""
+    """Whether a directory at an address is an unfinished save: it has only files named by a save."""
     return bool(sizes) and all(map(is_unfinished_name, sizes))
 
 
-def _unfinished_behind(address: Address) -> list[Leftover]:
+def _remote_unfinished(address: Address) -> list[Leftover]:
     found = []
-    for path, sizes in _sizes_behind(address).items():
+    for path, sizes in _remote_sizes(address).items():
         if not _is_unfinished(sizes):
             continue
         with contextlib.suppress(FileNotFoundError):
@@ -216,7 +216,7 @@ def _unfinished_behind(address: Address) -> list[Leftover]:
 
 
 def hidden_in(folder: Path, what: str) -> list[Path]:
-    """Hidden directories of one kind beside the checkpoints of the directory."""
+    """Hidden directories of one kind next to the checkpoints of the directory."""
     return [path for of_a_save in _inside(folder / what) for path in _inside(of_a_save)]
 
 

@@ -1,4 +1,4 @@
-"""A directory on a mounted file system, or behind any address that fsspec knows."""
+"""A directory on a mounted file system, or at any address that fsspec knows."""
 
 import os
 import sys
@@ -34,8 +34,8 @@ def system_of(path: Address) -> tuple[Any, str]:
 
 
 @contextmanager
-def store_errors_told(*paths: Address) -> Iterator[None]:
-    """Turns errors of packages behind addresses (credentials, connections) into OSError."""
+def store_errors_as_os_errors(*paths: Address) -> Iterator[None]:
+    """Turns errors of packages for addresses (credentials, connections) into OSError."""
     try:
         yield
     except Exception as error:

@@ -1,6 +1,6 @@
-"""Reading a checkpoint into the memory of whatever mesh this is, chunk by chunk, each held against its checksum.
+"""Loading of a checkpoint on any mesh, chunk by chunk, each verified by its checksum.
 
-Before a byte of a tensor is read, all ranks together compare what they ask for with what is there.
+Before a byte of a tensor is read, all ranks together compare what they request with what is there.
 """
 
 import warnings
@@ -38,11 +38,11 @@ class LoadReport:
     """Names and shapes that did not fit, over all ranks; empty if everything did."""
 
     missing: tuple[str, ...] = ()
-    """Names that were asked for and are not in the checkpoint."""
+    """Names that were requested and are not in the checkpoint."""
     unexpected: tuple[str, ...] = ()
-    """Names in the checkpoint that no rank asked for."""
+    """Names in the checkpoint that no rank requested."""
     misshapen: Mapping[str, str] = field(default_factory=dict)
-    """Names whose global shape in the checkpoint is another one: both shapes in words."""
+    """Names whose global shape in the checkpoint is another one: text of both shapes."""
 
     def faults(self) -> list[str]:
         """One line for each kind of misfit."""
@@ -72,18 +72,17 @@ def load(
     Only names of the checkpoint that `among` accepts can be unexpected. Values are converted to the dtype of the
     tensor they go to. Raises ValueError when the path is no checkpoint and, with `strict`, when anything does not fit;
     then nothing was read. Without `strict` a misfit is left as it was. Raises DamagedError, naming the file, when a
-    chunk that is read is not as it was written, RuntimeError when one cannot be read; then what was asked for is partly
-    filled.
+    chunk that is read is not as it was written, RuntimeError when one cannot be read; then pieces are partly filled.
     """
-    asked = as_pieces(pieces)
+    requested = as_pieces(pieces)
     entries = read_on_first_rank(partial(read_entries, path), world)
-    report = _compare(asked, entries, world, among)
+    report = _compare(requested, entries, world, among)
     if strict and (faults := report.faults()):
         head = f"checkpoint {path} does not fit what is to be loaded (strict=False reads what fits):"
         raise ValueError("\n  ".join([head, *faults]))
     proxies = {
         name: ShardedTensorProxy(full)
-        for name, held in asked.items()
+        for name, held in requested.items()
         if name in entries
         and name not in report.misshapen
         and (full := [piece for piece in held if not piece.is_empty])
@@ -113,18 +112,18 @@ def _no_warning_of_one_process() -> Iterator[None]:
 
 
 def _causes(error: CheckpointException) -> str:
-    """Errors of all ranks, in words."""
+    """Text of the errors of all ranks."""
     by_rank = sorted(error.failures.items())
     return "; ".join(f"rank {rank}: {type(cause).__name__}: {cause}" for rank, (cause, _) in by_rank)
 
 
 def _compare(
-    asked: dict[str, list[Piece]], entries: dict[str, TensorEntry], world: Axis, among: Callable[[str], bool]
+    requested: dict[str, list[Piece]], entries: dict[str, TensorEntry], world: Axis, among: Callable[[str], bool]
 ) -> LoadReport:
     """The report of all ranks together. Collective."""
     names = sorted(entries)
     # A tensor without elements is never written.
-    shapes = {name: tuple(held[0].global_shape) for name, held in asked.items() if held}
+    shapes = {name: tuple(held[0].global_shape) for name, held in requested.items() if held}
     missing = [name for name, shape in shapes.items() if name not in entries and 0 not in shape]
     misshapen = {
         name: f"{entries[name].shape} there, {shape} asked for"
@@ -132,10 +131,10 @@ def _compare(
         if name in entries and entries[name].shape != shape
     }
     # One byte a name, because thousands of ranks gather it.
-    is_asked = bytes(name in asked for name in names)
-    by_rank = gather_objects((missing, misshapen, is_asked), world)
-    asked_by_any = [any(marks) for marks in zip(*(rank_is_asked for *_, rank_is_asked in by_rank), strict=True)]
-    unexpected = [name for name, known in zip(names, asked_by_any, strict=True) if not known and among(name)]
+    is_requested = bytes(name in requested for name in names)
+    by_rank = gather_objects((missing, misshapen, is_requested), world)
+    requested_by_any = [any(marks) for marks in zip(*(flags for *_, flags in by_rank), strict=True)]
+    unexpected = [name for name, known in zip(names, requested_by_any, strict=True) if not known and among(name)]
     all_misshapen = {name: how for _, one, _ in by_rank for name, how in one.items()}
     return LoadReport(
         missing=tuple(sorted({name for one, _, _ in by_rank for name in one})),

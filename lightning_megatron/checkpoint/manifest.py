@@ -1,4 +1,4 @@
-"""The manifest: what a checkpoint holds, without reading its tensors.
+"""The manifest: the contents of a checkpoint, known without reading its tensors.
 
     manifest.json       the save's id, every file, and of every tensor its shape, dtype and chunks with their checksums
     __{rank}_0.distcp   the chunks that a rank wrote

@@ -1,6 +1,6 @@
-"""An optimizer's state as pieces by parameter name, and a torch optimizer made ready to take them in.
+"""An optimizer's state as pieces by parameter name, and preparation of a torch optimizer to load them.
 
-Tensors of a parameter's shape (moments) are sharded as the parameter. Scalars (step) are saved whole, and so are
+Tensors of a parameter's shape (moments) are sharded as the parameter. Scalars (step) are saved unsharded, and so are
 tensors of other shapes (row and column means) of unsharded parameters. The rest is plain data: hyperparameters of each
 param group with the NAMES of its parameters, and states that are no tensors. Each rank knows only the names of its own
 stages; `merge_rest` joins what all ranks know.
@@ -119,20 +119,20 @@ def _groups(optimizer: Optimizer, names: Mapping[Tensor, str | Slot]) -> Iterato
                     f"param group {number} of {_title(optimizer)} holds a parameter of shape {tuple(parameter.shape)} "
                     "that is not the module's; a checkpoint names states by the module's parameters"
                 )
-            place = names[parameter]
-            slots.append(place if isinstance(place, Slot) else Slot.whole(place, parameter))
+            name = names[parameter]
+            slots.append(name if isinstance(name, Slot) else Slot.full(name, parameter))
         yield group, slots
 
 
 def _state_pieces(optimizer: Optimizer, stepped: Tensor, slot: Slot, key: str, value: Tensor) -> list[Piece]:
     if value.shape == stepped.shape:
         return slot.pieces(value)
-    if value.numel() == 1 or slot.is_whole_tensor:
-        return [Piece.whole(value)]
-    whole = shard_of(slot.parameter).global_shape
+    if value.numel() == 1 or slot.is_unsharded:
+        return [Piece.unsharded(value)]
+    global_shape = shard_of(slot.parameter).global_shape
     raise ValueError(
         f"{_title(optimizer)} keeps {key!r} of shape {tuple(value.shape)} for {slot.name!r}, whose part here is "
-        f"{tuple(stepped.shape)} of {whole}; a state of a cut parameter must be a scalar "
+        f"{tuple(stepped.shape)} of {global_shape}; a state of a cut parameter must be a scalar "
         "or have the parameter's shape, or another mesh could not read it"
     )
 

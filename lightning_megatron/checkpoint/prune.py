@@ -27,7 +27,7 @@ class Removal:
     """Whether it is a complete checkpoint at its final path."""
     is_kept: bool = False
     files: tuple[str, ...] = ()
-    """Files to remove of an unfinished save behind an address; newer ones stay."""
+    """Files to remove of an unfinished save at an address; newer ones stay."""
 
     @property
     def name(self) -> str:

@@ -31,10 +31,10 @@ class Repairs:
 
 
 def repair(folder: Address) -> Repairs:
-    """Restores checkpoints that were set aside, and turns dangling links to a checkpoint.
+    """Restores checkpoints that were set aside, and sets dangling links to a checkpoint.
 
-    A link that leads to no complete checkpoint (a save makes one before it is in place) is turned to the newest that
-    is; where there is none it is left. Behind an address there is nothing to repair.
+    A link that leads to no complete checkpoint (a save makes one before it is in place) is set to the newest that is;
+    where there is none it is left. At an address there is nothing to repair.
     """
     done = [] if is_remote(folder) else bring_back(Path(folder))
     for link in links_of(folder):
@@ -43,29 +43,29 @@ def repair(folder: Address) -> Repairs:
         if is_checkpoint(link) or target.parent != leads_to(folder):
             continue
         complete = scan_directory(folder).complete
-        if complete and _turn(link, complete[-1].name):
+        if complete and _relink(link, complete[-1].name):
             done.append(f"{link} led to {target.name}, which is not complete; it leads to {complete[-1].name} now")
     unfinished = {leftover.final_path for leftover in leftovers_of(folder) if leftover.is_unfinished}
     return Repairs(unfinished=tuple(sorted(unfinished, key=os.fspath)), done=tuple(done))
 
 
 def bring_back(folder: Path) -> list[str]:
-    """Restores checkpoints that were set aside for others that never came, and says which."""
+    """Restores checkpoints that were set aside for others that never came; returns a sentence for each."""
     done = []
     for aside in hidden_in(folder, REPLACED):
-        place = folder / aside.name
-        if os.path.lexists(place):
+        path = folder / aside.name
+        if os.path.lexists(path):
             continue
         # Another rank may be first, or a run that still goes on may put its checkpoint there.
         with contextlib.suppress(OSError):
-            os.rename(aside, place)
-            done.append(f"{place} had been set aside while another was to take its place; it is back")
+            os.rename(aside, path)
+            done.append(f"{path} had been set aside while another was to take its place; it is back")
             tidy(aside)
     return done
 
 
-def _turn(link: Path, target: str) -> bool:
-    """Turns the link to its neighbour of that name, in one step; False where it leads to a checkpoint by now."""
+def _relink(link: Path, target: str) -> bool:
+    """Sets the link to its neighbour of that name, in one step; False where it leads to a checkpoint by now."""
     new = link.with_name(f".{link.name}.{new_id()}")
     os.symlink(target, new)
     try:

@@ -2,7 +2,8 @@
 
 torch's own planner spreads boxes that several ranks hold over those ranks, and finds holes. It asks a tensor for its
 boxes by three methods, which `ShardedTensorProxy` has; with them the stock planners save and load on any mesh. Planning
-is a conversation of all ranks, so the plan is kept: while every rank holds the boxes of the last save, it costs a vote.
+needs communication of all ranks, so the plan is cached: while every rank holds the boxes of the last save, it costs a
+vote.
 """
 
 import math
@@ -96,7 +97,7 @@ class ShardedTensorProxy(Tensor):
 
 
 class SavePlanner:
-    """The plans of one world, of which the last is kept."""
+    """The plans of one world, of which the last is cached."""
 
     def __init__(self, world: Axis) -> None:
         self._world = world
@@ -108,8 +109,8 @@ class SavePlanner:
     def chunks(self, held: Pieces) -> list[ChunkToWrite]:
         """The chunks that this rank writes, each of a bounded size. Collective.
 
-        Raises on every rank, with the words of each that found it: ValueError where what is held is not what it should
-        be, or the boxes of all ranks do not make whole tensors; RuntimeError for anything else.
+        Raises on every rank, with the message of each that found it: ValueError where the pieces are not what they
+        should be, or the boxes of all ranks do not make full tensors; RuntimeError for anything else.
         """
         world = self._world
         proxies, planner, local = raise_on_all_ranks(lambda: _local_plan(held, world), world)
@@ -128,7 +129,7 @@ def chunk_metadata(box: Box) -> ChunkStorageMetadata:
 
 
 def chunks(piece: Piece, max_bytes: int) -> Iterator[Piece]:
-    """The piece in parts of at most `max_bytes`, cut along its first dims; the same for every replica."""
+    """The piece in parts of at most `max_bytes`, cut along its first dims; equal on every rank that holds the piece."""
     num_bytes = piece.tensor.numel() * piece.tensor.element_size()
     dim = next((dim for dim, size in enumerate(piece.box.sizes) if size > 1), None)
     if num_bytes <= max_bytes or dim is None:
@@ -159,7 +160,7 @@ def _global_plan(
     planner: DefaultSavePlanner, by_rank: list[SavePlan], rank: int
 ) -> tuple[list[ChunkKey], dict[str, tuple[tuple[int, ...], torch.dtype]]]:
     """The chunks that the rank writes, and shape and dtype of every tensor. Raises ValueError where the boxes of all
-    ranks do not make whole tensors."""
+    ranks do not make full tensors."""
     try:
         plans, metadata = planner.create_global_plan(by_rank)
     except (ValueError, AssertionError) as error:

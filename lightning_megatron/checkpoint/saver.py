@@ -37,8 +37,8 @@ def save(path: Address, pieces: Pieces, meta: Mapping[str, Any], *, world: Axis)
     """Writes the checkpoint; every rank of the axis calls it with its own pieces, and returns when it is in place.
 
     The first rank's `path` and `meta` count. Raises ValueError for metadata that is not plain data, for pieces that do
-    not make whole tensors and for a path that holds something else; RuntimeError when it cannot be written, and what
-    stood at the path still stands.
+    not make full tensors and for a path that holds something else; RuntimeError when it cannot be written; then the old
+    checkpoint at the path is still there.
     """
     Saver(world).save(path, pieces, meta)
 
@@ -123,7 +123,7 @@ class Saver:
         contents = _Contents(directory, self._planner.tensors, content, extras)
         if int(all_reduce(torch.tensor(int(is_same)), self._world, "min")):
             assert self._last is not None
-            # A checkpoint that is written again must not be removed.
+            # A checkpoint that is rewritten must not be removed.
             self._removals = [old for old in self._removals if old != directory.path]
             self._start(_InFlight(contents, self._last, self._last.copies))
             return
@@ -138,7 +138,7 @@ class Saver:
                 raise failure
             return
         copies: Future[list[ChunkToWrite]] = Future()
-        # Before the copies are there: a thread with something to do would keep this one from going on.
+        # Before the copies are made: a thread with work would delay this one.
         self._start(_InFlight(contents, None, copies))
         try:
             copies.set_result(self._staging.copy(chunks))
@@ -331,7 +331,7 @@ def _finish(contents: _Contents, by_rank: list[_Written]) -> None:
     entries = {
         name: TensorEntry(shape, dtype, tuple(chunks[name])) for name, (shape, dtype) in contents.tensors.items()
     }
-    whole: dict[str, ChunkLocation] = {}
+    locations: dict[str, ChunkLocation] = {}
     rest_locations = {}
     if rest:
         name = directory.name_of(REST_FILE)
@@ -339,14 +339,14 @@ def _finish(contents: _Contents, by_rank: list[_Written]) -> None:
             writer = ChunkWriter(stream, name)
             rest_locations = {keys: writer.write(value) for keys, value in rest.items()}
         files[name] = sum(location.num_bytes for location in rest_locations.values())
-        whole |= {"/".join(keys): location for keys, location in rest_locations.items()}
+        locations |= {"/".join(keys): location for keys, location in rest_locations.items()}
     index = index_bytes(directory.save_id, entries, rest_locations, contents.extras.titles)
     for role, file, data in (("meta", META_FILE, contents.meta), ("index", INDEX_FILE, index)):
         name = directory.name_of(file)
         with directory.create(name) as stream:
-            whole[role] = ChunkWriter(stream, name).write(data)
+            locations[role] = ChunkWriter(stream, name).write(data)
         files[name] = len(data)
-    directory.put_in_place(Manifest.of(directory.save_id, files, whole, entries).to_bytes())
+    directory.put_in_place(Manifest.of(directory.save_id, files, locations, entries).to_bytes())
 
 
 def _error_text(error: BaseException | None) -> str:

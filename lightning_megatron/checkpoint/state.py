@@ -1,7 +1,7 @@
 """The parts of named tensors that this rank saves and loads.
 
 Names are those of the unsplit model, the same on every mesh; a state of an optimizer is
-`optimizer.{index}.{parameter name}.{state key}`. Ranks that hold the same part (replicas, tied weights,
+`optimizer.{index}.{parameter name}.{state key}`. Ranks that hold the same part (replicated or tied weights,
 data-parallel ranks) all name it, and it is written once.
 """
 
@@ -41,7 +41,7 @@ class Piece:
             raise ValueError(f"{self.box} must lie within the global shape {self.global_shape}")
 
     @staticmethod
-    def whole(tensor: Tensor) -> "Piece":
+    def unsharded(tensor: Tensor) -> "Piece":
         """The piece of an unsharded tensor."""
         shape = tuple(tensor.shape)
         return Piece(shape, Box((0,) * len(shape), shape), tensor.detach())
@@ -72,12 +72,12 @@ class Slot:
     """Element after the last of the part."""
 
     @staticmethod
-    def whole(name: str, parameter: Tensor) -> "Slot":
-        """The slot of all of this rank's parameter."""
+    def full(name: str, parameter: Tensor) -> "Slot":
+        """The slot of this rank's full parameter."""
         return Slot(name, parameter, 0, parameter.numel())
 
     @property
-    def is_whole_tensor(self) -> bool:
+    def is_unsharded(self) -> bool:
         """Whether it is the unsharded tensor: an axis of one rank cuts nothing."""
         is_all_here = (self.start, self.end) == (0, self.parameter.numel())
         return is_all_here and tuple(self.parameter.shape) == shard_of(self.parameter).global_shape
@@ -107,7 +107,7 @@ def as_pieces(pieces: Pieces) -> dict[str, list[Piece]]:
     found: dict[str, list[Piece]] = {}
     for name, value in pieces.items():
         if isinstance(value, Tensor):
-            found[name] = [Piece.whole(value)]
+            found[name] = [Piece.unsharded(value)]
         else:
             found[name] = [value] if isinstance(value, Piece) else list(value)
     return found
@@ -140,7 +140,7 @@ def is_module_name(name: str) -> bool:
 def pieces_of_module(named: Mapping[str, Tensor]) -> dict[str, Piece]:
     """Pieces of parameters and buffers, for example of `module.state_dict(keep_vars=True)`.
 
-    A parameter without a `Shard`, and every buffer, is whole on every rank.
+    A parameter without a `Shard`, and every buffer, is unsharded on every rank.
     """
     pieces = {}
     for name, tensor in named.items():

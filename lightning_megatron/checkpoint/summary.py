@@ -1,4 +1,4 @@
-"""Summary of one checkpoint, in numbers and words."""
+"""Summary of one checkpoint."""
 
 import os
 from collections.abc import Mapping

@@ -2,8 +2,8 @@
 
 `torch.distributed.checkpoint` and Lightning's `consolidate_checkpoint` look for `.metadata`, a pickle. Its names are
 those that Lightning gives: `model.{name}`, and `optimizer_{index}.state.{parameter name}.{key}`; a further set of
-tensors under the module's names keeps its title, `{title}.{name}`. Plain data of the optimizers (groups, states that
-are no tensors) lie beside it in a file of their own.
+tensors under the module's names has its title, `{title}.{name}`. Plain data of the optimizers (groups, states that
+are no tensors) are in a file of their own.
 """
 
 import pickle

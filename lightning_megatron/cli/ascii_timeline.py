@@ -1,6 +1,6 @@
 """A timeline as lines of text, one per rank, to scale: as many characters as a compute takes time.
 
-The last step of `lightning-megatron schedule`, beside the picture.
+The last step of `lightning-megatron schedule`, with the picture.
 """
 
 import math
@@ -13,11 +13,11 @@ _FINEST = 6
 
 
 def ascii_timeline(timeline: Timeline, *, message_time: float, columns: int) -> str:
-    """The grid, its lines no longer than `columns` characters, with a line above that says how to read it.
+    """The grid, its lines no longer than `columns` characters, with a legend above.
 
     A cell is the time that divides all computes and the message, in the unit of the timeline, or else that of the
     shortest compute. It is as wide as the numbers of the microbatches, if that fits, or one character. What does not
-    fit is cut off, and that is said.
+    fit is cut off, and a last line says so.
     """
     cell_time = _cell_time(timeline, message_time)
     num_cells = round(timeline.makespan / cell_time)

@@ -18,7 +18,7 @@ from lightning_megatron.checkpoint.checkpoint_directory import (
     scan_directory,
 )
 from lightning_megatron.checkpoint.consolidate import write_consolidated
-from lightning_megatron.checkpoint.folder import Folder, is_remote, store_errors_told
+from lightning_megatron.checkpoint.folder import Folder, is_remote, store_errors_as_os_errors
 from lightning_megatron.checkpoint.manifest import is_checkpoint
 from lightning_megatron.checkpoint.prune import plan_of, prune
 from lightning_megatron.checkpoint.summary import Summary, summary_of, tensors_of
@@ -85,16 +85,16 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
 
 
 def run_inspect(options: argparse.Namespace) -> None:
-    """Prints what is at the path."""
-    if _told(options.path, lambda: Folder(options.path).kind() == "folder" and not is_checkpoint(options.path)):
-        contents = _told(options.path, lambda: scan_directory(options.path))
+    """Prints the contents of the path."""
+    if _checked(options.path, lambda: Folder(options.path).kind() == "folder" and not is_checkpoint(options.path)):
+        contents = _checked(options.path, lambda: scan_directory(options.path))
         if contents.checkpoints or contents.leftovers or contents.links:
             if options.tensors:
                 raise UsageError([f"--tensors needs a checkpoint, and {options.path} is a folder of them; give one"])
             print(json.dumps(_record_of_folder(contents)) if options.json else _report_of_folder(contents))
             return
-    summary = _told(options.path, lambda: summary_of(options.path))
-    tensors = _told(options.path, lambda: tensors_of(options.path)) if options.tensors else []
+    summary = _checked(options.path, lambda: summary_of(options.path))
+    tensors = _checked(options.path, lambda: tensors_of(options.path)) if options.tensors else []
     if options.json:
         record = asdict(summary) | ({"tensors": [asdict(tensor) for tensor in tensors]} if options.tensors else {})
         print(json.dumps(record))
@@ -111,40 +111,40 @@ def run_inspect(options: argparse.Namespace) -> None:
 def run_verify(options: argparse.Namespace) -> int:
     """Prints every fault. Returns 1 where there is one."""
     started_seconds = time.monotonic()
-    faults = _told(options.path, lambda: verify(options.path))
+    faults = _checked(options.path, lambda: verify(options.path))
     if options.json:
         print(json.dumps({"path": options.path, "is_sound": not faults, "faults": faults}))
     elif faults:
         print("\n".join([f"{options.path}: {_num(len(faults), 'fault')}", *faults]))
     else:
-        num_bytes = sum(_told(options.path, lambda: Folder(options.path).sizes()).values())
+        num_bytes = sum(_checked(options.path, lambda: Folder(options.path).sizes()).values())
         seconds = time.monotonic() - started_seconds
         print(f"{options.path} is sound: {_bytes(num_bytes)} read in {seconds:.1f} s")
     return _FAULTS_FOUND if faults else 0
 
 
 def run_consolidate(options: argparse.Namespace) -> None:
-    """Writes the file."""
-    _told(options.path, lambda: write_consolidated(options.path, options.out, weights_only=options.weights_only))
+    """Writes the consolidated file."""
+    _checked(options.path, lambda: write_consolidated(options.path, options.out, weights_only=options.weights_only))
     print(f"{options.out}: {_bytes(options.out.stat().st_size)}")
 
 
 def run_prune(options: argparse.Namespace) -> None:
-    """Removes, and says what."""
+    """Removes leftovers and old checkpoints, and prints them."""
     faults = []
     if options.keep is not None and options.keep < 1:
         faults.append(f"--keep ({options.keep}) must be at least 1; leave it out to remove no checkpoint")
-    if _told(options.folder, lambda: Folder(options.folder).kind()) != "folder":
+    if _checked(options.folder, lambda: Folder(options.folder).kind()) != "folder":
         faults.append(f"FOLDER ({options.folder}) is no directory; give a folder of checkpoints")
-    elif _told(options.folder, lambda: is_checkpoint(options.folder)):
+    elif _checked(options.folder, lambda: is_checkpoint(options.folder)):
         inner = options.folder.rstrip("/") if is_remote(options.folder) else os.path.abspath(options.folder)
         parent = os.path.dirname(inner)
         faults.append(f"FOLDER ({options.folder}) is a checkpoint; give the folder that holds it: {parent}")
     if faults:
         raise UsageError(faults)
-    planned = _told(options.folder, lambda: plan_of(options.folder, keep=options.keep or 0, takes_young=options.all))
+    planned = _checked(options.folder, lambda: plan_of(options.folder, keep=options.keep or 0, takes_young=options.all))
     if not options.dry_run:
-        _told(options.folder, lambda: prune(planned))
+        _checked(options.folder, lambda: prune(planned))
     if options.json:
         removals = [asdict(removal) | {"path": str(removal.path)} for removal in planned]
         print(json.dumps({"is_done": not options.dry_run, "removals": removals}))
@@ -157,10 +157,10 @@ def run_prune(options: argparse.Namespace) -> None:
         print("nothing to remove")
 
 
-def _told(path: str, ask: Callable[[], Any]) -> Any:
+def _checked(path: str, ask: Callable[[], Any]) -> Any:
     """Returns the result of `ask`; errors about the user's files at the path become a usage error of one line."""
     try:
-        with store_errors_told(path):
+        with store_errors_as_os_errors(path):
             return ask()
     except (ValueError, RuntimeError, OSError) as error:
         raise UsageError([" ".join(str(error).split())]) from error
@@ -171,8 +171,8 @@ def _report(summary: Summary) -> str:
     rows = [
         ("save", f"{summary.save_id}, {_moment(summary.saved_seconds)}"),
         ("written by", f"lightning_megatron {summary.package}, torch {summary.torch}, layout {summary.layout_version}"),
-        ("saved on", layout or "not told"),
-        ("step", f"{_or_not_told(summary.step)}, epoch {_or_not_told(summary.epoch)}"),
+        ("saved on", layout or "not known"),
+        ("step", f"{_or_not_known(summary.step)}, epoch {_or_not_known(summary.epoch)}"),
     ]
     for name, model in summary.models.items():
         config = ", ".join(f"{key} {value}" for key, value in model["config"].items())
@@ -191,7 +191,7 @@ def _report_of_folder(contents: CheckpointDirectory) -> str:
         state = f"damaged: {one.fault}"
         if one.is_complete:
             when = _moment(one.saved_seconds)
-            state = f"complete, step {_or_not_told(one.step)}, epoch {_or_not_told(one.epoch)}, {when}"
+            state = f"complete, step {_or_not_known(one.step)}, epoch {_or_not_known(one.epoch)}, {when}"
             state += f", {_bytes(one.num_bytes)}" + (", the newest" if one is newest else "")
         lines.append(f"{one.name}: {state}")
     for link in contents.links:
@@ -225,11 +225,11 @@ def _record_of_folder(contents: CheckpointDirectory) -> dict[str, Any]:
 
 
 def _moment(seconds: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds)) if seconds else "at a time not told"
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds)) if seconds else "at a time not known"
 
 
-def _or_not_told(number: int) -> str:
-    return "not told" if number < 0 else str(number)
+def _or_not_known(number: int) -> str:
+    return "not known" if number < 0 else str(number)
 
 
 def _num(number: int, what: str) -> str:

@@ -1,7 +1,7 @@
 """`lightning-megatron convert`: between a folder with a Hugging Face model and a checkpoint directory.
 
-What the source is decides the direction, and the target's name with --upcycle, which may keep the format. The work is
-`hf.convert`'s; here are the options and the messages.
+The kind of the source decides the direction, and the target's name with --upcycle, which may keep the format. The work
+is `hf.convert`'s; here are the options and the messages.
 """
 
 import argparse
@@ -16,7 +16,7 @@ import torch
 import yaml
 
 from lightning_megatron.checkpoint import is_checkpoint
-from lightning_megatron.checkpoint.folder import store_errors_told
+from lightning_megatron.checkpoint.folder import store_errors_as_os_errors
 from lightning_megatron.cli.commands import add_command
 from lightning_megatron.cli.usage import UsageError
 from lightning_megatron.hf.convert import Converted, to_checkpoint, to_folder
@@ -34,7 +34,7 @@ examples:
   lightning-megatron convert last.ckpt out/ --family llama --dtype bfloat16 --tokenizer-from llama/
   lightning-megatron convert llama/ experts/ --upcycle moe.yaml --tokenizer-from llama/
 """
-# Options that say something of one kind of source, or of target, alone, and their defaults.
+# Options for one kind of source, or of target, alone, and their defaults.
 _FROM_CHECKPOINTS = {"submodule": None, "config": None}
 _TO_FOLDERS = {"family": None, "max_shard_bytes": MAX_SHARD_BYTES, "tokenizer_from": None}
 
@@ -87,7 +87,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
 def run_convert(options: argparse.Namespace) -> None:
     """Converts, and prints a summary. Raises UsageError with every error."""
     try:
-        with store_errors_told(options.source, options.target):
+        with store_errors_as_os_errors(options.source, options.target):
             converted = _convert(options)
     except (ValueError, ImportError, OSError, RuntimeError) as error:
         raise UsageError([_as_options(" ".join(line.strip() for line in str(error).splitlines()))]) from error

@@ -1,7 +1,7 @@
 """`lightning-megatron dry-run`: a training step of single ranks of a run, without a GPU and without the other ranks.
 
-The package's own code builds the rank and runs its schedule on tensors that have shapes and no numbers; what it
-allocates, multiplies and sends is counted.
+The package's own code builds the rank and runs its schedule on fake tensors, which have shapes and no numbers; its
+allocations, FLOPs and messages are counted.
 """
 
 import argparse
@@ -9,7 +9,7 @@ import json
 from typing import Any
 
 from lightning_megatron.cli.commands import add_command
-from lightning_megatron.cli.plan_dynamic import balanced_as_asked
+from lightning_megatron.cli.plan_dynamic import with_balanced_batch
 from lightning_megatron.cli.plan_layout import OF_RECIPE, explained, notes_on_layout
 from lightning_megatron.cli.plan_run import add_model_options, add_run_options, count_faults, read_run
 from lightning_megatron.cli.usage import UsageError
@@ -59,7 +59,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
 
 
 def run_dry_run(options: argparse.Namespace) -> None:
-    """Prints what the ranks do. Raises UsageError with what is wrong with the options and with the run."""
+    """Prints the dry run of the ranks. Raises UsageError with all errors of the options and of the run."""
     run, notes = _read(options)
     world = run.sizes.world
     if faults := limit_faults({"world size": world}, _MOST_RANKS):
@@ -73,13 +73,13 @@ def run_dry_run(options: argparse.Namespace) -> None:
 
 
 def _read(options: argparse.Namespace) -> tuple[Run, list[str]]:
-    """The run, and what a reader of its numbers should know."""
+    """The run, and notes for a reader of its numbers."""
     counts = ("world_size", "global_batch_size", "sequence_length", "decoder_sequence_length")
     if faults := count_faults(options, counts):
         raise UsageError(faults)
     options.num_gpus = options.world_size
     is_own = options.layout in (None, OF_RECIPE)
-    request = balanced_as_asked(read_run(options), options.document_lengths, gpu_of(_GPU), is_own=is_own)
+    request = with_balanced_batch(read_run(options), options.document_lengths, gpu_of(_GPU), is_own=is_own)
     if request.unplanned:
         raise UsageError(
             [

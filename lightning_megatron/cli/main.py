@@ -1,7 +1,7 @@
 """The command `lightning-megatron`: one parser, and under it a parser for each command.
 
-Every command is a file of its own in this room with `add_parser`, which declares its options and says by
-`set_defaults(run=...)` which function runs them; that returns nothing or the exit code. Only the file of the command
+Every command is a file of its own in this room with `add_parser`, which declares its options and sets by
+`set_defaults(run=...)` the function that runs them; that returns nothing or the exit code. Only the file of the command
 that is called is imported: `--help` takes a tenth of a second, and `schedule` does not wait for Lightning.
 
 | exit code | |
@@ -31,7 +31,7 @@ _USAGE_ERROR = 2
 class _Parser(argparse.ArgumentParser):
     """A parser whose mistakes are one line, without the usage that argparse puts above it.
 
-    What a command does not know it tells itself: else argparse would have the parser of all commands do it.
+    A command's parser reports unknown options itself: else argparse would leave it to the parser of all commands.
     """
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -66,7 +66,7 @@ def main(args: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return _USAGE_ERROR
     except BrokenPipeError:
-        # Who reads, `head` perhaps, has seen enough. Python would complain when it flushes at exit.
+        # The reader of the pipe, such as `head`, has closed it. Python would complain when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     return code or 0

@@ -13,7 +13,7 @@ STRATEGY = "trainer.strategy.init_args"
 
 # How jsonargparse names an option that does not exist.
 _UNKNOWN = (r"^unrecognized arguments: --([\w.]+)", r"[Oo]ption '([\w.]+)'")
-# How it begins what it says of an argument that may be of several types.
+# Beginning of its message about an argument that may be of several types.
 _TRIED = "Does not validate against"
 _ON_THE_WAY = (_TRIED, "Subtypes:", "Errors:", "Expected a <class", "Given value", "Problem with given")
 _OF_CLASSES = ("Not a valid subclass of", "Subclass types expect", "a class path (", "a dict with")
@@ -28,7 +28,7 @@ _NAMES = {
 
 
 def about_option(text: str, names: Sequence[str]) -> str:
-    """One line that says what is wrong with an option; of one that there is not, the nearest that there is."""
+    """One line with the error of an option; for an unknown option, with the nearest known one."""
     lines = error_lines(text) if _TRIED in text else text.splitlines()
     # The value, unless it is an option within the option.
     lines += re.findall(r"^  Given value: (?!NestedArg).*", text, re.MULTILINE)[:1]
@@ -37,14 +37,14 @@ def about_option(text: str, names: Sequence[str]) -> str:
     line = re.sub(r"Group '([\w.]+)' does not accept option '([\w.]+)'", r"Option '\1.\2' is not accepted", line)
     line = re.sub(r"'\w+' object has no attribute 'keys'", "must be a table of options", line)
     unknown = [name for pattern in _UNKNOWN for name in re.findall(pattern, line)]
-    # Of the strategy's own it says the last name alone.
+    # For options of the strategy it gives the last name alone.
     known = {name.removeprefix(f"{STRATEGY}."): name for name in names} | {name: name for name in names}
     nearest = [known[near] for name in unknown for near in get_close_matches(name, known, 1)]
     return line + "".join(f"; the nearest is --{name}" for name in nearest)
 
 
 def settings_of(annotation: Any, settings: Any) -> Any:
-    """The dataclass that parsed settings make. Raises ValueError with what it says against its own values."""
+    """The dataclass that parsed settings make. Raises ValueError with its errors about their values."""
     parser = LightningArgumentParser(exit_on_error=False)
     parser.add_argument("--settings", type=annotation)
     return parser.instantiate(Namespace(settings=settings)).settings
@@ -60,19 +60,19 @@ def settings_faults(annotation: Any, settings: Any) -> list[str]:
 
 
 def error_lines(text: str) -> list[str]:
-    """The lines of an error that say what is wrong; not those that say which types were tried on the way to it."""
+    """The lines of an error without those that list the types that were tried."""
     lines = _lines(text)
-    said = [line for line in lines if not line.startswith((*_ON_THE_WAY, *_OF_CLASSES))]
-    if len(said) < len(lines) and all(line.startswith(_WHERE) for line in said):
-        said.append(rule_of(text))
-    return said
+    found = [line for line in lines if not line.startswith((*_ON_THE_WAY, *_OF_CLASSES))]
+    if len(found) < len(lines) and all(line.startswith(_WHERE) for line in found):
+        found.append(rule_of(text))
+    return found
 
 
 def rule_of(text: str) -> str:
     """Rule that the value breaks: reasons beyond its type or, where there are none, the types that would do."""
     lines = [line for line in _lines(text) if not line.startswith(_WHERE)]
     expected = [found[1] for line in lines if (found := re.match(r"Expected an? (.+?)(\.? Got value.*)?$", line))]
-    # A word that is not among those of an option says more than that an option may be a class.
+    # The list of an option's words helps more than that an option may be a class.
     words = [f"one of {found[1]}" for name in expected if (found := re.match(r"typing\.Literal\[(.*)\]", name))]
     classes = [found[1] for line in lines if (found := re.match(rf"{_OF_CLASSES[0]} (\w+)", line))]
     kinds = [*map(_kind, expected), *(f"the class_path of a {name}" for name in classes)]

@@ -13,7 +13,7 @@ from typing import Any
 
 from lightning_megatron.cli.commands import add_command
 from lightning_megatron.cli.picture import add_out, out_faults, write_picture
-from lightning_megatron.cli.plan_dynamic import balanced_as_asked
+from lightning_megatron.cli.plan_dynamic import with_balanced_batch
 from lightning_megatron.cli.plan_layout import OF_RECIPE, explained, notes_on_layout
 from lightning_megatron.cli.plan_picture import plan_panels
 from lightning_megatron.cli.plan_request import PlanRequest
@@ -73,7 +73,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
 
 
 def run_plan(options: argparse.Namespace) -> None:
-    """Prints the plan. Raises UsageError with what is wrong with the options, and where nothing fits."""
+    """Prints the plan. Raises UsageError with all errors of the options, and where nothing fits."""
     gpu = _gpu_of(options)
     counts = ("num_gpus", "global_batch_size", "sequence_length", "decoder_sequence_length", "top")
     if bad := count_faults(options, counts) + [
@@ -96,7 +96,7 @@ def run_plan(options: argparse.Namespace) -> None:
 
 
 def _explain(options: argparse.Namespace, request: PlanRequest, gpu: Gpu) -> None:
-    request = balanced_as_asked(request, options.document_lengths, gpu, is_own=options.layout == OF_RECIPE)
+    request = with_balanced_batch(request, options.document_lengths, gpu, is_own=options.layout == OF_RECIPE)
     run, notes = explained(request, options), _notes(request, gpu, options.layout)
     found = estimate(run, gpu)
     if options.out is not None:
@@ -108,7 +108,7 @@ def _explain(options: argparse.Namespace, request: PlanRequest, gpu: Gpu) -> Non
 
 
 def _search(options: argparse.Namespace, request: PlanRequest, gpu: Gpu) -> None:
-    request = balanced_as_asked(request, options.document_lengths, gpu, is_own=False)
+    request = with_balanced_batch(request, options.document_lengths, gpu, is_own=False)
     run, notes, is_free = request.run, _notes(request, gpu, None), options.recompute is None
     found = search(run, gpu, memory_bytes=gpu.memory_bytes, free_recompute=is_free)
     if not found.fitting:
@@ -175,7 +175,7 @@ def _nothing_fits(run: Run, gpu: Gpu, found: Found, free_recompute: bool) -> str
     if least is None:
         return f"no layout on {world} GPUs can run: {found.rejected[0].why}"
     more = fewest_gpus(run, gpu, memory_bytes=gpu.memory_bytes, free_recompute=free_recompute)
-    # Up: what is told must do.
+    # Rounded up: the printed size must be enough.
     least_gb = math.ceil(least.needed_bytes / GIGA * 10) / 10
     ways = f"{least_gb:.1f} GB a GPU would do" + (f", or {more} GPUs of this kind" if more else "")
     return f"no layout on {world} x {gpu.name} fits in {gpu.memory_gb:g} GB; {ways}"

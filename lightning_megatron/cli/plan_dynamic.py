@@ -16,23 +16,23 @@ from lightning_megatron.planner.run import Run
 from lightning_megatron.rules.cross_config import Facts, faults, with_context_groups
 
 ONE_A_ROW = "each row of packed documents counts as one: attention within shorter ones takes fewer FLOPs and less time"
-"""Said of a recipe that packs documents, but where their lengths are told."""
+"""Note on a recipe that packs documents, unless their lengths are given."""
 # Of a length.
 _MOST_DIGITS = 12
 
 
-def balanced_as_asked(request: PlanRequest, told: str | None, gpu: Gpu, *, is_own: bool) -> PlanRequest:
+def with_balanced_batch(request: PlanRequest, option: str | None, gpu: Gpu, *, is_own: bool) -> PlanRequest:
     """The request with a balanced batch, for a recipe with dynamic context parallelism whose own layout is shown.
 
-    `told` is what --document-lengths says; on the GPU documents cost what the recipe does not say. Raises UsageError
-    where --document-lengths says nothing, or is of no use.
+    `option` is the value of --document-lengths; the costs of documents are those on the GPU unless the recipe has them.
+    Raises UsageError where --document-lengths is invalid, or has no effect.
     """
     config, cut = request.dynamic, request.cut
     if config is None or cut is None or not is_own:
-        if told is not None:
+        if option is not None:
             raise UsageError(
                 [
-                    f"--document-lengths ({told}) is for a recipe with dynamic_context on its own layout (--layout "
+                    f"--document-lengths ({option}) is for a recipe with dynamic_context on its own layout (--layout "
                     "recipe); leave it out"
                 ]
             )
@@ -45,7 +45,7 @@ def balanced_as_asked(request: PlanRequest, told: str | None, gpu: Gpu, *, is_ow
     if known or own or not isinstance(run.model, GPTConfig):
         return replace(request, run=run, faults=(*request.faults, *own))
     try:
-        lengths, notes = _documents(run, told)
+        lengths, notes = _documents(run, option)
     except ValueError as error:
         raise UsageError(str(error).splitlines()) from error
     run, cost = replace(run, sizes=with_context_groups(run.sizes, config, run.context)), config.cost
@@ -70,38 +70,38 @@ def _faults(run: Run, cut: Facts, config: DynamicContextConfig) -> tuple[list[st
     return known, [fault for fault in faults(replace(plain, dynamic_context=config)) if fault not in known]
 
 
-def _documents(run: Run, told: str | None) -> tuple[tuple[int, ...], list[str]]:
-    """Lengths of the documents of a batch, and what a reader should know of them."""
+def _documents(run: Run, option: str | None) -> tuple[tuple[int, ...], list[str]]:
+    """Lengths of the documents of a batch, and notes on them."""
     rows, length = run.global_batch_size, run.lengths.sequence
-    if told is None:
+    if option is None:
         note = f"each row counts as one document of {length:,} tokens"
         more = ", which takes the most; --document-lengths tells of shorter ones" if run.lengths.are_packed else ""
         return (length,) * rows, [note + more]
     if not run.lengths.are_packed:
         raise ValueError(
-            f"--document-lengths ({told}) is for rows of packed documents, and each row of this recipe is one of "
+            f"--document-lengths ({option}) is for rows of packed documents, and each row of this recipe is one of "
             f"{length} tokens; leave it out"
         )
-    known = _lengths_of(told)
+    known = _lengths_of(option)
     lengths = drawn(known, rows * length, longest=length)
-    notes = [f"{len(lengths):,} documents, drawn by seed 0 of {told}, stand for those of every batch"]
+    notes = [f"{len(lengths):,} documents, drawn by seed 0 of {option}, stand for those of every batch"]
     if count := num_cut(known, len(lengths), longest=length):
         notes.append(f"{count:,} of them were longer than a row and are cut to its {length:,} tokens")
     return lengths, notes
 
 
-def _lengths_of(told: str) -> LogNormal | list[int]:
+def _lengths_of(option: str) -> LogNormal | list[int]:
     """Document lengths that --document-lengths gives. Raises ValueError."""
-    if "=" not in told:
-        return _lengths_in(Path(told))
-    parts = [part.strip().partition("=")[::2] for part in told.split(",")]
+    if "=" not in option:
+        return _lengths_in(Path(option))
+    parts = [part.strip().partition("=")[::2] for part in option.split(",")]
     try:
         numbers = {name: float(value) for name, value in parts}
     except ValueError:
         numbers = {}
     if len(parts) != 2 or set(numbers) != {"median", "sigma"}:
         raise ValueError(
-            f"--document-lengths ({told}) must be median=TOKENS,sigma=NUMBER, or a file of lengths, one a line"
+            f"--document-lengths ({option}) must be median=TOKENS,sigma=NUMBER, or a file of lengths, one a line"
         )
     try:
         return LogNormal(**numbers)

@@ -1,4 +1,4 @@
-"""`--layout`: one layout of a run, told by its sizes and by what of the recipe's own it keeps."""
+"""`--layout`: one layout of a run, given by its sizes and by the parts of the recipe's own that it takes over."""
 
 import argparse
 from dataclasses import replace
@@ -28,16 +28,16 @@ _MOST_DIGITS = 6
 
 
 def explained(request: PlanRequest, options: argparse.Namespace) -> Run:
-    """The run on the layout that --layout writes, and on its own where there is none.
+    """The run on the layout of --layout, and on its own where that is not given.
 
-    Raises UsageError with all that keeps it from running.
+    Raises UsageError with all errors that keep it from running.
     """
     if options.layout in (None, OF_RECIPE):
         if not request.has_layout:
             raise UsageError([f"{options.config} has no layout of its own; write one, as in --layout {_EXAMPLE}"])
         run, faults = request.run, [*request.faults, *faults_of(request.run)]
         if request.faults:
-            # Rows of a microbatch are what the batch leaves: the file says it otherwise.
+            # Rows of a microbatch follow from the batch, whatever the file has.
             faults = [fault for fault in faults if fault in request.faults or not fault.startswith("global_batch_size")]
     else:
         run = with_layout(request.run, options.layout)
@@ -59,7 +59,7 @@ def explained(request: PlanRequest, options: argparse.Namespace) -> Run:
 
 
 def with_layout(run: Run, text: str) -> Run:
-    """The run on the layout that `text` writes. Raises UsageError with every part of it that says nothing."""
+    """The run on the layout that `text` gives. Raises UsageError with every part of it that is invalid."""
     values = _values_of(text)
     sizes: dict[str, Any] = {key: int(values.get(key, 1)) for key in _SIZES}
     stages, name, group_size, is_overlapped = values.get("stages", "layers"), values.get("schedule"), 0, False
@@ -89,7 +89,7 @@ def with_layout(run: Run, text: str) -> Run:
 
 
 def notes_on_layout(request: PlanRequest, text: str | None) -> list[str]:
-    """Notes on what a layout, or a search where there is none, leaves out of the recipe's own."""
+    """Notes on the parts of the recipe's own layout that a layout, or a search where there is none, leaves out."""
     notes = _notes_on_schedule(request.run, text)
     if request.dynamic is not None:
         notes.append("without the recipe's dynamic_context, which is planned on its own layout: --layout recipe")

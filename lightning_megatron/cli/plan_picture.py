@@ -7,14 +7,14 @@ from lightning_megatron.pipeline.simulate import Costs
 from lightning_megatron.planner.estimate import Estimate
 from lightning_megatron.planner.hardware import GIGA
 
-# Okabe's and Ito's colours, which the colour-blind can tell apart.
+# Okabe's and Ito's colours, which the colour-blind can distinguish.
 _COLOURS = ("#0072b2", "#56b4e9", "#009e73", "#f0e442", "#e69f00", "#d55e00", "#cc79a7", "#999999")
 # A schedule of more is not drawn: the picture would be larger than anybody can look at.
 _MOST_ACTIONS = 40_000
 
 
 def plan_panels(found: Estimate) -> list[Panel]:
-    """Memory by kind beside what a GPU has, and the schedule of a batch where there are several stages."""
+    """Panels of memory by kind with the GPU's capacity, and of a batch's schedule where there are several stages."""
     memory = Panel(
         heading=f"Memory of each pipeline rank; the dashed line is what {found.gpu.name} has",
         rows=_memory_rows(found),

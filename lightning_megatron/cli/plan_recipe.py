@@ -43,7 +43,7 @@ from lightning_megatron.transformer.lora import LoraConfig
 from lightning_megatron.transformer.recompute import RecomputeConfig
 
 _MODULES = {"GPTModule": "gpt", "BertModule": "bert", "T5Module": "t5", "LlavaModule": "llava"}
-# What Lightning takes in the place of a precision's name.
+# Short names of precisions that Lightning takes.
 _SHORT_PRECISIONS = {"64": "64-true", "32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed"}
 _TAKEN_FOR_GPT = "taken for a GPT: the file has no field of a BERT, T5 or LLaVA alone; --model-kind says another"
 _TE_PRECISION = "transformer-engine"
@@ -146,7 +146,7 @@ def run_of_recipe(path: Path, data: dict[str, Any], options: argparse.Namespace)
 
 
 def _module_section(data: dict[str, Any]) -> dict[str, Any]:
-    """The options of the module, which stand under init_args where the file names its class."""
+    """The options of the module, which are under init_args where the file names its class."""
     section = data.get("model") or {}
     if "class_path" in section:
         section = section.get("init_args") or {}
@@ -156,7 +156,7 @@ def _module_section(data: dict[str, Any]) -> dict[str, Any]:
 def _known_options(
     data: dict[str, Any], section: dict[str, Any], recipe: Recipe, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """The options of the module that the recipe's parser is to read: of a user's own class those that ours has too."""
+    """The options of the module that the recipe's parser reads: of a user's own class those that ours has too."""
     name = str((data.get("model") or {}).get("class_path") or "").rpartition(".")[2]
     if name and name != recipe.module.__name__:
         section = {option: value for option, value in section.items() if option in signature(recipe.module).parameters}
@@ -191,10 +191,10 @@ def _model_of_folder(
     )
 
 
-def _kind_of(data: dict[str, Any], section: Mapping[str, Any], asked: str | None) -> tuple[str, str]:
-    """The kind of model that a file with a model.config describes, and what says so; nothing does for a GPT alone."""
-    if asked is not None:
-        return asked, "--model-kind"
+def _kind_of(data: dict[str, Any], section: Mapping[str, Any], option: str | None) -> tuple[str, str]:
+    """The kind of model that a file with a model.config describes, and the option that shows it; "" for a plain GPT."""
+    if option is not None:
+        return option, "--model-kind"
     name = str((data.get("model") or {}).get("class_path") or "").rpartition(".")[2]
     if name in _MODULES:
         return _MODULES[name], f"model.class_path ({name})"
@@ -260,7 +260,7 @@ def _precision_of(value: Any, fp8: Fp8Config | None, errors: list[str]) -> tuple
 
 
 def _trained_of(module: Namespace, errors: list[str]) -> Trainable:
-    """Which weights are trained: all, unless the module freezes components or trains LoRA adapters."""
+    """The trained weights: all, unless the module freezes components or trains LoRA adapters."""
     lora = module.get("lora")
     config = None if lora is None else made_settings(LoraConfig, lora, "model.lora", errors)
     return Trainable(frozen=tuple(module.get("frozen") or ()), lora=config)
@@ -320,13 +320,13 @@ def _lengths_of(config: Namespace, model: Model, length: int, options: argparse.
         sequence=length,
         decoder_sequence=decoder or 0,
         images=int(isinstance(model, LlavaConfig)),
-        # Batches of a T5 say where its texts end, however many a row holds.
+        # Batches of a T5 have the ends of its texts, however many a row holds.
         are_packed=_is_packed(config) or isinstance(model, T5Config),
     )
 
 
 def _is_packed(config: Namespace) -> bool:
-    """Whether rows hold documents that do not see each other."""
+    """Whether rows hold documents that do not attend to each other."""
     data = config.get("data") or Namespace()
     return data.get("packing") == "documents" or bool(data.get("separates_documents"))
 

@@ -22,7 +22,7 @@ from lightning_megatron.precision.fp8 import Fp8Config
 from lightning_megatron.rules.limits import MOST, limit_faults, model_limit_faults, shown
 from lightning_megatron.transformer.recompute import RecomputeConfig
 
-# Of a Hugging Face model that may take longer samples.
+# Tokens of a sample of a Hugging Face model that may take longer ones.
 _USUAL_LENGTH = 8192
 
 
@@ -69,8 +69,8 @@ def add_run_options(group: "argparse._ArgumentGroup", *, default_recompute: str)
 
 def count_faults(options: argparse.Namespace, names: Sequence[str]) -> list[str]:
     """Errors in options that count something."""
-    told = {f"--{name.replace('_', '-')}": getattr(options, name) for name in names}
-    counts = {name: count for name, count in told.items() if count is not None}
+    values = {f"--{name.replace('_', '-')}": getattr(options, name) for name in names}
+    counts = {name: count for name, count in values.items() if count is not None}
     faults = [f"{name} ({shown(count)}) must be at least 1" for name, count in counts.items() if count < 1]
     return faults + limit_faults(counts, MOST)
 
@@ -106,7 +106,7 @@ def read_run(options: argparse.Namespace) -> PlanRequest:
 
 
 def _bare(model: Model, lengths: SequenceLengths, batch: int, options: argparse.Namespace) -> PlanRequest:
-    """A model alone: how it is trained is what the package does best."""
+    """The request for a model alone, trained with the package's fastest settings."""
     if strange := [name for name in ("model", "model_kind") if getattr(options, name) is not None]:
         names = " and ".join(f"--{name.replace('_', '-')}" for name in strange)
         raise ValueError(f"{names} is for a recipe's file, and {options.config} is none; leave it out")
@@ -117,7 +117,7 @@ def _bare(model: Model, lengths: SequenceLengths, batch: int, options: argparse.
         sequence=options.sequence_length or lengths.sequence,
         decoder_sequence=options.decoder_sequence_length or lengths.decoder_sequence,
     )
-    # How long a T5's answers are is up to who tunes it.
+    # The length of a T5's answers is up to its fine-tuning.
     pretrained = replace(lengths, decoder_sequence=max(lengths.decoder_sequence, lengths.sequence))
     if faults := _sample_faults(model, pretrained):
         raise ValueError("\n".join(faults))
@@ -151,8 +151,8 @@ def _sample_faults(model: Model, lengths: SequenceLengths) -> list[str]:
             length = model.features_per_image
             return [f"sequence_length ({lengths.sequence}) must be above the {length} tokens that an image takes"]
     except ValueError as error:
-        told = str(error).replace("encoder_length", "sequence_length")
-        return told.replace("decoder_length", "decoder_sequence_length").split("; ")
+        text = str(error).replace("encoder_length", "sequence_length")
+        return text.replace("decoder_length", "decoder_sequence_length").split("; ")
     return []
 
 

@@ -128,16 +128,16 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
 
 
 def run_prepare_data(options: argparse.Namespace) -> int:
-    """Writes the files, and prints what was done. Raises UsageError with what is wrong."""
+    """Writes the files, and prints a summary. Raises UsageError with all errors."""
     workers = options.workers or len(os.sched_getaffinity(0))
-    with _told():
+    with _usage_errors():
         faults, tokenizer = _faults(options)
         if faults:
             raise UsageError(faults)
         outputs = _outputs(options)
         _require_writable(options.output)
         records: list[dict[str, Any]] = []
-        # All columns are looked at before any is written.
+        # All columns are checked before any is written.
         columns = _columns(list(outputs), options)
         for column, documents in columns.items():
             prefix = outputs[column]
@@ -148,7 +148,7 @@ def run_prepare_data(options: argparse.Namespace) -> int:
                 bad_documents=options.bad_documents,
             )
             try:
-                with _own_tokenizer_kept_if_of_use(options):
+                with _removing_unused_tokenizer(options):
                     if tokenizer is None:
                         tokenizer = _trained(documents, options)
                     started_seconds = time.monotonic()
@@ -218,7 +218,7 @@ def _faults(options: argparse.Namespace) -> tuple[list[str], Tokenizer | None]:
 
 
 def _columns(names: Sequence[str], options: argparse.Namespace) -> dict[str, Any]:
-    """The documents of each column. Raises UsageError that tells of all that cannot be had."""
+    """The documents of each column. Raises UsageError with all columns that cannot be read."""
     found: dict[str, Any] = {}
     faults: list[str] = []
     for name in names:
@@ -271,19 +271,19 @@ def _require_writable(output: Path) -> None:
         with tempfile.TemporaryFile(dir=output.parent):
             pass
     except OSError as error:
-        # A file in the place of the folder.
+        # There is a file instead of the folder.
         why = os.strerror(errno.ENOTDIR) if isinstance(error, FileExistsError) else error.strerror or error
         raise UsageError([f"--output ({output}) cannot be written: {why}; name a path in another folder"]) from error
 
 
 def _is_begun(prefix: Path) -> bool:
-    """Whether shards lie beside it."""
+    """Whether there are shards of an interrupted run next to the prefix."""
     return any(prefix.parent.glob(f"{glob.escape(prefix.name)}.shards-*"))
 
 
 @contextmanager
-def _own_tokenizer_kept_if_of_use(options: argparse.Namespace) -> Iterator[None]:
-    """What ends this run takes the tokenizer away that it trained, unless there are tokens that it tells."""
+def _removing_unused_tokenizer(options: argparse.Namespace) -> Iterator[None]:
+    """Removes the tokenizer that this run trained where an error ends it, unless there are tokens made with it."""
     path = _trained_path(options)
     is_ours = options.train_vocab_size is not None and not path.exists()
     try:
@@ -307,7 +307,7 @@ def _trained_path(options: argparse.Namespace) -> Path:
 
 @contextmanager
 def _progress(column: str, num_documents: int) -> Iterator[Callable[[Counts], None]]:
-    """A bar on stderr, or a line of it now and then in a file; yields what is to be called with what is done."""
+    """A bar on stderr, or a line of it now and then in a file; yields the function to be called with the counts."""
     started_seconds = time.monotonic()
     first: list[Counts] = []
     interval = 0.5 if sys.stderr.isatty() else _QUIET_SECONDS
@@ -315,7 +315,7 @@ def _progress(column: str, num_documents: int) -> Iterator[Callable[[Counts], No
 
         def watch(counts: Counts) -> None:
             if not first:
-                # What an earlier run finished is no work of this one.
+                # Counts of an earlier run are not progress of this one.
                 first.append(counts)
                 bar.initial = bar.n = counts.num_documents
             seconds = max(time.monotonic() - started_seconds, 1e-9)
@@ -332,13 +332,13 @@ def _report(prefix: Path, token_format: str, tokenizer: Tokenizer, counts: Count
         f"{where}: {counts.num_documents:,} documents, {counts.num_tokens:,} tokens of"
         f" {token_dtype(tokenizer.vocab_size)}, from {counts.num_bytes / 1e6:.1f} MB of text in {seconds:.1f} s"
     ]
-    if told := counts.left_out():
-        lines.append(told)
+    if left_out := counts.left_out():
+        lines.append(left_out)
     return "\n".join(lines)
 
 
 @contextmanager
-def _told() -> Iterator[None]:
+def _usage_errors() -> Iterator[None]:
     """Turns errors about the user's text, files and packages into a usage error of one line."""
     try:
         yield

@@ -2,7 +2,7 @@
 
 | exit code | |
 |---|---|
-| 2 | the configuration cannot run: every fault is told, no process is left, no traceback shown |
+| 2 | the configuration cannot run: every error is printed, no process is left, no traceback shown |
 | 1 | anything else that fails, with its traceback |
 """
 
@@ -29,17 +29,17 @@ from lightning_megatron.trainer import ConfigurationError, MegatronStrategy
 from lightning_megatron.trainer.setup.checks import is_named_checkpoint
 
 _PARSER = {"exit_on_error": False, "allow_abbrev": False}
-# Where torch comes to the point.
+# Beginning of torch's own reason in its message.
 _UNPICKLER = "WeightsUnpickler error:"
 _USAGE_ERROR = 2
-# What the rank that tells a fault gets to end before the others do.
-_SECONDS_TO_TELL = 10.0
+# Seconds that the rank which reports an error gets to end before the others do.
+_SECONDS_TO_REPORT = 10.0
 
 
 class RecipeCLI(LightningCLI):
     """`fit`, `validate`, `test` and `predict` of fixed classes, with `links` from one option to another.
 
-    What is wrong with the options is raised: as UsageError where they cannot be read, else as ConfigurationError.
+    Errors of the options are raised: as UsageError where they cannot be read, else as ConfigurationError.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class RecipeCLI(LightningCLI):
         self._links = links
         self._callbacks = callbacks
         self._data_config = config_of(data)
-        # Of what the options of a run make.
+        # Classes that the options of a run configure.
         self._owners: dict[str, type] = {
             "model": module,
             "data": self._data_config or data,
@@ -69,10 +69,10 @@ class RecipeCLI(LightningCLI):
             data,
             seed_everything_default=0,
             auto_configure_optimizers=False,
-            # The options of a run lie beside its logs; an older run's are no reason to stop.
+            # The options of a run are saved with its logs; an older run's are no reason to stop.
             save_config_kwargs={"overwrite": True},
-            # What is wrong with an option is raised, and not shown below all options that there are.
-            # An option is what it is called: a part of its name might become that of a new one.
+            # Errors of an option are raised, and not shown below the list of all options.
+            # Options must be spelled out: a part of a name might become that of a new option.
             parser_kwargs={**_PARSER, **dict.fromkeys(self.subcommands(), _PARSER)},
             args=list(args) if args is not None else None,
         )
@@ -112,13 +112,13 @@ class RecipeCLI(LightningCLI):
         except ConfigurationError:
             raise
         except ValueError as error:
-            # Dataclasses check themselves, and so does the Trainer. The first that ended hides the others.
+            # Dataclasses check themselves, and so does the Trainer. The first error hides the others.
             settings, first = self._faults_of_settings(), error_lines(str(error))
             raise ConfigurationError(settings + [fault for fault in first if fault not in settings]) from error
         except (ImportError, OSError, RuntimeError) as error:
-            # Lightning makes its own plugin before it asks the strategy anything.
-            is_asked = self._get(self.config, "trainer.precision") == TransformerEnginePrecision.precision
-            if is_asked and (faults := engine_faults(Fp8Config(engine="transformer_engine"))):
+            # Lightning makes its own plugin before it calls the strategy.
+            is_by_precision = self._get(self.config, "trainer.precision") == TransformerEnginePrecision.precision
+            if is_by_precision and (faults := engine_faults(Fp8Config(engine="transformer_engine"))):
                 raise ConfigurationError(faults) from error
             raise
 
@@ -134,12 +134,12 @@ class RecipeCLI(LightningCLI):
 
     def after_instantiate_classes(self) -> None:
         path = self._get(self.config, "ckpt_path")
-        # MegatronStrategy tells this with all other faults of the run.
+        # MegatronStrategy reports this with all other errors of the run.
         if path is not None and not isinstance(self.trainer.strategy, MegatronStrategy):
             _require_checkpoint(str(path), self.trainer.strategy)
 
     def _parse_ckpt_path(self) -> None:
-        # LightningCLI looks into a checkpoint for options, before anyone has said whether it is one.
+        # LightningCLI looks into a checkpoint for options, before anything has checked that it is one.
         try:
             super()._parse_ckpt_path()
         except ConfigurationError:
@@ -171,7 +171,7 @@ def _exit_on_mistake(run: Callable[[], Any]) -> None:
     try:
         run()
     except (ConfigurationError, MisconfigurationException, UsageError) as error:
-        # Ranks find the same fault together; one a machine tells it.
+        # Ranks find the same error together; one on each machine prints it.
         if os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0":
             print(f"error: {error}", file=sys.stderr, flush=True)
         else:
@@ -182,7 +182,7 @@ def _exit_on_mistake(run: Callable[[], Any]) -> None:
 def _wait_for_the_parent() -> None:
     # Lightning's launcher starts the other ranks from the first, and kills it when one of them ends before it: its
     # message and its exit code would be lost.
-    parent, end = os.getppid(), time.monotonic() + _SECONDS_TO_TELL
+    parent, end = os.getppid(), time.monotonic() + _SECONDS_TO_REPORT
     while os.getppid() == parent and time.monotonic() < end:
         time.sleep(0.05)
 

@@ -77,9 +77,9 @@ FINETUNING = {
 """The recipes that start from a folder with a Hugging Face model."""
 
 _SECTIONS = ("trainer", "model", "data", *_EXPORTS)
-# Options of `fit` and its like beside these sections.
+# Options of `fit` and the like outside these sections.
 _SUBCOMMAND_OPTIONS = ("seed_everything", "ckpt_path", "weights_only", "verbose", "return_predictions")
-# Packages whose classes a command finds; others may lie beside the user's script.
+# Packages whose classes a command finds; others may be next to the user's script.
 _FOUND_PACKAGES = ("lightning", "lightning_megatron")
 
 
@@ -94,11 +94,11 @@ def read_recipe(data: Mapping[str, Any], recipe: Recipe) -> Namespace:
     """Every option of the sections `trainer`, `model`, `data` and of callbacks, checked, with defaults filled in.
 
     A section with a `class_path` belongs to the user's own class: its options are left to its author. Raises ValueError
-    with what `fit` says against the file.
+    with the errors that `fit` finds in the file.
     """
     sections = {}
     for name, section in data.items():
-        # What resembles none of these sections is the user's own.
+        # A section that resembles none of these is the user's own.
         if section is not None and get_close_matches(str(name), _SECTIONS, n=1):
             if name in _SECTIONS and not isinstance(section, Mapping):
                 raise ValueError(f"{name} ({section!r}) must be a table of options")
@@ -115,7 +115,7 @@ def read_recipe(data: Mapping[str, Any], recipe: Recipe) -> Namespace:
 
 
 def made_settings(annotation: Any, settings: Any, where: str, errors: list[str]) -> Any:
-    """The dataclass of parsed settings; None, with its errors added to the list, where it refuses its values."""
+    """The dataclass of parsed settings; None, with its errors added to the list, where its values are invalid."""
     try:
         return settings_of(annotation, settings)
     except ValueError as error:
@@ -166,12 +166,12 @@ def _without_user_classes(section: Any) -> Any:
     """A section without objects of classes that a command does not find."""
     if not isinstance(section, Mapping):
         return section
-    kept = {}
+    cleaned = {}
     for name, value in section.items():
         if isinstance(value, list):
             value = [one for one in value if not _is_users_class(one)]
-        kept[name] = None if _is_users_class(value) else value
-    return kept
+        cleaned[name] = None if _is_users_class(value) else value
+    return cleaned
 
 
 def _is_users_class(value: Any) -> bool:

@@ -1,7 +1,7 @@
-"""`lightning-megatron schedule`: what a pipeline schedule looks like, how long it stands idle and what it keeps.
+"""`lightning-megatron schedule`: a pipeline schedule as a grid, its bubble and its saved activations.
 
-Shown is the order that a run would execute, played with the costs that are given; where messages take time, the plan
-that the order becomes.
+It shows the order that a run would execute, simulated with the given costs; where messages take time, the plan that the
+order is lowered to.
 """
 
 import argparse
@@ -33,14 +33,14 @@ from lightning_megatron.rules.limits import limit_faults
 _COMPUTE_FIELDS = ("kind", "stage", "microbatch", "start", "end")
 # Columns where stdout is no terminal.
 _COLUMNS = 120
-# That are played in seconds.
+# Most computes that are simulated within seconds.
 _MOST_COMPUTES = 1_000_000
 _EPILOG = """\
 Costs are in one unit of your choice, those of one microbatch through all layers of a rank: a chunk takes 1/vp of them,
 so that schedules of different --vp compare. A message costs the same whatever --vp is.
 
-F is a forward, B a whole backward, I and W the halves of one that make the gradients of a stage's input and of its
-weights. Activations are kept from F until B or W.
+F is a forward, B a full backward, I and W a split backward: the gradients of a stage's input (dgrad) and of its weights
+(wgrad). Activations are saved from F until B or W.
 
 example:  lightning-megatron schedule --pp 8 --vp 2 --microbatches 16 --out schedule.svg
 """
@@ -51,8 +51,8 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     parser = add_command(
         commands,
         "schedule",
-        "Shows a pipeline schedule as a grid, with the time that ranks stand idle (the bubble) and the "
-        "activations that they keep.",
+        "Shows a pipeline schedule as a grid, with the time that ranks are idle (the bubble) and the "
+        "activations that they save.",
         run=run_schedule,
         epilog=_EPILOG,
     )
@@ -84,7 +84,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     sizes.add_argument(
         "--overlapped",
         action="store_true",
-        help="a forward runs beside a backward of another microbatch, which hides the way of tokens to experts "
+        help="a forward overlaps a backward of another microbatch, which hides the communication of experts "
         "(overlap_expert_exchange); with "
         f"{names_with(lambda spec: spec.make_overlapped is not None, 'and')} only. Each pair is drawn one after the "
         "other",
@@ -92,9 +92,9 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     costs = parser.add_argument_group("the costs")
     for name, what in (
         ("forward", "time of a forward"),
-        ("backward", "time of a whole backward"),
-        ("backward-input", "time of the half that makes the gradient of the input"),
-        ("backward-weight", "time of the half that makes the gradients of the weights"),
+        ("backward", "time of a full backward"),
+        ("backward-input", "time of the backward of the input (dgrad)"),
+        ("backward-weight", "time of the backward of the weights (wgrad)"),
         ("message", "time of a message from one rank to the next"),
     ):
         default = getattr(Costs(), name.replace("-", "_"))
@@ -114,7 +114,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
 
 
 def run_schedule(options: argparse.Namespace) -> None:
-    """Prints the schedule, and writes its picture where one is asked for. Raises UsageError with all faults."""
+    """Prints the schedule, and writes its picture with --out. Raises UsageError with all errors."""
     schedule, costs = _read(options)
     with paused_gc():
         timeline = timeline_of(schedule, costs)
@@ -177,7 +177,7 @@ def _name(schedule: Schedule) -> str:
 
 def _report(schedule: Schedule, costs: Costs, timeline: Timeline, columns: int) -> str:
     formula = bubble_formula(schedule, costs)
-    beside = (
+    formula_text = (
         f"formula {formula.text} = {_percent(formula.bubble)}" if formula else "no formula for these numbers and costs"
     )
     shares = peak_shares(timeline, schedule.chunks)
@@ -194,7 +194,7 @@ def _report(schedule: Schedule, costs: Costs, timeline: Timeline, columns: int) 
 
 {ascii_timeline(timeline, message_time=costs.message, columns=columns)}
 
-bubble    {_percent(timeline.bubble)} of the makespan, mean over the ranks; {beside}
+bubble    {_percent(timeline.bubble)} of the makespan, mean over the ranks; {formula_text}
 makespan  {timeline.makespan:g}, of which a rank computes {timeline.makespan * (1 - timeline.bubble):g}
 
 Activations that a rank keeps at most, in microbatches through one chunk (peak), and in shares of a microbatch through

@@ -31,7 +31,7 @@ YieldToPeer = Callable[[], None]
 
 
 def no_op() -> None:
-    """Yields to nobody: no other microbatch runs beside this one."""
+    """Does nothing: no other microbatch runs concurrently."""
 
 
 class AsyncTensor:

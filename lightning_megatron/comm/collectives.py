@@ -23,7 +23,7 @@ from lightning_megatron.mesh import Axis
 Op = Literal["sum", "max", "min"]
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 _LOCALLY: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
-# Above so many bytes a swap of whole tensors costs two CPU ranks more than gloo's all-reduce, which moves halves twice.
+# Above so many bytes a swap of full tensors costs two CPU ranks more than gloo's all-reduce, which moves halves twice.
 _SWAPPED_BYTES = 2 << 20
 
 # torch 2.13 renamed the single-tensor collectives and warns about the old names, which are all that 2.11 has.
@@ -127,19 +127,19 @@ def reduce_scatter(x: Tensor, axis: Axis, dim: int = 0, *, wait: bool = True) ->
     _ascending(axis)
     dim = dim % x.dim()
     assert x.shape[dim] % axis.size == 0, f"dim {dim} of {tuple(x.shape)} does not divide by {axis.name} ({axis.size})"
-    whole = x.contiguous() if dim == 0 else torch.cat(x.chunk(axis.size, dim=dim))
-    shape = (whole.shape[0] // axis.size, *whole.shape[1:])
+    full = x.contiguous() if dim == 0 else torch.cat(x.chunk(axis.size, dim=dim))
+    shape = (full.shape[0] // axis.size, *full.shape[1:])
     if _is_cpu_pair(x, axis):
-        own, others = whole[axis.rank * shape[0] :][: shape[0]], whole[(1 - axis.rank) * shape[0] :][: shape[0]]
+        own, others = full[axis.rank * shape[0] :][: shape[0]], full[(1 - axis.rank) * shape[0] :][: shape[0]]
         pending = _swap(others, torch.empty_like(own), axis)
         pending.finish = own.add
     elif x.device.type == "cpu":
-        parts = torch.empty_like(whole)
-        work = dist.all_to_all_single(parts, whole, group=group_of(axis), async_op=True)
+        parts = torch.empty_like(full)
+        work = dist.all_to_all_single(parts, full, group=group_of(axis), async_op=True)
         pending = Pending(parts, work, lambda landed: landed.view(axis.size, *shape).sum(0))
     else:
         part = torch.empty(shape, dtype=x.dtype, device=x.device)
-        pending = Pending(part, _reduce_scatter_single(part, whole, group=group_of(axis), async_op=True))
+        pending = Pending(part, _reduce_scatter_single(part, full, group=group_of(axis), async_op=True))
     return pending.wait() if wait else pending
 
 

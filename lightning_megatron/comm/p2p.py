@@ -142,7 +142,7 @@ def build_lanes(
     lanes: dict[Hop, LaneGroups] = {}
     for turn in _turns(hops):
         own = next((hop for hop in turn if axis.rank in hop), None)
-        ranks = tuple(sorted(axis.ranks[place] for place in (own or (axis.rank,))))
+        ranks = tuple(sorted(axis.ranks[rank] for rank in (own or (axis.rank,))))
         groups = [make(ranks) for make in (new_host_group, new_group, new_group, new_group)]
         if own is not None:
             lanes[own] = LaneGroups(*groups)  # type: ignore[arg-type]

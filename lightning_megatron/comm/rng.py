@@ -133,19 +133,19 @@ class Draws:
     """Index in the global batch of the first sample of this call's input."""
     documents: Tensor | None = None
     """Documents of a call to which they were routed from other ranks, int64 [documents, 2]: the sample of each in the
-    global batch, and its number in that sample, -1 where it is the whole sample."""
+    global batch, and its number in that sample, -1 where it is the full sample."""
 
     def sample_keys(self, num_samples: int, device: torch.device) -> Tensor:
         """Keys of the samples of this call's input, int64 [num_samples]."""
-        rows = torch.arange(self.first_sample, self.first_sample + num_samples, dtype=torch.int64, device=device)
-        return self._keys_of(rows)
+        samples = torch.arange(self.first_sample, self.first_sample + num_samples, dtype=torch.int64, device=device)
+        return self._keys_of(samples)
 
     def document_keys(self, device: torch.device) -> Tensor:
         """Keys of the `documents`, the ones they have in their own samples, int64 [documents]."""
         assert self.documents is not None
-        rows, numbers = self.documents.to(device).unbind(1)
-        row_keys = self._keys_of(rows)
-        return torch.where(numbers < 0, row_keys, bits(row_keys, numbers))
+        samples, numbers = self.documents.to(device).unbind(1)
+        sample_keys = self._keys_of(samples)
+        return torch.where(numbers < 0, sample_keys, bits(sample_keys, numbers))
 
-    def _keys_of(self, rows: Tensor) -> Tensor:
-        return bits(key(self.seed, "step", self.step, self.call), rows)
+    def _keys_of(self, samples: Tensor) -> Tensor:
+        return bits(key(self.seed, "step", self.step, self.call), samples)

@@ -1,13 +1,13 @@
 """Context-parallel attention: over tokens that several ranks share, within documents that share a stream.
 
-    queries, keys, values of this rank's rows, all heads here
-        -> Ulysses: all-to-all, to the rows of the group, some of the heads
+    queries, keys, values of this rank's tokens, all heads here
+        -> Ulysses: all-to-all, to the tokens of the group, some of the heads
         -> ring: keys and values of every group arrive in turn; partial attention is merged by its log-sum-exp
         -> Ulysses: all-to-all back
-    output of this rank's rows, all heads here
+    output of this rank's tokens, all heads here
 
-B batch, A query heads here, G key groups here, N rows of this rank, Q rows of the group, D head size, T tokens of the
-whole stream.
+B batch, A query heads here, G key groups here, N tokens of this rank, Q tokens of the group, D head size, T tokens of
+the full stream.
 """
 
 import math
@@ -63,20 +63,20 @@ class DropoutSpec:
     """Dropout of one layer's attention weights."""
 
     keys_BT: Tensor
-    """Random key of each token of the whole stream: int64."""
+    """Random key of each token of the full stream: int64."""
     name_key: int
     """Random key of the layer's name."""
     first_head: int
     """Index of the first head here among all heads of the model."""
     probability: float
 
-    def dropout_keys(self, places: Tensor, ulysses: Axis, num_heads: int) -> DropoutKeys:
-        """Dropout keys of the tokens at these places, for this Ulysses rank's share of `num_heads` heads."""
+    def dropout_keys(self, indices: Tensor, ulysses: Axis, num_heads: int) -> DropoutKeys:
+        """Dropout keys of the tokens with these indices in the stream, for this Ulysses rank's share of the heads."""
         num_own = num_heads // ulysses.size
         first = self.first_head + ulysses.rank * num_own
         heads_A = torch.arange(first, first + num_own, device=self.keys_BT.device)
-        # Rows of padding take any token's key, as their weights do not count.
-        keys_BQ = rng.bits(self.name_key, self.keys_BT[:, places.clamp(min=0)])
+        # Padding takes any token's key, as its weights do not count.
+        keys_BQ = rng.bits(self.name_key, self.keys_BT[:, indices.clamp(min=0)])
         keys_BAQ = rng.bits(keys_BQ.unsqueeze(1), heads_A.unsqueeze(-1))
         return DropoutKeys(keys=keys_BAQ, probability=self.probability)
 
@@ -97,7 +97,7 @@ def attend(
 ) -> Tensor:
     """Attention of this rank's queries [B, A, N, D] to the keys and values [B, G, N, D] of all ranks: [B, A, N, D].
 
-    Rows of padding may hold anything; their output and gradients are 0. The gradient of `bias.table` is a partial sum
+    Padding may hold anything; its output and gradients are 0. The gradient of `bias.table` is a partial sum
     over all ranks. `scale` is 1 / sqrt(D) where None. Keys and values may be of another stream, `source`, [B, G, M, D].
     `cache` holds what calls of one layout share. The Ulysses size must divide A.
     """
@@ -119,8 +119,8 @@ def attend(
     steps = _once(cache, key, lambda: _steps(layout, source, group, mask_spec, scale, device))
     # Without tokens there are no dropout keys.
     if dropout is not None and layout.num_tokens:
-        places = _once(cache, (layout, group, device), lambda: layout.group_places[group].to(device))
-        dropout_keys = dropout.dropout_keys(places, ulysses, num_heads)
+        indices = _once(cache, (layout, group, device), lambda: layout.group_places[group].to(device))
+        dropout_keys = dropout.dropout_keys(indices, ulysses, num_heads)
         steps = [replace(step, dropout_keys=dropout_keys) for step in steps]
     table = None
     if bias is not None:
@@ -157,13 +157,13 @@ def _steps(
     query_positions = layout.group_positions[group].to(device)
     return [
         AttentionStep(
-            blocks=layout.blocks(group, place, mask_spec) if source is None else source.blocks(layout, group, place),
+            blocks=layout.blocks(group, other, mask_spec) if source is None else source.blocks(layout, group, other),
             query_positions=query_positions,
             key_positions=key_positions,
             mask_spec=mask_spec,
             scale=scale,
         )
-        for place, key_positions in enumerate(key_layout.group_positions.to(device))
+        for other, key_positions in enumerate(key_layout.group_positions.to(device))
     ]
 
 
@@ -181,7 +181,7 @@ def _without_autocast(function: Any) -> Any:
 class _Attention(torch.autograd.Function):
     """Attention [B, A, Q, D] of a group's queries to the keys of all groups, which arrive once in either direction.
 
-    Only this rank's rows are saved for backward. The backward of every step takes output and log-sum-exp of the whole.
+    Only this rank's tokens are saved for backward. The backward of a step takes output and log-sum-exp over all keys.
     """
 
     @staticmethod

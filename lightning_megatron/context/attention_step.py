@@ -1,7 +1,7 @@
 """One step of ring attention: the queries of one group of ranks attend to the keys of another.
 
 A kernel computes the attention to these keys alone and its log-sum-exp; `merge_` merges steps. Its backward takes
-output and log-sum-exp of the whole attention, so that the gradients of steps add up.
+output and log-sum-exp over all keys, so that the gradients of steps add up.
 
 B batch, A query heads, G key heads (A is a multiple of it), Q query rows, K key rows, D head size.
 """
@@ -122,7 +122,7 @@ class Kernel(Protocol):
         """
 
     def backward(self, inputs: BackwardInputs, step: AttentionStep) -> AttentionGradients:
-        """Gradients of this step, from output, gradient and log-sum-exp of the whole attention."""
+        """Gradients of this step, from output, gradient and log-sum-exp over all keys."""
 
 
 def merge_(output: Tensor, lse: Tensor, new_output: Tensor, new_lse: Tensor) -> None:

@@ -23,8 +23,8 @@ class BlockwiseAttention:
     def forward(self, queries: Tensor, keys: Tensor, values: Tensor, step: AttentionStep) -> tuple[Tensor, Tensor]:
         dtype = wide(queries.dtype)
         if _is_one(step.blocks, queries, keys):
-            whole, whole_lse = self._forward(queries, keys, values, step, step.blocks[0])
-            return whole.to(dtype), whole_lse
+            full, full_lse = self._forward(queries, keys, values, step, step.blocks[0])
+            return full.to(dtype), full_lse
         output = torch.zeros(queries.shape, dtype=dtype, device=queries.device)
         lse = torch.full(queries.shape[:-1], -torch.inf, dtype=dtype, device=queries.device)
         is_written = bytearray(queries.shape[2])
@@ -55,8 +55,8 @@ class BlockwiseAttention:
         # The weights of a row that sees no key become exp(score - inf), which is 0.
         lse = lse.masked_fill(lse == -torch.inf, torch.inf)
         if _is_one(step.blocks, queries, keys):
-            whole = self._backward(inputs._replace(lse=lse), step, step.blocks[0])
-            return AttentionGradients(whole[0].to(dtype), whole[1].to(dtype), whole[2].to(dtype), None)
+            full = self._backward(inputs._replace(lse=lse), step, step.blocks[0])
+            return AttentionGradients(full[0].to(dtype), full[1].to(dtype), full[2].to(dtype), None)
         sums = [torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (queries, keys, values)]
         for block in step.blocks:
             rows, seen = _slices(block)

@@ -35,18 +35,18 @@ _LEAST_GROWTH = 64
 class KeyValueCache:
     """Keys and values of `num_rows` rows that the attention layers of this rank cache, by name of the layer.
 
-    Every rank of `cp` makes the same calls. `open` may be asked several times in a call, for some of the rows each and
-    again for the same ones; `close` ends the call. The first call's tokens are cut over cp unless `is_cut` is false.
+    Every rank of `cp` makes the same calls. `open` may be called several times in a call, for some of the rows each or
+    for the same ones; `close` ends the call. The first call's tokens are cut over cp unless `is_cut` is false.
     """
 
     def __init__(self, num_rows: int, *, cp: Axis, is_cut: bool = True) -> None:
         self.num_rows, self.cp, self.is_cut = num_rows, cp, is_cut
-        # Columns of finished calls.
+        # Number of columns of finished calls.
         self.num_columns = 0
-        # Tokens of all calls after the first: they decide which rank caches the next.
+        # Number of tokens of all calls after the first: it decides which rank caches the next.
         self.num_seen = 0
         # Keys and values of each layer, [rows, G, columns or more, D].
-        self.kept: dict[str, tuple[Tensor, Tensor]] = {}
+        self.keys_values: dict[str, tuple[Tensor, Tensor]] = {}
         self._positions_RC: Tensor | None = None
         # Columns and tokens of the call that is open.
         self._opened = (0, 0)
@@ -67,13 +67,13 @@ class KeyValueCache:
         if not self.is_empty:
             own_N = (torch.arange(num) + self.num_seen) % self.cp.size == self.cp.rank
             own_N = own_N.nonzero().flatten().to(positions_BN.device)
-        kept_BN = positions_BN if own_N is None else positions_BN.index_select(1, own_N)
-        first, last = self.num_columns, self.num_columns + kept_BN.shape[1]
+        cached_BN = positions_BN if own_N is None else positions_BN.index_select(1, own_N)
+        first, last = self.num_columns, self.num_columns + cached_BN.shape[1]
         if self._positions_RC is None:
             self._positions_RC = positions_BN.new_empty(self.num_rows, 0)
         self._positions_RC = _with_room(self._positions_RC, last, dim=1, fill=PADDING)
-        self._positions_RC[rows, first:last] = kept_BN
-        self._opened = kept_BN.shape[1], 0 if own_N is None else num
+        self._positions_RC[rows, first:last] = cached_BN
+        self._opened = cached_BN.shape[1], 0 if own_N is None else num
         return self._call(rows, positions_BN, self._positions_RC, slice(first, last), own_N)
 
     def read(self, rows: slice, positions_BN: Tensor) -> "CachedCall":
@@ -125,19 +125,19 @@ class CachedCall:
         """Whether queries see tokens of this call alone, so that attention needs nothing of the cache."""
         return self.cache.is_empty
 
-    def keep(self, layer: str, keys: Tensor, values: Tensor) -> None:
+    def update(self, layer: str, keys: Tensor, values: Tensor) -> None:
         """Caches this rank's part of the call's keys and values [B, G, N, D]."""
         if (dtype := autocast_dtype(keys)) is not None:
             # Attention reads them in this dtype; norms may have left them wider.
             keys, values = (x.to(dtype) for x in (keys, values))
         new = [x if self.own_N is None else x.index_select(2, self.own_N) for x in (keys, values)]
-        old = self.cache.kept.get(layer)
+        old = self.cache.keys_values.get(layer)
         if old is None:
             old = tuple(x.new_empty(self.cache.num_rows, x.shape[1], 0, x.shape[3]) for x in new)  # type: ignore[assignment]
         assert old is not None
-        kept_keys, kept_values = (_with_room(x, self.columns.stop, dim=2, fill=0) for x in old)
-        kept_keys[self.rows, :, self.columns], kept_values[self.rows, :, self.columns] = new
-        self.cache.kept[layer] = kept_keys, kept_values
+        cached_keys, cached_values = (_with_room(x, self.columns.stop, dim=2, fill=0) for x in old)
+        cached_keys[self.rows, :, self.columns], cached_values[self.rows, :, self.columns] = new
+        self.cache.keys_values[layer] = cached_keys, cached_values
 
     def attend(
         self,
@@ -152,7 +152,7 @@ class CachedCall:
 
         A query without a position sees nothing under a causal mask, and its output is 0. `scale` None is 1 / sqrt(D).
         """
-        keys, values = (x[self.rows, :, : self.columns.stop] for x in self.cache.kept[layer])
+        keys, values = (x[self.rows, :, : self.columns.stop] for x in self.cache.keys_values[layer])
         with autocast(queries, None):
             output, lse = self._part(queries.to(keys.dtype), keys, values, mask_spec, scale, bias)
             return _merged(output, lse, self.cache.cp).to(queries.dtype)

@@ -9,9 +9,9 @@ length, two for each group under zig-zag and one without:
 
 A group's stream is its chunks in the order of the segments; each of its ranks holds an equal contiguous part of it.
 Tokens that do not divide go to the groups that have fewest: there is no padding where all divides, and less than one
-row for each rank in all.
+token for each rank in all.
 
-A place counts in the stream of all ranks, a position in the segment, a row in a group's stream.
+A token's place is its index in the stream of all ranks, its position that in the segment, its row that in a group's.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 PADDING = -1
-"""Place and position of a row that holds no token."""
+"""Place and position of padding: a row that holds no token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,7 +214,7 @@ def _chunk_lengths(length: int, owners: Sequence[int], num_rows: Sequence[int]) 
         order = sorted(range(len(set(owners))), key=lambda group: (num_rows[group], group))
         # Every group once before any twice.
         turns = [owners.index(group) for group in order]
-        turns += [len(owners) - 1 - place for place in turns]
+        turns += [len(owners) - 1 - chunk for chunk in turns]
         for chunk in turns[:rest]:
             lengths[chunk] += 1
     return lengths

@@ -21,9 +21,9 @@ class CrossAttentionLayout:
     segments: tuple[int, ...]
     """Segment of this stream that each segment of the queries sees, or NOTHING."""
 
-    def blocks(self, queries: ContextLayout, group: int, place: int) -> tuple[AttentionBlock, ...]:
+    def blocks(self, queries: ContextLayout, group: int, source: int) -> tuple[AttentionBlock, ...]:
         """Attention blocks of one group's queries with another group's keys."""
-        spans = {segment: (row, num) for segment, row, num in self.layout.spans(place)}
+        spans = {segment: (row, num) for segment, row, num in self.layout.spans(source)}
         return tuple(
             AttentionBlock(row, num, *spans[self.segments[segment]], "full")
             for segment, row, num in queries.spans(group)

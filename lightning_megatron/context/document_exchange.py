@@ -30,7 +30,7 @@ class LoadedDocuments:
 
     lengths: tuple[int, ...]
     names_D2: Tensor
-    """Row of each document in the batch and its number in the row, -1 where it is the whole row: int64."""
+    """Row of each document in the batch and its number in the row, -1 where it is the full row: int64."""
     rows: int
     """Number of rows of the batch."""
     index_X: Tensor
@@ -98,18 +98,16 @@ class DocumentRoute:
     """Rank of the line that sends each document."""
 
     @staticmethod
-    def of(plan: StepPlan, lengths_by_replica: Sequence[Sequence[int]], copies: int) -> DocumentRoute:
+    def of(plan: StepPlan, lengths_by_dp: Sequence[Sequence[int]], copies: int) -> DocumentRoute:
         """Route of the documents of all data-parallel ranks in turn, each held by `copies` ranks."""
         placed = sorted(document for slot in plan.slots for group in slot for document in group.documents)
-        assert placed == list(range(sum(map(len, lengths_by_replica)))), "a plan has each document once"
+        assert placed == list(range(sum(map(len, lengths_by_dp)))), "a plan has each document once"
         senders = [
-            replica * copies + place % copies
-            for replica, lengths in enumerate(lengths_by_replica)
-            for place in range(len(lengths))
+            dp_rank * copies + document % copies
+            for dp_rank, lengths in enumerate(lengths_by_dp)
+            for document in range(len(lengths))
         ]
-        return DocumentRoute(
-            plan, tuple(length for lengths in lengths_by_replica for length in lengths), tuple(senders)
-        )
+        return DocumentRoute(plan, tuple(length for lengths in lengths_by_dp for length in lengths), tuple(senders))
 
     def sent(self, sender: int, receiver: int) -> list[int]:
         """Documents that one rank sends another, in the order in which the other runs them."""
@@ -136,10 +134,10 @@ def exchange_documents(
     `first_document` is the number of this rank's first document among all, `names_D2` are the names of all.
     """
     ranks = range(line.size)
-    places = [_tokens_of(held, [d - first_document for d in route.sent(line.rank, rank)]) for rank in ranks]
-    given = [len(place) for place in places]
+    indices = [_tokens_of(held, [d - first_document for d in route.sent(line.rank, rank)]) for rank in ranks]
+    given = [len(index) for index in indices]
     taken = [route.num_tokens(rank, line.rank) for rank in ranks]
-    rows_XW = _as_bytes(held.values)[held.index_X[torch.cat(places)]]
+    rows_XW = _as_bytes(held.values)[held.index_X[torch.cat(indices)]]
     came = _from_bytes(collectives.all_to_all_v(rows_XW, line, given, taken), held.schema)
     starts: dict[int, int] = {}
     start = 0

@@ -1,7 +1,7 @@
 """Attention of many blocks by few calls of CUDA's variable-length (varlen) flash attention.
 
 A call takes blocks with equal bounds. Bounds count from the end of a block, as if the last query and the last key stood
-at one position: query i of Q sees the keys from i + K - Q - `behind` to i + K - Q + `ahead`, -1 for no bound. A mask
+at one position: query i of Q sees the keys from i + K - Q - `left` to i + K - Q + `right`, -1 for no bound. A mask
 that bounds cannot express is computed blockwise.
 
 B batch, A query heads, G key heads, Q query rows, K key rows, D head size, T tokens of a call.
@@ -24,8 +24,8 @@ from lightning_megatron.context.fused_attention import FusedAttention, MemoryEff
 class Bounds(NamedTuple):
     """Keys that a query sees before and after the key at its position."""
 
-    behind: int
-    ahead: int
+    left: int
+    right: int
 
 
 FULL, CAUSAL = Bounds(-1, -1), Bounds(-1, 0)
@@ -76,8 +76,8 @@ def _run(operation: Callable[..., Any], sequences: VarlenSequences, scale: float
         sequences.bounds == CAUSAL,
         *more,
         scale=scale,
-        window_size_left=sequences.bounds.behind,
-        window_size_right=sequences.bounds.ahead,
+        window_size_left=sequences.bounds.left,
+        window_size_right=sequences.bounds.right,
     )
 
 

@@ -1,11 +1,11 @@
 """Attention by torch's FlexAttention, which compiles a kernel with biases and masks in it.
 
-Its backward does not take output and log-sum-exp of a whole attention of which it computed one step. So the backward
+Its backward does not take output and log-sum-exp over all keys when it computed one step. So the backward
 here recomputes the step, and passes the gradients of its output and of its log-sum-exp:
 
-    whole = sum over parts of w * part              w = exp(lse of the part - lse of the whole), for each query
-    d part = w * d whole
-    d lse of the part = w * <d whole, part - whole>
+    output = sum over parts of w * part             w = exp(lse of the part - lse over all keys), for each query
+    d part = w * d output
+    d lse of the part = w * <d output, part - output>
 
 B batch, A query heads, G key heads, Q query rows, K key rows, D head size.
 """

@@ -12,14 +12,14 @@ from lightning_megatron.context.unfused_attention import UnfusedAttention
 from lightning_megatron.mesh import AttentionKernel
 
 
-def kernel_for(tensor: Tensor, step: AttentionStep, asked: AttentionKernel = "fused") -> Kernel:
-    """Fastest kernel for queries like `tensor` [..., D] that supports the step; or the one `asked` for, if it does.
+def kernel_for(tensor: Tensor, step: AttentionStep, preferred: AttentionKernel = "fused") -> Kernel:
+    """Fastest kernel for queries like `tensor` [..., D] that supports the step; or the `preferred` one, if it does.
 
     A meta tensor stands for one on a current GPU.
     """
     # FlexAttention has no dropout, and no float64.
     has_flex = tensor.device.type == "cuda" and step.dropout_keys is None and tensor.dtype != torch.float64
-    if asked == "flex" and has_flex and tensor.shape[-1] >= LEAST_HEAD_DIM:
+    if preferred == "flex" and has_flex and tensor.shape[-1] >= LEAST_HEAD_DIM:
         return FlexAttention()
     if step.dropout_keys is not None or step.bias is not None:
         return UnfusedAttention()

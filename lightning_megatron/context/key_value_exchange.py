@@ -4,7 +4,7 @@ An exchange visits every group's keys and values, its own first, and takes this 
 group in the same order. Messages are in flight while the caller computes.
 
     ring         from each rank to the next; gradients follow one step after their keys and values
-    all-gather   all at once, and one reduce-scatter back: fewer messages, and memory for the whole stream
+    all-gather   all at once, and one reduce-scatter back: fewer messages, and memory for the full stream
 
 B batch, G key groups, K keys of a group of ranks, D head size, O groups of ranks.
 """

@@ -1,13 +1,13 @@
 """Fine-tuning samples for an encoder and a decoder: one reads the question, the other learns the answer.
 
-    asked, answer     "two and two?"  "four."
+    prompt, answer    "two and two?"  "four."
     encoder_tokens    two and two ? end
     decoder_tokens    start four .
     labels            four . end
 
-Tokens of all rows lie in one file, made once by one process. Each answer of a row is a sample, asked by all that comes
-before it. An answer is cut to `decoder_length`; a sample of which the encoder has no room for what is asked, or which
-has no answer, is dropped. Both are counted. `PackedAnswers` puts several samples in one row of each stack.
+Tokens of all rows are in one file, made once by one process. Each answer of a row is a sample, whose prompt is all that
+comes before it. An answer is cut to `decoder_length`; a sample whose prompt does not fit the encoder, or which has no
+answer, is dropped. Both are counted. `PackedAnswers` puts several samples in one row of each stack.
 """
 
 import hashlib
@@ -77,23 +77,23 @@ class AnswerSamples(Dataset[dict[str, Tensor]]):
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """`encoder_tokens` and `encoder_segments` [s]; `decoder_tokens`, `decoder_segments`, `labels` and `loss_mask`
-        [t]. Segments are 0: what fills a batch up is of none."""
+        [t]. Segments are 0; the padding of a batch belongs to no segment."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         first = int(self._ends[index - 1, 1]) if index else 0
-        asked, answer = np.split(self._tokens[first : self._ends[index, 1]].astype(np.int64), [self._asked(index)])
+        prompt, answer = np.split(self._tokens[first : self._ends[index, 1]].astype(np.int64), [self._num_read(index)])
         labels = torch.from_numpy(answer)
         return {
-            "encoder_tokens": torch.from_numpy(asked),
-            "encoder_segments": torch.zeros(len(asked), dtype=torch.int64),
+            "encoder_tokens": torch.from_numpy(prompt),
+            "encoder_segments": torch.zeros(len(prompt), dtype=torch.int64),
             "decoder_tokens": torch.cat([torch.tensor([self.start_token]), labels[:-1]]),
             "decoder_segments": torch.zeros_like(labels),
             "labels": labels,
             "loss_mask": torch.ones(len(labels)),
         }
 
-    def _asked(self, index: int) -> int:
-        """Tokens of the question."""
+    def _num_read(self, index: int) -> int:
+        """Number of tokens of the prompt, which the encoder reads."""
         return int(self._ends[index, 0]) - (int(self._ends[index - 1, 1]) if index else 0)
 
     def __reduce__(self) -> tuple[Callable[..., "AnswerSamples"], tuple[Path]]:
@@ -165,8 +165,8 @@ def prepare_answers(
     for first in range(0, len(rows), _ROWS):
         batch = [rows[i] for i in range(first, min(first + _ROWS, len(rows)))]
         questions = [question for row in batch for question in questions_of(kind, row, template)]
-        asked = _ended([question.asked for question in questions], tokenizer)
-        for read, answer in zip(asked, _ended([question.answer for question in questions], tokenizer), strict=True):
+        prompts = _ended([question.prompt for question in questions], tokenizer)
+        for read, answer in zip(prompts, _ended([question.answer for question in questions], tokenizer), strict=True):
             if len(read) > encoder_length or answer == [tokenizer.end_of_text]:
                 num_dropped += 1
                 continue
@@ -190,6 +190,6 @@ def prepare_answers(
 
 
 def _ended(texts: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:
-    """The tokens of each text with one end of text behind it; special tokens that are spelled out are such."""
+    """The tokens of each text with one end of text after it; special tokens that are spelled out are such."""
     end = [tokenizer.end_of_text]
     return [ids if ids[-1:] == end else ids + end for ids, _ in tokenizer.encode_spelled(texts)]

@@ -1,7 +1,7 @@
 """A file that appears complete or not at all.
 
-Used once before training: whatever several processes may prepare at the same moment is written beside its place
-and renamed into it, so that a reader never meets half a file.
+Used once before training: whatever several processes may prepare at the same moment is written under a temporary name
+in the same directory and renamed, so that a reader never meets half a file.
 """
 
 import os

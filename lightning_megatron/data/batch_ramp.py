@@ -15,7 +15,7 @@ from lightning_megatron.config_dataclass import config_dataclass
 
 @config_dataclass
 class BatchRamp:
-    """Growth of the global batch size in equal steps, each of which lasts equally many samples."""
+    """Growth of the global batch size in equal steps, each over equally many samples."""
 
     first_size: int
     """Global batch size at the start of the run."""
@@ -59,7 +59,7 @@ class BatchRamp:
         return self.first_size + self.step_size * (consumed_samples * self.num_steps // self.ramp_samples)
 
     def num_batches(self, num_samples: int) -> int:
-        """Whole global batches that so many samples give, from the first on."""
+        """Number of full global batches that so many samples give, from the first on."""
         count = first = 0
         while first < self.ramp_samples:
             if first + (size := self.size_at(first)) > num_samples:

@@ -1,8 +1,8 @@
 """Pairs of text spans for BERT: in their order or swapped, with masked words.
 
 Between a corpus of sentences and the sampler. A span is consecutive sentences of one document, at least two, of about
-as many tokens as fit; now and then it is meant to be shorter. A sample of a span parts it between two sentences and
-swaps the parts or not:
+as many tokens as fit; now and then it is meant to be shorter. A sample splits a span between two sentences and swaps
+the parts or not:
 
     tokens                 [CLS] first part [SEP] second part [SEP] padding ...
     token_types              0     0 ...      0      1 ...       1     0 ...
@@ -10,7 +10,7 @@ swaps the parts or not:
     labels                 -100, and the token that was there where one is hidden
     sentence_order_labels  1 where the parts are swapped, 0 where they follow each other
 
-Where nothing is asked about the order, a span of one sentence or more is one part, and there is one [SEP].
+Without sentence-order labels, a span of one sentence or more is one part, and there is one [SEP].
 
 Sources: Devlin et al. 2019, appendix A.2; sentence order: Lan et al. 2020, section 3.1.
 """
@@ -80,7 +80,7 @@ class BertSampleConfig:
 def sentence_spans(
     lengths: Numbers, document_bounds: Numbers, most_tokens: int, short_seq_prob: float, seed: int, *, fewest: int = 2
 ) -> Numbers:
-    """First sentence, last sentence + 1, and tokens meant, of each span: [spans, 3].
+    """First sentence, last sentence + 1, and target number of tokens of each span: [spans, 3].
 
     A span takes sentences until it has the tokens that it is meant to have, and at least `fewest`, 1 or 2. A single
     sentence that would be left of its document, and is too few, joins the span before it. Sentences without tokens do
@@ -117,10 +117,10 @@ def sentence_spans(
 
 
 class BertSpans(Dataset[dict[str, Tensor]]):
-    """Samples of spans of a corpus whose sequences are sentences. `starts_word` says which tokens begin a word.
+    """Samples of spans of a corpus whose sequences are sentences. `starts_word` returns which tokens begin a word.
 
-    Numbers go on over epochs, as `EpochSampler` counts: number n is span n modulo how many there are. How it is parted
-    and what is hidden depends on (seed, n) and the span alone, so it is another in every epoch.
+    Indices go on over epochs, as those of `EpochSampler`: sample n is span n modulo the number of spans. Its split and
+    masked tokens depend on (seed, n) and the span alone, so they differ in every epoch.
     """
 
     def __init__(
@@ -177,11 +177,11 @@ class BertSpans(Dataset[dict[str, Tensor]]):
         num_used, num_first = len(tokens), len(one) + 2
         unused = self.config.sequence_length - num_used
         labels = torch.from_numpy(np.pad(masked.labels, (0, unused), constant_values=IGNORE_INDEX))
-        place = torch.arange(self.config.sequence_length)
+        position = torch.arange(self.config.sequence_length)
         return {
             "tokens": torch.from_numpy(np.pad(masked.tokens, (0, unused), constant_values=self.config.padding_token)),
-            "token_types": ((place >= num_first) & (place < num_used)).long(),
-            "padding_mask": place < num_used,
+            "token_types": ((position >= num_first) & (position < num_used)).long(),
+            "padding_mask": position < num_used,
             "labels": labels,
             "loss_mask": (labels != IGNORE_INDEX).float(),
             **order,
@@ -193,8 +193,8 @@ def part_and_swap(
 ) -> tuple[TokenArray, TokenArray, bool]:
     """The two parts of a span, of together at most `most_tokens`, and whether they are swapped.
 
-    What is too much is taken from the longer part until both are alike, and then from both, at the front or the end by
-    chance; both keep at least one token.
+    The excess is cut from the longer part until both are alike, and then from both, at the front or the end at random;
+    at least one token of each part is left.
     """
     where, swap, *fronts = uniforms(4, seed, "parting", sample).tolist()
     pivot = 1 + int(where * (len(sentences) - 1))
@@ -205,8 +205,8 @@ def part_and_swap(
     sizes = [len(part) for part in parts]
     shorter = min(min(sizes), most_tokens // 2)
     longer = min(max(sizes), most_tokens - shorter)
-    kept = [shorter, longer] if sizes[0] <= sizes[1] else [longer, shorter]
-    one, other = (_cut(part, count, front) for part, count, front in zip(parts, kept, fronts, strict=True))
+    by_size = [shorter, longer] if sizes[0] <= sizes[1] else [longer, shorter]
+    one, other = (_cut(part, count, front) for part, count, front in zip(parts, by_size, fronts, strict=True))
     return one, other, is_swapped
 
 

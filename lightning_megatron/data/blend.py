@@ -1,7 +1,7 @@
 """Several sources as one, by weight, so that every prefix holds them in proportion.
 
 Between samples and the sampler. Which source sample i comes from, and which of its samples it is, is computed from i
-alone: there is no table, and nothing to build or to keep.
+alone: there is no table, and nothing to build or to store.
 
 The sources are the leaves of a Huffman tree of their weights. Of the first n samples of a node, its lighter child with
 the fraction f of the node's weight gives floor(n f + 1/2), and the heavier one the rest. Each rounding is off by at
@@ -71,7 +71,7 @@ class Blend:
         return node, index
 
     def most_samples(self, sizes: Sequence[int]) -> int:
-        """Samples that the blend gives before a source of `sizes[i]` samples would be asked for one more."""
+        """Number of samples that the blend gives before a source of `sizes[i]` samples is exhausted."""
         low, high = 0, 1
         while self._fits(high, sizes):
             low, high = high, 2 * high

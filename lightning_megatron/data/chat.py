@@ -1,8 +1,8 @@
 """Rows of a table as tokens, of which the assistant's are marked: the labels of fine-tuning.
 
     columns                text                                      marked
-    messages (role,        what the tokenizer's chat template makes  what it adds for each message of the assistant,
-    content)               of them                                   after the words that open an answer
+    messages (role,        the output of the tokenizer's chat        what it adds for each message of the assistant,
+    content)               template                                  after the words that open an answer
     prompt, completion     one after the other, and the end of text  the completion and the end
     text                   itself and the end of text                all of it
 
@@ -71,16 +71,16 @@ def row_encoder(
 
 @dataclass(frozen=True)
 class Question:
-    """A question and its answer."""
+    """A prompt and its answer."""
 
-    asked: str
+    prompt: str
     answer: str
 
 
 def questions_of(kind: RowKind, row: ChatRow, template: ChatTemplate | None) -> list[Question]:
     """The answers of a row, each with all that comes before it. Raises ValueError for a row that is not of that kind.
 
-    Of messages what is asked ends with the words that open an answer, and the answer with what ends it.
+    Of messages the prompt ends with the words that open an answer, and the answer with what ends it.
     """
     if kind == "completion":
         return [Question(_text(row, "prompt"), _text(row, "completion"))]
@@ -97,11 +97,11 @@ def chat_spans(messages: Sequence[Message], template: ChatTemplate) -> tuple[str
     """
     text = template.render(messages)
     spans = []
-    for place, message in enumerate(messages):
+    for index, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        before = template.render(messages[:place], opens_answer=True)
-        through = template.render(messages[: place + 1])
+        before = template.render(messages[:index], opens_answer=True)
+        through = template.render(messages[: index + 1])
         start, end = len(before), _end_of_answer(text, len(before), through, str(message.get("content") or "").strip())
         if not text.startswith(before) or end < start:
             raise ValueError(
@@ -122,8 +122,8 @@ def _end_of_answer(text: str, start: int, through: str, content: str) -> int:
     # Some templates write an answer longer while it is the last (with the thoughts that led to it); its own words and
     # what ends them are the same.
     closing = content + through.rpartition(content)[2]
-    place = text.find(closing, start)
-    return -1 if place < 0 else place + len(closing)
+    index = text.find(closing, start)
+    return -1 if index < 0 else index + len(closing)
 
 
 def _required(template: ChatTemplate | None) -> ChatTemplate:

@@ -1,8 +1,8 @@
 """Fine-tuning samples: one row a sample, uneven in length, with labels for the answers' tokens.
 
-Tokens of all rows lie one after the other in one file, made once by one process. A sample is no longer than
-`sequence_length`; what is behind is cut off and counted, and a row of which nothing to learn is left is dropped and
-counted. `PackedChats` puts several samples in one row, each a segment of its own.
+Tokens of all rows are concatenated in one file, made once by one process. A sample is no longer than `sequence_length`;
+the rest is cut off and counted, and a row without any label left is dropped and counted. `PackedChats` puts several
+samples in one row, each a segment of its own.
 """
 
 import hashlib
@@ -105,7 +105,7 @@ class PackedChats(Dataset[dict[str, Tensor]]):
         return self.packing.num_rows
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """`tokens`, `labels`, `loss_mask` and `segments`, each [s]; `join_samples` says what is where."""
+        """`tokens`, `labels`, `loss_mask` and `segments`, each [s], as `join_samples` returns them."""
         return self._joined(self._members(index))
 
     def _members(self, index: int) -> list[dict[str, Tensor]]:
@@ -130,8 +130,8 @@ def prepare_chats(
 ) -> Path:
     """The `.npz` file in `directory` that holds the samples of a table, written unless it is there.
 
-    Its name says rows, tokenizer, template and length. Raises ValueError for rows of no known kind, and where no row
-    has anything to learn within `sequence_length`.
+    Its name is a hash of rows, tokenizer, template and length. Raises ValueError for rows of no known kind, and where
+    no row has a label within `sequence_length`.
     """
     if sequence_length < 1:
         raise ValueError(f"sequence_length ({sequence_length}) must be at least 1")

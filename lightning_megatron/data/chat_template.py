@@ -1,7 +1,7 @@
 """Chat templates, which turn a conversation into text: the one door to `jinja2`.
 
-The template lies beside the tokenizer, in `chat_template.jinja` or under `chat_template` in `tokenizer_config.json`,
-and is written in the dialect that transformers runs: sandboxed, blocks trimmed, with `raise_exception`,
+The template is in the tokenizer's directory, in `chat_template.jinja` or under `chat_template` in
+`tokenizer_config.json`, in the dialect that transformers runs: sandboxed, blocks trimmed, with `raise_exception`,
 `strftime_now`, loop controls and the block `generation`, whose body is rendered as it is.
 """
 
@@ -33,7 +33,7 @@ class _Generation(Extension):
 
 
 class ChatTemplate:
-    """A Jinja template of conversations. `names` are the variables that it may read beside the messages."""
+    """A Jinja template of conversations. `names` are the variables that it may read in addition to the messages."""
 
     def __init__(self, source: str, names: Mapping[str, Any]) -> None:
         self.source = source
@@ -49,7 +49,7 @@ class ChatTemplate:
             raise ValueError(f"the chat template cannot be read: {error}") from error
 
     def render(self, messages: Sequence[Message], *, opens_answer: bool = False) -> str:
-        """The text of a conversation; `opens_answer` adds what stands before an answer of the assistant.
+        """The text of a conversation; `opens_answer` adds the generation prompt of the assistant.
 
         Raises ValueError with the template's own words where it refuses the messages.
         """
@@ -62,7 +62,7 @@ class ChatTemplate:
 
 
 def load_chat_template(folder: str | Path, kind: type[ChatTemplate] = ChatTemplate) -> ChatTemplate | None:
-    """The template in a tokenizer's directory (or beside its tokenizer.json), if it has one, as one of that kind."""
+    """The template in a tokenizer's directory (or that of its tokenizer.json), as an object of `kind`; None without."""
     root = Path(folder)
     root = root if root.is_dir() else root.parent
     config: dict[str, Any] = {}
@@ -73,7 +73,7 @@ def load_chat_template(folder: str | Path, kind: type[ChatTemplate] = ChatTempla
     else:
         source = config.get("chat_template")
     if isinstance(source, list):
-        # Several under names; the one that transformers takes unless asked for another.
+        # Several named templates; transformers takes "default" unless another is named.
         source = {entry["name"]: entry["template"] for entry in source}.get("default")
     return None if source is None else kind(source, _special_tokens(config))
 
@@ -84,7 +84,7 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    # jinja2's own would escape what HTML does not like.
+    # jinja2's own filter would escape characters for HTML.
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 

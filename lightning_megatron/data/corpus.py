@@ -1,7 +1,7 @@
 """A corpus of tokens: sequences, which make up documents.
 
-Between the files and the samples. The tokens are one row, in memory or mapped. For GPT and T5 a document is mostly one
-sequence; for BERT a sequence is a sentence.
+Between the files and the samples. The tokens are one array, in memory or mapped. For GPT and T5 a document is mostly
+one sequence; for BERT a sequence is a sentence.
 """
 
 from collections.abc import Iterable, Sequence

@@ -1,6 +1,6 @@
 """Shards of a corpus as token files, and counts of their documents.
 
-Under `prepare.py`. Document i of what is written is document i of the corpus, whatever it holds: one without a token
+Under `prepare.py`. Document i of the token files is document i of the corpus, whatever it holds: one without a token
 is a document without a sequence, as Megatron's own tool writes it.
 """
 
@@ -74,13 +74,13 @@ class Counts:
 
     def left_out(self) -> str:
         """One line about documents without tokens; empty where there are none."""
-        told = []
+        lines = []
         if self.num_bad:
             more = "; ..." if self.num_bad > len(self.bad) else ""
-            told.append(f"{self.num_bad:,} documents were left without tokens: {'; '.join(map(str, self.bad))}{more}")
+            lines.append(f"{self.num_bad:,} documents were left without tokens: {'; '.join(map(str, self.bad))}{more}")
         if self.num_empty:
-            told.append(f"{self.num_empty:,} documents are empty")
-        return "; ".join(told)
+            lines.append(f"{self.num_empty:,} documents are empty")
+        return "; ".join(lines)
 
 
 _NUMBERS = ("num_documents", "num_bytes", "num_tokens", "num_empty", "num_bad")
@@ -95,7 +95,7 @@ class BadDocument:
     number: int = -1
     """Number of the document in the corpus; -1 for a text alone."""
     is_placed: bool = False
-    """Whether `why` names the document's place."""
+    """Whether `why` names the document's location."""
 
     def __str__(self) -> str:
         return f"document {self.number} {self.why}"
@@ -125,11 +125,11 @@ class ShardWriter:
 
         Calls `on_batch` with the counts of each batch. Raises ValueError for a bad document that is to be refused.
         """
-        whole = Counts()
+        total = Counts()
         with megatron_writer(prefix, self.dtype) as writer:
             for batch, num_bytes in self._batches(first, last):
                 counts = Counts(num_documents=len(batch), num_bytes=num_bytes)
-                for number, tokens in enumerate(self._tokenized(batch), start=first + whole.num_documents):
+                for number, tokens in enumerate(self._tokenized(batch), start=first + total.num_documents):
                     writer.add_document([] if isinstance(tokens, BadDocument) else tokens)
                     if isinstance(tokens, BadDocument):
                         counts.num_bad += 1
@@ -140,9 +140,9 @@ class ShardWriter:
                 if counts.bad and self.form.bad_documents == "refuse":
                     named = placed(counts.bad[:_NAMED], self.documents)
                     raise ValueError(f"{'; '.join(map(str, named))}; take such out, or skip them (bad_documents)")
-                whole.add(counts)
+                total.add(counts)
                 on_batch(counts)
-        write_counts(prefix, whole)
+        write_counts(prefix, total)
 
     def _batches(self, first: int, last: int) -> Iterator[tuple[list[str | BadDocument], int]]:
         """Batches of documents, and the bytes of those that are not bad."""
@@ -194,7 +194,7 @@ class ShardWriter:
 
 
 def placed(bad: "Sequence[BadDocument]", documents: "Documents") -> "list[BadDocument]":
-    """The bad documents with their places, as far as the source knows them."""
+    """The bad documents with their locations, as far as the source knows them."""
     missing = [one.number for one in bad if not one.is_placed]
     places = dict(zip(missing, document_places(documents, missing), strict=True)) if missing else {}
     return [
@@ -221,7 +221,7 @@ def write_counts(prefix: Path, counts: Counts) -> None:
 
 
 def usable_texts(documents: "Documents", max_document_bytes: int = MAX_DOCUMENT_BYTES) -> Iterator[str]:
-    """The documents that are neither null, nor larger, nor something else than UTF-8: to train a tokenizer on."""
+    """The texts to train a tokenizer on: documents that are neither null, nor too large, nor anything but UTF-8."""
     for held in held_documents(documents, 0, len(documents)):
         if held.content is not None and len(held.content) <= max_document_bytes:
             try:

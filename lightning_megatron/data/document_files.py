@@ -1,7 +1,7 @@
 """Documents of files, one after the other, and the errors of those that cannot be read.
 
 Under `sources.py`. What is wrong is a property of the file alone: whoever reads it meets the same documents and the
-same faults. A disk that cannot be read just now is none of them, and ends the reading.
+same errors. A disk that cannot be read just now is none of these, and ends the reading.
 
 | file | a document is |
 |---|---|
@@ -57,7 +57,7 @@ class FileDocument(NamedTuple):
     text: str | None
     """The text; None for a null or bad document."""
     fault: str = ""
-    """The error and its place, to be read after "a document"; empty: no error."""
+    """The error and its location, to be read after "a document"; empty: no error."""
     where: str = ""
     """File, and line, item or row within it; empty for damage and for a line that is no JSON."""
 
@@ -67,7 +67,7 @@ def read_documents(
 ) -> Iterator[FileDocument]:
     """The documents of a file of a kind: "" (text), "json", "csv", "parquet" or "arrow".
 
-    What is behind a place where the file is damaged is one bad document, and so is a text file above `max_bytes`.
+    All of the file after damage is one bad document, and so is a text file above `max_bytes`.
     """
     if kind == "":
         yield _text_document(file, min(max_bytes, _LARGEST_TEXT_BYTES))
@@ -93,7 +93,7 @@ def require_column(file: str, kind: str, text_column: str) -> None:
         except DAMAGES as error:
             if is_of_disk(error):
                 raise
-            # Before its first row: a bad document, as it is told when it is read.
+            # Before its first row: a bad document, which is reported when it is read.
             return
         if row is not None:
             _require_among(text_column, row, file)
@@ -140,7 +140,7 @@ def _json_documents(file: str, text_column: str) -> Iterator[FileDocument]:
 
 
 def _json_rows(file: str) -> Iterator[tuple[str, Any]]:
-    """The place of each row, and the row, or the error of one that is not JSON."""
+    """The location of each row, and the row, or the error of one that is not JSON."""
     with _opened(file) as lines:
         for number, line in enumerate(lines, 1):
             written = line.removeprefix(_BYTE_ORDER_MARK).strip() if number == 1 else line.strip()
@@ -203,22 +203,22 @@ def _csv_documents(file: str, text_column: str) -> Iterator[FileDocument]:
         if text_column not in columns:
             yield FileDocument(None, f"has no text ({file} has the columns {', '.join(columns)})")
             return
-        place = columns.index(text_column)
+        column = columns.index(text_column)
         try:
             for row in filter(None, rows):
-                yield _cell_document(row, place, len(columns), f"{file}, line {rows.line_num}")
+                yield _cell_document(row, column, len(columns), f"{file}, line {rows.line_num}")
         except csv.Error as error:
             raise ValueError(f"line {rows.line_num}: {error}") from error
 
 
-def _cell_document(row: list[str], place: int, num_columns: int, where: str) -> FileDocument:
+def _cell_document(row: list[str], column: int, num_columns: int, where: str) -> FileDocument:
     if len(row) != num_columns:
         return FileDocument(None, f"has {len(row)} cells of {num_columns} ({where})", where)
     try:
-        row[place].encode()
+        row[column].encode()
     except UnicodeEncodeError:
         return FileDocument(None, f"is not UTF-8 text ({where})", where)
-    return FileDocument(row[place], where=where)
+    return FileDocument(row[column], where=where)
 
 
 def _parquet_documents(file: str, text_column: str) -> Iterator[FileDocument]:
@@ -280,7 +280,7 @@ def _opened(file: str) -> AbstractContextManager[IO[bytes]]:
     if is_zstandard(file):
         import pyarrow as pa
 
-        # Other readers end without a word where a file is cut off, or behind the first of several put together.
+        # Other readers end without an error where a file is truncated, or after the first of several concatenated ones.
         opened = io.BufferedReader(pa.input_stream(file, compression="zstd"))
     else:
         opened = fsspec.open(file, "rb", compression="infer")

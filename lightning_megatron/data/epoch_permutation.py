@@ -1,11 +1,11 @@
 """Endless epochs of samples, each a random permutation that is computed item by item.
 
 Between samples and the loader, where sources are blended or batches grow. Sample i is a function of i: pass after pass
-over each source, each pass in a random order of its own. So one number, the samples consumed by all replicas, is the
-place in the data, and a run that is made longer goes on as if it had always been that long.
+over each source, each pass in its own random order. So one number, the samples consumed by all data-parallel ranks, is
+the position in the data, and a run that is made longer goes on as if it had always been that long.
 
 The random order of a pass is a Feistel network over the numbers of its samples, a bijection of 2^b numbers that is
-walked until it meets one that there is. The place of a sample is computed from its number alone: no order is kept.
+walked until it meets one in range. The position of a sample is computed from its number alone: no order is stored.
 Source: Black and Rogaway 2002, section 4.
 """
 
@@ -25,10 +25,10 @@ _MASK = (1 << 64) - 1
 
 @dataclass(eq=False)
 class ShuffledEpochs(Dataset[Any]):
-    """`count` samples epoch after epoch: number n is of epoch n // count, which has a permutation of its own.
+    """`count` samples epoch after epoch: number n is of epoch n // count, which has its own permutation.
 
-    With `is_ordered` each pass has the order of the samples. Of samples that are new in each pass number i of pass p is
-    asked for as p * count + i.
+    With `is_ordered` each pass has the order of the samples. Of samples that are new in each pass number i of pass p
+    has the index p * count + i.
     """
 
     samples: Dataset[Any]
@@ -39,12 +39,12 @@ class ShuffledEpochs(Dataset[Any]):
 
     def __getitem__(self, number: int) -> Any:
         first = number // self.count * self.count if self.is_new_each_epoch else 0
-        return self.samples[first + self.place(number)]
+        return self.samples[first + self.position(number)]
 
-    def place(self, number: int) -> int:
+    def position(self, number: int) -> int:
         """The index of the sample that comes as number n."""
-        turn, place = divmod(number, self.count)
-        return place if self.is_ordered else shuffled(place, self.count, key(self.seed, "pass", turn))
+        turn, position = divmod(number, self.count)
+        return position if self.is_ordered else shuffled(position, self.count, key(self.seed, "pass", turn))
 
 
 class BlendedEpochs(Dataset[Any]):
@@ -62,7 +62,7 @@ class BlendedEpochs(Dataset[Any]):
 class InfiniteSampler(DistributedSampler[list[int]]):
     """The sample numbers of this data-parallel rank in each global batch of endless samples.
 
-    Replica r of dp takes the part [r*B/dp, (r+1)*B/dp) of a batch of B, whose size is that of the ramp. A round is
+    Data-parallel rank r takes the part [r*B/dp, (r+1)*B/dp) of a batch of B, whose size is that of the ramp. A round is
     `num_batches` batches from `consumed_samples` on. Whoever runs the loop adds each batch's size to that number: the
     sampler cannot, because a loader's workers read ahead of training. Lightning leaves a sampler of this base class as
     it is.
@@ -92,21 +92,21 @@ class InfiniteSampler(DistributedSampler[list[int]]):
         return self.ramp.size_at(self.consumed_samples)
 
 
-def shuffled(place: int, count: int, seed: int) -> int:
-    """The image of `place` under the permutation of `count` numbers that belongs to a seed."""
+def shuffled(position: int, count: int, seed: int) -> int:
+    """The image of `position` under the permutation of `count` numbers that belongs to a seed."""
     low_bits = max(count - 1, 1).bit_length() // 2
     high_bits = max(count - 1, 1).bit_length() - low_bits
     while True:
-        high, low = place >> low_bits, place & ((1 << low_bits) - 1)
+        high, low = position >> low_bits, position & ((1 << low_bits) - 1)
         for number in range(_NUM_ROUNDS):
-            # Halves of two widths: each is changed by the other in turn.
+            # The high and the low bits change each other in turn.
             if number % 2:
                 low ^= _mixed(high, seed, number) & ((1 << low_bits) - 1)
             else:
                 high ^= _mixed(low, seed, number) & ((1 << high_bits) - 1)
-        place = high << low_bits | low
-        if place < count:
-            return place
+        position = high << low_bits | low
+        if position < count:
+            return position
 
 
 def _mixed(value: int, seed: int, number: int) -> int:

@@ -1,6 +1,6 @@
 """Fill-in-the-middle: documents reordered so that next-token prediction learns to fill a gap.
 
-Under the samples of `gpt_samples.py`. A document is cut at two random places, and told in another order:
+Under the samples of `gpt_samples.py`. A document is cut at two random positions, and reordered:
 
     prefix, suffix, middle    <prefix> first part <suffix> last part <middle> middle part
     suffix, prefix, middle    <prefix> <suffix> last part <middle> first part middle part
@@ -54,7 +54,7 @@ def fill_in_the_middle(tokens: Numbers, fill: FillInTheMiddle, *, seed: int, sam
     is_put, suffix_first, one, other = uniforms(4, seed, "fill in the middle", sample, document).tolist()
     if is_put >= fill.rate or len(tokens) == 0:
         return tokens
-    cuts = sorted(int(place * (len(tokens) + 1)) for place in (one, other))
+    cuts = sorted(int(fraction * (len(tokens) + 1)) for fraction in (one, other))
     first, middle, last = np.split(tokens, cuts)
     prefix, suffix, gap = fill.prefix_token, fill.suffix_token, fill.middle_token
     if suffix_first < fill.suffix_first_rate:

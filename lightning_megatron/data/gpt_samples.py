@@ -1,8 +1,8 @@
-"""Samples for next-token prediction: documents in a random order as one row, cut into one length.
+"""Samples for next-token prediction: documents concatenated in a random order, cut into one length.
 
-Between a corpus and the sampler. Each epoch puts all documents one after the other in an order of its own, and epochs
-follow each other as one row. Stretch j is the tokens [j*s, j*s + s] of that row: neighbours share one token, the last
-target of one and the first input of the next, so N samples need N*s + 1 tokens.
+Between a corpus and the sampler. Each epoch concatenates all documents in its own order, and epochs follow each other
+in one stream. Stretch j is the tokens [j*s, j*s + s] of that stream: neighbours share one token, the last target of one
+and the first input of the next, so N samples need N*s + 1 tokens.
 
 Samples come in a random order too, epoch by epoch: first, shuffled, the stretches that start in epoch 0, then those of
 epoch 1, and so on; the last epoch, of which often a part is enough, comes last. So nothing is seen twice before all
@@ -71,7 +71,7 @@ class StretchIndex:
 
 
 class DocumentStretches(Dataset[dict[str, Tensor]]):
-    """Samples of `sequence_length` tokens from a corpus, as an index says."""
+    """Samples of `sequence_length` tokens from a corpus, by an index."""
 
     def __init__(self, corpus: TokenCorpus, index: StretchIndex, sequence_length: int) -> None:
         self.corpus = corpus
@@ -92,29 +92,29 @@ class DocumentStretches(Dataset[dict[str, Tensor]]):
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         num_left = self.sequence_length + 1
-        epoch, place = divmod(int(self.index.order[index]) * self.sequence_length, int(self.index.ends[0, -1]))
+        epoch, position = divmod(int(self.index.order[index]) * self.sequence_length, int(self.index.ends[0, -1]))
         parts = []
         while num_left:
             ends, documents = self.index.ends[epoch], self.index.documents[epoch]
-            # The first document that ends behind the place: those without tokens are passed over.
-            at = int(np.searchsorted(ends, place, side="right"))
+            # The first document that ends after the position: those without tokens are passed over.
+            at = int(np.searchsorted(ends, position, side="right"))
             while num_left and at < len(ends):
-                num_taken = min(int(ends[at]) - place, num_left)
+                num_taken = min(int(ends[at]) - position, num_left)
                 if num_taken:
                     start = int(ends[at - 1]) if at else 0
-                    first = self.corpus.document_start(int(documents[at])) + place - start
+                    first = self.corpus.document_start(int(documents[at])) + position - start
                     parts.append(self.corpus.tokens[first : first + num_taken])
-                num_left, place, at = num_left - num_taken, place + num_taken, at + 1
-            epoch, place = epoch + 1, 0
+                num_left, position, at = num_left - num_taken, position + num_taken, at + 1
+            epoch, position = epoch + 1, 0
         return np.concatenate(parts).astype(np.int64)
 
 
 class GPTSamples(DocumentStretches):
     """`DocumentStretches` of Megatron's `PREFIX.bin` and `PREFIX.idx`.
 
-    `num_samples` is as many as asked for, of as many epochs as it takes; 0 is as many as one epoch gives. The order is
-    the samples' own: a sampler should not shuffle them. The first call writes the index; all processes
-    map it, and a copy sent to a loader's worker carries the prefix alone.
+    There are `num_samples`, of as many epochs as it takes; 0 is as many as one epoch gives. They are shuffled already:
+    a sampler should not shuffle them. The first call writes the index; all processes map it, and a copy sent to a
+    loader's worker carries the prefix alone.
     """
 
     def __init__(
@@ -127,8 +127,8 @@ class GPTSamples(DocumentStretches):
         documents: tuple[int, int] | None = None,
         index_directory: str | Path | None = None,
     ) -> None:
-        """`documents` are the first and the one behind the last that count; none: all. The index is written into
-        `index_directory`, or beside the files where it is not given."""
+        """`documents` is the range (first, last + 1) of those that count; None: all. The index is written into
+        `index_directory`, or next to the files where it is not given."""
         corpus = MegatronCorpus(prefix, documents)
         self._options: dict[str, Any] = {
             "num_samples": num_samples,

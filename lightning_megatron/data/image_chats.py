@@ -25,7 +25,7 @@ IMAGE = "<image>"
 
 TemplateName = Literal["vicuna", "plain", "tokenizer"]
 """Template of a conversation: as LLaVA 1.5 was tuned (Vicuna's way), as its projector was trained before (the images
-and then the answer, what is asked left out), or by the tokenizer's own chat template."""
+and then the answer, without the question), or by the tokenizer's own chat template."""
 
 _ROLES = {"human": "user", "gpt": "assistant", "user": "user", "assistant": "assistant", "system": "system"}
 _SYSTEM = (
@@ -52,14 +52,14 @@ _NAMES = ("image", "path", "url")
 
 @dataclass(frozen=True, kw_only=True)
 class Conversation:
-    """Turns whose text has an `<image>` for each image, and these, in order: names of files, or what they held."""
+    """Turns whose text has an `<image>` for each image, and the images, in order: names of files, or their content."""
 
     messages: list[Message]
     images: list[str | TableImage]
 
 
 class PartsTemplate(ChatTemplate):
-    """A template that wants a turn's text and images as a list of parts, as those of models that see often do."""
+    """A template that takes a turn's text and images as a list of parts, as those of vision models often do."""
 
     def render(self, messages: Sequence[Message], *, opens_answer: bool = False) -> str:
         in_parts = [{**message, "content": _parts(message["content"])} for message in messages]
@@ -69,10 +69,10 @@ class PartsTemplate(ChatTemplate):
 def _parts(text: str) -> list[dict[str, str]]:
     pieces = text.split(IMAGE)
     parts: list[dict[str, str]] = []
-    for place, piece in enumerate(pieces):
-        if place > 0:
+    for index, piece in enumerate(pieces):
+        if index > 0:
             parts.append({"type": "image"})
-        # Line breaks between an image and text are the template's to write.
+        # The template writes the line breaks between an image and text.
         words = piece.strip("\n") if len(pieces) > 1 else piece
         if words:
             parts.append({"type": "text", "text": words})
@@ -110,7 +110,7 @@ def conversation_of(row: ChatRow) -> Conversation:
         )
     inner: list[Any] = []
     messages = [_message(turn, inner) for turn in turns]
-    images = [_image(one, place) for place, one in enumerate(inner or _column(row))]
+    images = [_image(one, index) for index, one in enumerate(inner or _column(row))]
     found = sum(str(message["content"]).count(IMAGE) for message in messages)
     if found != len(images):
         raise ValueError(
@@ -147,15 +147,15 @@ def _column(row: ChatRow) -> list[Any]:
     return images if isinstance(images, list) else [images]
 
 
-def _image(given: Any, place: int) -> str | TableImage:
+def _image(given: Any, index: int) -> str | TableImage:
     if isinstance(given, str):
         return given
     if isinstance(given, Mapping) and isinstance(content := given.get("bytes"), bytes):
-        return TableImage(content, f"image {place}" + (f" ({given['path']})" if given.get("path") else ""))
+        return TableImage(content, f"image {index}" + (f" ({given['path']})" if given.get("path") else ""))
     if isinstance(given, Mapping) and isinstance(path := given.get("path"), str):
         return path
     raise ValueError(
-        f"its image {place} is {str(given)[:100]}; it must be the name of a file, or {{'bytes', 'path'}} of one"
+        f"its image {index} is {str(given)[:100]}; it must be the name of a file, or {{'bytes', 'path'}} of one"
     )
 
 

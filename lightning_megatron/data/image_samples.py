@@ -1,9 +1,9 @@
-"""Samples of conversations with images: tokens made once by one process, images read when a sample is asked for.
+"""Samples of conversations with images: tokens made once by one process, images read when a sample is taken.
 
-A sample is no longer than `sequence_length`, and ends with the last token that is to be learnt within it: an image is
-whole or not there. What is left out is counted: rows in which nothing to learn is left, and, where `unreadable` is
-"skip", rows of which an image cannot be opened. An image that turns out to be broken later is grey, and its sample
-counts nothing: the batches are the same on every rank and every layout.
+A sample is no longer than `sequence_length`, and ends with its last label: an image is complete or absent. Rows that
+are left out are counted: those without a label, and, where `unreadable` is "skip", those of which an image cannot be
+opened. An image that turns out to be broken later is grey, and its sample has weight 0: the batches are the same on
+every rank and every layout.
 """
 
 import hashlib
@@ -61,11 +61,11 @@ class ImageRowCounts(RowCounts):
     """Rows left out because of an image, with the reason."""
 
     def __str__(self) -> str:
-        told = super().__str__()
+        summary = super().__str__()
         if not self.unreadable:
-            return told
+            return summary
         shown = "; ".join(self.unreadable[:_SHOWN]) + ("; ..." if len(self.unreadable) > _SHOWN else "")
-        return f"{told}; {len(self.unreadable)} were left out, because an image of theirs cannot be read: {shown}"
+        return f"{summary}; {len(self.unreadable)} were left out, because an image of theirs cannot be read: {shown}"
 
 
 class ImageSamples(MarkedSamples):
@@ -82,12 +82,12 @@ class ImageSamples(MarkedSamples):
         super().__init__(path)
         self.rows, self.images = rows, Path(images or "")
         self.config, self.unreadable = config, unreadable
-        # Beside its parsed form the text would stay in the memory of every worker.
-        told = json.loads(self._arrays.pop("told").tobytes())
+        # The text would stay in the memory of every worker in addition to its parsed form.
+        summary = json.loads(self._arrays.pop("told").tobytes())
         # Names of files, or the row and which of its images it is.
-        self._images: list[str | list[int]] = told["images"]
+        self._images: list[str | list[int]] = summary["images"]
         self.counts = ImageRowCounts(
-            samples=len(self), cut=told["cut"], dropped=told["dropped"], unreadable=tuple(told["unreadable"])
+            samples=len(self), cut=summary["cut"], dropped=summary["dropped"], unreadable=tuple(summary["unreadable"])
         )
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
@@ -116,7 +116,7 @@ class ImageSamples(MarkedSamples):
         return [self.images / image if isinstance(image, str) else held[image[1]] for image in images]
 
     def _held(self, number: int) -> list[ImageSource]:
-        """The images of a row; those that lie in the table are named after the row."""
+        """The images of a row; those in the table are named after the row."""
         [row] = plain_rows(self.rows, number, number + 1)
         return [
             TableImage(image.content, f"row {number}, {image.name}") if isinstance(image, TableImage) else image
@@ -151,10 +151,10 @@ def prepare_image_chats(
 ) -> Path:
     """The `.npz` file in `directory` that holds the samples of a table, written unless it is there.
 
-    Images lie in the rows, or are files in the folder `images`; where that is none, files need their whole paths. The
-    name of the file says rows, tokenizer, template, folder and lengths; of rows that it leaves out no image is looked
-    at again. Raises ValueError for a row that is no conversation, for images that cannot be opened unless such are
-    skipped, and where nothing is left to learn.
+    Images are in the rows, or are files in the folder `images`; where that is None, files need their full paths. The
+    name of the file is a hash of rows, tokenizer, template, folder and lengths; images of rows that it leaves out are
+    not opened later. Raises ValueError for a row that is no conversation, for images that cannot be opened unless such
+    are skipped, and where no label is left.
     """
     if unreadable not in get_args(Unreadable):
         choices = ", ".join(map(repr, get_args(Unreadable)))
@@ -175,20 +175,20 @@ def prepare_image_chats(
     for first in range(0, len(rows), batch_size):
         some = plain_rows(rows, first, min(first + batch_size, len(rows)))
         numbered = [(i, _conversation(row, i)) for i, row in enumerate(some, first)]
-        whole = _readable(numbered, None if images is None else Path(images), left_out, unreadable)
-        written = encode_conversations([one for _, one in whole], tokenizer, template, features_per_image)
-        for (number, conversation), encoded in zip(whole, written, strict=True):
+        readable = _readable(numbered, None if images is None else Path(images), left_out, unreadable)
+        written = encode_conversations([one for _, one in readable], tokenizer, template, features_per_image)
+        for (number, conversation), encoded in zip(readable, written, strict=True):
             sample = _cut(encoded, sequence_length + 1)
             if len(sample.ids) < 2:
                 num_dropped += 1
                 continue
             num_cut += any(encoded.is_marked[len(sample.ids) :])
             samples.append(sample)
-            kept = conversation.images[: sample.ids.count(image) // features_per_image]
-            of_samples.append([one if isinstance(one, str) else [number, place] for place, one in enumerate(kept)])
+            left = conversation.images[: sample.ids.count(image) // features_per_image]
+            of_samples.append([one if isinstance(one, str) else [number, index] for index, one in enumerate(left)])
     if not samples:
         raise ValueError(_nothing_left(len(rows), left_out, num_dropped, sequence_length, features_per_image))
-    told = {
+    summary = {
         "images": list(chain.from_iterable(of_samples)),
         "cut": num_cut,
         "dropped": num_dropped,
@@ -198,7 +198,7 @@ def prepare_image_chats(
         path,
         samples,
         image_ends=np.cumsum([len(own) for own in of_samples], dtype=np.int64),
-        told=np.frombuffer(json.dumps(told).encode(), dtype=np.uint8),
+        told=np.frombuffer(json.dumps(summary).encode(), dtype=np.uint8),
     )
     return path
 
@@ -239,7 +239,7 @@ def _readable(
             f"images are files ({'; '.join(named[:_SHOWN])}), and the dataset does not say where they lie; give"
             " image_folder"
         )
-    # One that is told from the root on stays where it is.
+    # Joining leaves absolute paths as they are.
     sources = [image if isinstance(image, TableImage) else Path(folder or "", image) for _, image in images]
     faults = unreadable_images(sources)
     bad = {

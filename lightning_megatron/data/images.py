@@ -3,7 +3,7 @@
     file -> red, green and blue, on white where it is transparent -> a square of `size` pixels -> (value - mean) / std
 
 The square is either cut out of the middle of the image, whose shorter edge has become `size` ("crop", as CLIP does),
-or holds all of it with the mean's colour beside it ("pad", as LLaVA 1.5 does). Numbers are those of transformers'
+or holds all of it, padded with the mean's colour ("pad", as LLaVA 1.5 does). Numbers are those of transformers'
 `CLIPImageProcessor` and `LlavaImageProcessor`. Source: Radford et al., arXiv 2103.00020, section 2.5; Liu et al., arXiv
 2310.03744, section 3.2.
 """
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 ImageFit = Literal["crop", "pad"]
 """Ways to make an image a square."""
 
-# That open files at a time: they wait for the disk.
+# Threads that open files at a time: they wait for the disk.
 _THREADS = 16
 
 
@@ -64,7 +64,7 @@ class ImageConfig:
 
 @dataclass(frozen=True)
 class TableImage:
-    """An image that lies in a table: the bytes of its file, and its name."""
+    """An image of a table: the bytes of its file, and its name."""
 
     content: bytes
     name: str
@@ -98,7 +98,7 @@ def unreadable_images(sources: Iterable[ImageSource]) -> dict[ImageSource, str]:
 
 
 def write_image(values_HWC: NDArray[np.uint8], path: Path) -> None:
-    """Writes red, green and blue of each pixel to a file of the kind that its name says."""
+    """Writes red, green and blue of each pixel to a file in the format of its ending."""
     _pil().fromarray(values_HWC).save(path)
 
 

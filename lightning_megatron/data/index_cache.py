@@ -1,6 +1,6 @@
 """Index arrays that are computed once and memory-mapped by all processes.
 
-Used once before training: where documents end, which lie in which row, in which order samples come.
+Used once before training: ends of documents, their assignment to rows, the order of samples.
 """
 
 import hashlib
@@ -18,14 +18,14 @@ def cached_index(
 ) -> Numbers:
     """An array that is a function of the file `path` and of `what`, memory-mapped; computed unless it is cached.
 
-    It lies in `directory`, or beside the file where that is not given. `form` numbers the rule that makes it, so that
-    no table of an older rule is read for it. One process calls this first and the others after it; several at once do
-    the work twice and do no harm.
+    It is written into `directory`, or next to the file where that is not given. `form` is the version of the rule that
+    makes it, so that no array of an older rule is read. One process calls this first and the others after it; several
+    at once do the work twice and do no harm.
     """
     status = path.stat()
-    # A token file that is written anew has other documents; in a directory for several there may be two of one name.
-    place = "" if directory is None else path.resolve()
-    stamp = hashlib.sha256(f"{form} {status.st_size} {status.st_mtime_ns}{place}".encode()).hexdigest()[:8]
+    # A token file that is rewritten has other documents; in a directory for several there may be two of one name.
+    location = "" if directory is None else path.resolve()
+    stamp = hashlib.sha256(f"{form} {status.st_size} {status.st_mtime_ns}{location}".encode()).hexdigest()[:8]
     table = Path(directory or path.parent) / f"{path.stem}.{what}-{stamp}.npy"
     if not table.is_file():
         made = make()

@@ -4,8 +4,8 @@ Under `tokenizer.py`. A tokenizer takes some hundred times a text's size in memo
 words that a pattern finds from left to right. In each of the patterns below no word goes on from a letter or a digit to
 a space, a line break or a mark of punctuation, and what stands before a word does not change how it is found: so before
 these the text can be cut. None of them is composed with what stands before it (NFC). So texts of Chinese or Thai, which
-have no spaces between words, are cut at the ends of clauses. Tokenizers that do anything else are given the text whole,
-and so is a stretch without such a place, as a million letters in a row: a part is then as long as that.
+have no spaces between words, are cut at the ends of clauses. Tokenizers that do anything else get the text uncut, and
+so is a stretch without such a position, as a million letters in a row: a part is then as long as that.
 """
 
 import re
@@ -30,7 +30,7 @@ _BOUNDARY = re.compile(f"(?<=[0-9{_LETTERS}])[ \n{_MARKS}]")
 
 
 def is_cuttable(settings: dict[str, Any]) -> bool:
-    """Whether a tokenizer.json gives the parts of a text the tokens of the text."""
+    """Whether the parts of a text together have the tokens of the text under a tokenizer.json."""
     first, *others = _steps(settings["pre_tokenizer"], "pretokenizers")
     *before, last = [first, *others]
     if last.get("type") != "ByteLevel" or last.get("add_prefix_space", True):
@@ -48,7 +48,7 @@ def is_cuttable(settings: dict[str, Any]) -> bool:
         and all(step.get("type") in (None, "NFC") for step in _steps(settings["normalizer"], "normalizers"))
         and settings["model"].get("type") == "BPE"
         and not settings["model"].get("dropout")
-        # Of others a text is searched for before it is parted into words.
+        # A text is searched for other added tokens before it is split into words.
         and all(token["special"] for token in settings["added_tokens"])
     )
 

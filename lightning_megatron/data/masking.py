@@ -2,7 +2,7 @@
 
 Under the samples of `bert_samples.py`. Words are gone through in a random order; at each a run of 1 to `max_ngram`
 words is drawn, of n with chance in proportion to 1/n, and cut short where it would meet a hidden word, a special token
-or more tokens than are left to hide. So no more is hidden than was asked for, and less only where every word that is
+or more tokens than are left to mask. So no more is masked than `mask_prob`, and less only where every word that is
 left is longer than what is missing. A run goes forward, so the first words of a text, which no run before them reaches,
 are hidden less often than the others. Sources: Devlin et al. 2019, section 3.1; whole words and n-grams: Joshi et al.
 2020, section 3.1, and Lan et al. 2020, section 4.1.
@@ -92,7 +92,7 @@ def _hidden(
     """Whether each token is masked: [s]."""
     hidden = np.zeros(len(is_ordinary), dtype=np.bool_)
     follows = np.concatenate([[False], is_ordinary[:-1]])
-    # A word also begins behind a special token, and at the very start.
+    # A word also begins after a special token, and at the very start.
     firsts = np.flatnonzero(is_ordinary & (starts_word | ~follows))
     if len(firsts) == 0:
         return hidden

@@ -1,4 +1,4 @@
-"""Megatron's token files: a `.bin` of tokens and a `.idx` of their places.
+"""Megatron's token files: a `.bin` of tokens and a `.idx` of their positions.
 
 Between prepared text and samples. Little-endian throughout; the `.idx` holds
 
@@ -62,14 +62,14 @@ def megatron_paths(prefix: str | Path) -> tuple[Path, Path]:
 
 
 def is_megatron_prefix(path: str | Path) -> bool:
-    """Whether one of the two files of a prefix is there, and nothing that has the prefix itself for a name."""
+    """Whether one of the two files of a prefix exists, and no file named as the prefix itself."""
     return not Path(path).exists() and any(file.is_file() for file in megatron_paths(path))
 
 
 class MegatronCorpus(TokenCorpus):
     """The corpus of `PREFIX.bin` and `PREFIX.idx`, mapped into memory.
 
-    `documents` are the first and the one behind the last that count, by their numbers in the file; none: all.
+    `documents` is the range (first, last + 1) of those that count, by their numbers in the file; None: all.
     `modes` holds one number a sequence, or is empty where the file has none. A copy sent to a loader's worker carries
     the prefix alone. Raises ValueError for files that are missing, damaged, or not of one another.
     """
@@ -91,10 +91,10 @@ class MegatronCorpus(TokenCorpus):
             )
         tokens: TokenArray = np.empty(0, dtype) if num_bytes == 0 else np.memmap(bin_path, dtype, mode="r")
         if documents is not None:
-            first, behind = documents
-            if not 0 <= first <= behind < len(bounds):
-                raise ValueError(f"documents {first} to {behind} of {prefix} must lie within its {len(bounds) - 1}")
-            bounds = bounds[first : behind + 1]
+            first, last = documents
+            if not 0 <= first <= last < len(bounds):
+                raise ValueError(f"documents {first} to {last} of {prefix} must lie within its {len(bounds) - 1}")
+            bounds = bounds[first : last + 1]
         super().__init__(tokens, lengths, pointers, bounds)
 
     def __reduce__(self) -> tuple[type["MegatronCorpus"], tuple[str, tuple[int, int] | None]]:
@@ -102,8 +102,8 @@ class MegatronCorpus(TokenCorpus):
         return MegatronCorpus, (self.prefix, self.documents)
 
     def token_bounds(self, directory: str | Path | None = None) -> tuple[int, int]:
-        """The smallest and the largest token of the file, found once and kept in `directory`, or beside it. Raises
-        ValueError for tokens that are no whole numbers."""
+        """The smallest and the largest token of the file, found once and cached in `directory`, or next to it. Raises
+        ValueError for tokens that are no integers."""
         if self.tokens.dtype.kind not in "iu":
             raise ValueError(f"{self.prefix} holds tokens of {self.tokens.dtype}, and token ids are whole numbers")
         if len(self.tokens) == 0:
@@ -119,7 +119,7 @@ class MegatronCorpus(TokenCorpus):
 
 
 class MegatronWriter:
-    """Takes sequences into an open `.bin` and remembers what the `.idx` says; `megatron_writer` makes it."""
+    """Appends sequences to an open `.bin` and collects the content of the `.idx`; `megatron_writer` makes it."""
 
     def __init__(self, file: BinaryIO, dtype: DTypeLike) -> None:
         self.dtype = np.dtype(dtype).newbyteorder("<")
@@ -130,7 +130,7 @@ class MegatronWriter:
         self.modes = array("b")
 
     def add_document(self, sequences: Iterable[Sequence[int]], modes: Sequence[int] = ()) -> None:
-        """One document of the token ids of its sequences; `modes` has a number for each of them, or none at all.
+        """Adds one document of the token ids of its sequences; `modes` has a number for each of them, or none at all.
 
         Raises ValueError for an id that the dtype does not hold; the file is then of no use.
         """
@@ -192,9 +192,9 @@ class MegatronWriter:
 
 @contextmanager
 def megatron_writer(prefix: str | Path, dtype: DTypeLike) -> Iterator[MegatronWriter]:
-    """A writer of `PREFIX.bin` and `PREFIX.idx`, which appear whole at the end of the block, or not if it fails."""
+    """A writer of `PREFIX.bin` and `PREFIX.idx`, which appear complete at the end of the block, or not if it fails."""
     bin_path, idx_path = megatron_paths(prefix)
-    # The .bin comes first into its place: where there is a new .idx, there is its .bin.
+    # The .bin is renamed first: where there is a new .idx, there is its .bin.
     with atomic_write(idx_path) as idx_temporary, atomic_write(bin_path) as bin_temporary:
         with bin_temporary.open("wb") as file:
             writer = MegatronWriter(file, dtype)

@@ -1,6 +1,6 @@
 """A tokenizer for texts that are numbers already: tests and timings need no vocabulary.
 
-Beside `tokenizer.py`. "12 7 9" is the tokens 12, 7 and 9; as in Megatron, of N numbers and one more, the end of text.
+"12 7 9" is the tokens 12, 7 and 9; as in Megatron, there are N numbers and one token more, the end of text.
 """
 
 from collections.abc import Iterable, Sequence
@@ -26,10 +26,10 @@ class NullTokenizer(Tokenizer):
 
     def _numbers(self, text: str) -> list[int]:
         words = text.split()
-        for place, word in enumerate(words):
+        for index, word in enumerate(words):
             if not (word.isascii() and word.isdigit() and int(word) < self.end_of_text):
                 raise ValueError(
-                    f"word {place} ({word[:40]!r}) must be a number from 0 to {self.end_of_text - 1} for a null"
+                    f"word {index} ({word[:40]!r}) must be a number from 0 to {self.end_of_text - 1} for a null"
                     " tokenizer; give text of numbers, or another tokenizer"
                 )
         return [int(word) for word in words]

@@ -1,12 +1,12 @@
-"""Whole documents in rows of one length, several in a row, told apart by `segments`.
+"""Whole documents in rows of one length, several in a row, separated by `segments`.
 
-Beside `gpt_samples.py` on the path from text to batches, and over the same token files. A document of n tokens, its end
-of text included, has n - 1 positions: its tokens but the last, and as their labels its tokens but the first. The end of
-text is a label and never an input, and nothing is predicted from one document to the next.
+An alternative to `gpt_samples.py` over the same token files. A document of n tokens, its end of text included, has
+n - 1 positions: its tokens but the last, and as their labels its tokens but the first. The end of text is a label and
+never an input, and nothing is predicted from one document to the next.
 
-Which documents lie in which row is found once and written beside the token files; all processes map it.
-Rows depend on the seed and not on the epoch: so every epoch has the same number of them, by which a run that is resumed
-finds its place; the sampler gives each epoch its own order of the rows.
+The assignment of documents to rows is computed once and written next to the token files; all processes map it.
+Rows depend on the seed and not on the epoch: so every epoch has the same number of them, by which a resumed run finds
+its position; the sampler gives each epoch its own order of the rows.
 """
 
 import hashlib
@@ -45,11 +45,11 @@ class Packed:
 
 @dataclass(frozen=True, kw_only=True)
 class RowTable:
-    """The pieces of documents in each packed row, as places in the corpus's tokens."""
+    """The pieces of documents in each packed row, as positions in the corpus's tokens."""
 
     packed: Packed
     ends: Numbers
-    """Where in `pieces` each row ends: [rows]."""
+    """End of each row in `pieces`: [rows]."""
     pieces: Numbers
     """First token and number of positions of each piece, row after row: [pieces, 2]."""
 
@@ -94,7 +94,7 @@ class DocumentRows(Dataset[dict[str, Tensor]]):
         return len(self.table.ends)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """`tokens`, `labels`, `loss_mask` and `segments`, each [s]; `join_samples` says what is where."""
+        """`tokens`, `labels`, `loss_mask` and `segments`, each [s], as `join_samples` returns them."""
         pieces = self.table.pieces[row_of(self.table.ends, index)].tolist()
         samples = [self._sample(first, length) for first, length in pieces]
         return join_samples(samples, self.sequence_length, self.end_of_text)
@@ -107,8 +107,8 @@ class DocumentRows(Dataset[dict[str, Tensor]]):
 class PackedDocuments(DocumentRows):
     """`DocumentRows` of Megatron's `PREFIX.bin` and `PREFIX.idx`, whose documents end with the end of text.
 
-    `long_documents` says what becomes of those that do not fit a row: "split" cuts them into pieces that do not see
-    each other, "drop" leaves them out, "refuse" raises ValueError. All processes of a machine map the same files, and a
+    `long_documents` is for those that do not fit a row: "split" cuts them into pieces that do not attend to each other,
+    "drop" leaves them out, "refuse" raises ValueError. All processes of a machine map the same files, and a
     copy sent to a loader's worker carries the prefix alone. The first call writes the table.
     """
 
@@ -123,8 +123,8 @@ class PackedDocuments(DocumentRows):
         documents: tuple[int, int] | None = None,
         index_directory: str | Path | None = None,
     ) -> None:
-        """`documents` are the first and the one behind the last that count; none: all. The table is written into
-        `index_directory`, or beside the files where it is not given."""
+        """`documents` is the range (first, last + 1) of those that count; None: all. The table is written into
+        `index_directory`, or next to the files where it is not given."""
         corpus = MegatronCorpus(prefix, documents)
         self.prefix = corpus.prefix
         self._long_documents = long_documents
@@ -154,12 +154,12 @@ class PackedDocuments(DocumentRows):
     def __str__(self) -> str:
         packed = self.table.packed
         fill = packed.num_positions / (packed.num_rows * self.sequence_length)
-        told = f"{packed.num_documents} documents in {packed.num_rows} rows of {self.sequence_length}, {fill:.1%} full"
+        text = f"{packed.num_documents} documents in {packed.num_rows} rows of {self.sequence_length}, {fill:.1%} full"
         became = {"split": "cut into pieces that do not see each other", "drop": "dropped", "refuse": "refused"}
         return (
-            f"{told}; {packed.num_long} of them were longer and {became[self._long_documents]}"
+            f"{text}; {packed.num_long} of them were longer and {became[self._long_documents]}"
             if packed.num_long
-            else told
+            else text
         )
 
 

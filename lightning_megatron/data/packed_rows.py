@@ -2,7 +2,7 @@
 
 Between packing and collation. A row of length s that holds samples of 3 and 2 positions:
 
-    segments    0    0    0    1    1   -1 ...    the number of the sample within its row; -1: nothing lies here
+    segments    0    0    0    1    1   -1 ...    the number of the sample within its row; -1: an unused position
     tokens      a0   a1   a2   b0   b1   end of text ...
     labels      a1   a2   a3   b1   b2  -100 ...
     loss_mask   1    1    1    1    1    0 ...
@@ -21,7 +21,7 @@ NO_SEGMENT = -1
 
 
 def join_samples(samples: Sequence[Mapping[str, Tensor]], sequence_length: int, end_of_text: int) -> dict[str, Tensor]:
-    """One row of the samples' `tokens`, `labels` and `loss_mask`, one after the other, and its `segments`: each [s].
+    """One row of the samples' `tokens`, `labels` and `loss_mask`, concatenated, and its `segments`: each [s].
 
     Raises ValueError for samples that are together longer than `sequence_length`.
     """

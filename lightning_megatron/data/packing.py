@@ -2,8 +2,8 @@
 
 Documents are taken in a random order and in windows of it, each of about `WINDOW_ROWS` full rows. Within a window the
 longest comes first, and each goes to the fullest row that still has room (best fit, decreasing). Then the rows are put
-in a random order, and the documents of each row too: where one stands says nothing of its length. Source of the rule:
-Johnson et al. 1974.
+in a random order, and the documents of each row too: their positions do not depend on their lengths. Source of the
+rule: Johnson et al. 1974.
 
 Of texts in pairs, for two stacks that each have a row, the one with the larger share of its row comes first, and goes
 to the first row with room for both of its texts (first fit, decreasing).
@@ -39,12 +39,12 @@ class DocumentPieces:
 
 @dataclass(frozen=True, kw_only=True)
 class Packing:
-    """Row r holds the documents `order[ends[r - 1] : ends[r]]`, one after the other."""
+    """Packed rows: row r holds the documents `order[ends[r - 1] : ends[r]]`, one after the other."""
 
     order: Numbers
     """Each document's number once, row after row."""
     ends: Numbers
-    """Where in `order` each row ends."""
+    """End of each row in `order`."""
 
     @property
     def num_rows(self) -> int:
@@ -63,7 +63,7 @@ def row_of(ends: Numbers, index: int) -> slice:
 
 
 def cut_documents(lengths: Numbers, sequence_length: int, long_documents: LongDocuments) -> DocumentPieces:
-    """The pieces to pack: documents that fit a row, and of longer ones what `long_documents` keeps.
+    """The pieces to pack: documents that fit a row, and of longer ones what `long_documents` leaves.
 
     "split" cuts them every `sequence_length`, and each piece is a document of its own; "drop" leaves them out; "refuse"
     raises ValueError. Documents of no length are left out.
@@ -125,14 +125,14 @@ def pack_pairs(lengths_N2: Numbers, row_lengths: tuple[int, int], seed: int = 0)
     if len(lengths_N2) == 0 or lengths_N2.min() < 1 or (lengths_N2 > row_lengths).any():
         found = f"up to {lengths_N2.max(axis=0).tolist()}" if len(lengths_N2) else "none"
         raise ValueError(f"the lengths of pairs ({found}) must be from 1 to those of rows {row_lengths} to be packed")
-    # Shares of a row, as whole numbers.
+    # Shares of a row, as integers.
     sizes = (lengths_N2 * row_lengths[::-1]).max(axis=1)
     return _pack(sizes, row_lengths[0] * row_lengths[1], lambda some: _first_fit(lengths_N2[some], row_lengths), seed)
 
 
 def _pack(lengths: Numbers, row_length: int, fit: Callable[[Numbers], tuple[list[int], int]], seed: int) -> Packing:
-    """Windows of a random order, each of whose documents, the longest first, `fit` gives their rows and says how many
-    these are."""
+    """The rows of all documents, window by window of a random order: `fit` gets a window's documents, longest first,
+    and returns their rows and the number of these."""
     # The older generator of numpy, whose draws are promised to stay.
     draw = np.random.RandomState(np.frombuffer(hashlib.sha256(f"rows {seed}".encode()).digest(), dtype="<u4"))
     drawn = draw.permutation(len(lengths)).astype(np.int64)
@@ -146,7 +146,7 @@ def _pack(lengths: Numbers, row_length: int, fit: Callable[[Numbers], tuple[list
         row_of_drawn[window] = np.array(rows, dtype=np.int64) + num_rows
         num_rows += num_of_window
     row_of_drawn = draw.permutation(num_rows).astype(np.int64)[row_of_drawn]
-    # Not the order of the first draw: of equally long documents the ones drawn first lie in the fullest rows.
+    # Not the order of the first draw: of equally long documents the ones drawn first are in the fullest rows.
     order = drawn[np.lexsort((draw.permutation(len(lengths)), row_of_drawn))]
     return Packing(order=order, ends=np.cumsum(np.bincount(row_of_drawn, minlength=num_rows)))
 
@@ -159,9 +159,9 @@ def _best_fit(sizes: list[int], sequence_length: int) -> tuple[list[int], int]:
     rows: list[int] = []
     num_rows = 0
     for size in sizes:
-        place = bisect_left(with_room, size * scale)
-        if place < len(with_room):
-            room, row = divmod(with_room.pop(place), scale)
+        index = bisect_left(with_room, size * scale)
+        if index < len(with_room):
+            room, row = divmod(with_room.pop(index), scale)
         else:
             room, row = sequence_length, num_rows
             num_rows += 1

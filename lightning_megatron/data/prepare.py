@@ -1,10 +1,10 @@
 """Preparation of a corpus: documents of text become token files that samples are cut from.
 
-Between sources and tokenizer on one side and samples on the other. What is written are Megatron's `.bin` and `.idx`,
-to the byte as Megatron's own tool writes them: a document is one sequence, or one for each sentence, and its end of
-text. Documents are cut into shards, which processes tokenize side by side into a folder beside the output; shards that
-are whole are kept whatever happens, and put together in order at the end. So who is killed goes on where he was, and
-the bytes do not depend on how many took part.
+Between sources and tokenizer on one side and samples on the other. The output is Megatron's `.bin` and `.idx`, to the
+byte as Megatron's own tool writes them: a document is one sequence, or one for each sentence, and its end of text.
+Documents are cut into shards, which processes tokenize in parallel into a folder next to the output; complete shards
+survive an interruption, and are concatenated in order at the end. So a run that was killed resumes, and the bytes do
+not depend on the number of processes.
 """
 
 import fcntl
@@ -29,7 +29,7 @@ from lightning_megatron.data.corpus_shards import (
 )
 from lightning_megatron.data.document_files import MAX_DOCUMENT_BYTES, BadDocuments
 from lightning_megatron.data.megatron_files import MegatronCorpus, megatron_paths, megatron_writer
-from lightning_megatron.data.processes import Tell, run_jobs
+from lightning_megatron.data.processes import Report, run_jobs
 from lightning_megatron.data.sources import corpus_bytes, corpus_fingerprint, save_token_rows
 from lightning_megatron.data.tokenizer import Tokenizer
 
@@ -65,11 +65,11 @@ def prepare_corpus(
 ) -> Path:
     """The prefix in `directory` of the documents' token files, written unless they are there.
 
-    Its name says corpus, tokenizer and form, so other text makes other files. Each document is followed by the end of
-    text, unless `has_ends` is false, and is one sequence, or with `sentences` one for each of them. One process calls
-    this first and the others after it; of several at once one works and the others wait. A large corpus is tokenized
-    by as many processes as there are cores. `DocumentForm` says which documents are bad; `left_out` tells of them
-    whenever the files are used.
+    Its name is a hash of corpus, tokenizer and form, so other text makes other files. Each document is followed by the
+    end of text, unless `has_ends` is false, and is one sequence, or with `sentences` one for each of them. One process
+    calls this first and the others after it; of several at once one works and the others wait. A large corpus is
+    tokenized by as many processes as there are cores. `DocumentForm` defines which documents are bad; `left_out`
+    describes them whenever the files are used.
     """
     form = DocumentForm(
         has_ends=has_ends, sentences=sentences, max_document_bytes=max_document_bytes, bad_documents=bad_documents
@@ -80,8 +80,8 @@ def prepare_corpus(
         workers = cores if corpus_bytes(documents) >= _BYTES_FOR_PROCESSES else 0
         keep = partial(write_counts, prefix)
         counts = write_tokens(documents, tokenizer, prefix, form=form, num_workers=workers, finish=keep)
-        if told := counts.left_out():
-            logger.log(logging.WARNING if counts.num_bad else logging.INFO, "%s: %s", prefix, told)
+        if line := counts.left_out():
+            logger.log(logging.WARNING if counts.num_bad else logging.INFO, "%s: %s", prefix, line)
     return prefix
 
 
@@ -105,9 +105,9 @@ def write_tokens(
     """Writes the documents' tokens at `prefix` and returns their counts.
 
     With 0 workers this process tokenizes, with as many threads as the tokenizer has. `watch` is called now and then
-    with what is done, earlier runs included, and `finish` with all of it, before the files are in their place. What
-    this or an earlier run has finished is kept when anything ends this one, in a folder beside `prefix`. Raises
-    ValueError for bad documents that are to be refused, and where none has a token.
+    with the counts so far, earlier runs included, and `finish` with all of them, before the files are renamed to
+    `prefix`. Shards that this or an earlier run has finished stay in a folder next to `prefix` if this one is
+    interrupted. Raises ValueError for bad documents that are to be refused, and where none has a token.
     """
     prefix = Path(prefix)
     num_shards = max(1, min(len(documents), _MAX_SHARDS, corpus_bytes(documents) // shard_bytes))
@@ -127,7 +127,7 @@ def write_tokens(
                 raise ValueError(_no_token(total))
             finish(total)
             _concatenate(shards, folder / "whole", prefix, writer, token_format)
-        # Out of the way at once: half of a folder would look like work that is left.
+        # Renamed at once: half of a folder would look like work that is left.
         finished = Path(f"{folder}.done")
         shutil.rmtree(finished, ignore_errors=True)
         folder.rename(finished)
@@ -144,19 +144,19 @@ def _write_shards(
 ) -> None:
     """Writes the shards that are not there yet."""
     missing = [number for number, shard in enumerate(shards) if not counts_path(shard).is_file()]
-    kept = Counts()
+    finished_counts = Counts()
     for shard in shards:
         if counts_path(shard).is_file():
-            kept.add(read_counts(shard))
+            finished_counts.add(read_counts(shard))
 
-    def write(number: int, tell: Tell) -> None:
-        writer.write(shards[number], bounds[number], bounds[number + 1], lambda counts: tell(counts.numbers()))
+    def write(number: int, report: Report) -> None:
+        writer.write(shards[number], bounds[number], bounds[number + 1], lambda counts: report(counts.numbers()))
 
     def watch_all(added: Sequence[int]) -> None:
-        watch(Counts.of_numbers([a + b for a, b in zip(kept.numbers(), added, strict=True)]))
+        watch(Counts.of_numbers([a + b for a, b in zip(finished_counts.numbers(), added, strict=True)]))
 
     num_processes = min(num_workers, len(missing))
-    run_jobs(missing, write, num_processes=num_processes, num_sums=len(kept.numbers()), watch=watch_all)
+    run_jobs(missing, write, num_processes=num_processes, num_sums=len(finished_counts.numbers()), watch=watch_all)
 
 
 def _no_token(counts: Counts) -> str:
@@ -168,21 +168,21 @@ def _no_token(counts: Counts) -> str:
 
 
 def _concatenate(
-    shards: Sequence[Path], whole: Path, prefix: Path, writer: ShardWriter, token_format: TokenFormat
+    shards: Sequence[Path], joined: Path, prefix: Path, writer: ShardWriter, token_format: TokenFormat
 ) -> None:
-    """Concatenates the shards at `prefix`. All is written beside them first, so that an interrupted run can go on."""
+    """Concatenates the shards at `prefix`. All is written next to them first, so that an interrupted run can resume."""
     if token_format == "arrow":
-        shutil.rmtree(whole, ignore_errors=True)
+        shutil.rmtree(joined, ignore_errors=True)
         corpora = (MegatronCorpus(shard) for shard in shards)
-        save_token_rows(((corpus.document_sizes(), corpus.tokens) for corpus in corpora), whole)
-        whole.rename(prefix)
+        save_token_rows(((corpus.document_sizes(), corpus.tokens) for corpus in corpora), joined)
+        joined.rename(prefix)
         return
-    with megatron_writer(whole, writer.dtype) as megatron:
+    with megatron_writer(joined, writer.dtype) as megatron:
         for shard in shards:
             megatron.append(shard)
-    # The .bin comes first into its place: where there is a new .idx, there is its .bin.
-    for made, place in zip(megatron_paths(whole), megatron_paths(prefix), strict=True):
-        made.replace(place)
+    # The .bin is renamed first: where there is a new .idx, there is its .bin.
+    for made, target in zip(megatron_paths(joined), megatron_paths(prefix), strict=True):
+        made.replace(target)
 
 
 def _is_there(prefix: Path, token_format: TokenFormat) -> bool:
@@ -203,7 +203,7 @@ def _held(folder: Path) -> Iterator[None]:
         held = os.open(folder, os.O_RDONLY)
         try:
             fcntl.flock(held, fcntl.LOCK_EX)
-            # Who was waited for may have taken the folder away.
+            # The process that was waited for may have removed the folder.
             if folder.is_dir() and os.path.samestat(os.fstat(held), folder.stat()):
                 _sweep(folder)
                 try:
@@ -211,7 +211,7 @@ def _held(folder: Path) -> Iterator[None]:
                 finally:
                     _sweep(folder)
                     with suppress(OSError):
-                        # Where nothing is whole, nothing is kept.
+                        # Without a complete shard there is nothing to resume from.
                         folder.rmdir()
                 return
         finally:

@@ -1,6 +1,6 @@
 """A pool of worker processes for numbered jobs, none of which outlives the pool.
 
-Under `prepare.py`. Processes are forked: what they work on is there at once, and nothing of a user's script runs twice.
+Under `prepare.py`. Processes are forked: they share the parent's memory, and nothing of a user's script runs twice.
 """
 
 import multiprocessing
@@ -11,7 +11,7 @@ from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-Tell = Callable[[Sequence[int]], None]
+Report = Callable[[Sequence[int]], None]
 """Function that adds to the sums of all jobs."""
 
 _WATCH_SECONDS = 0.2
@@ -19,7 +19,7 @@ _WATCH_SECONDS = 0.2
 
 def run_jobs(
     jobs: Sequence[int],
-    do: Callable[[int, Tell], None],
+    do: Callable[[int, Report], None],
     *,
     num_processes: int,
     num_sums: int,
@@ -33,25 +33,25 @@ def run_jobs(
     if num_processes == 0:
         sums = [0] * num_sums
 
-        def tell(added: Sequence[int]) -> None:
+        def report(added: Sequence[int]) -> None:
             sums[:] = [a + b for a, b in zip(sums, added, strict=True)]
             watch(sums)
 
         for job in jobs:
-            do(job, tell)
+            do(job, report)
         return
     context = multiprocessing.get_context("fork")
     next_job = context.Value("q", 0)
-    told = context.RawArray("q", num_processes * num_sums)
+    totals = context.RawArray("q", num_processes * num_sums)
     failures = context.SimpleQueue()
     processes = [
-        context.Process(target=_work, args=(jobs, do, next_job, told, number, num_sums, failures, os.getpid()))
+        context.Process(target=_work, args=(jobs, do, next_job, totals, number, num_sums, failures, os.getpid()))
         for number in range(num_processes)
     ]
     try:
         for process in processes:
             process.start()
-        _watch_over(processes, failures, lambda: watch([sum(told[i::num_sums]) for i in range(num_sums)]))
+        _watch_over(processes, failures, lambda: watch([sum(totals[i::num_sums]) for i in range(num_sums)]))
     finally:
         for process in processes:
             if process.pid is not None:
@@ -77,34 +77,34 @@ def _watch_over(processes: Sequence[BaseProcess], failures: Any, watch: Callable
 
 def _work(
     jobs: Sequence[int],
-    do: Callable[[int, Tell], None],
+    do: Callable[[int, Report], None],
     next_job: Any,
-    told: Any,
+    totals: Any,
     number: int,
     num_sums: int,
     failures: Any,
     parent: int,
 ) -> None:
-    # The parent is told of an interrupt, and ends this process.
+    # The parent receives an interrupt, and ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     # Each process is one of many: `tokenizers` is not to start threads for every core in each.
     os.putenv("TOKENIZERS_PARALLELISM", "false")
 
-    def tell(added: Sequence[int]) -> None:
+    def report(added: Sequence[int]) -> None:
         # A parent that was killed ends nobody.
         if os.getppid() != parent:
             os._exit(1)
         for i, value in enumerate(added):
-            told[number * num_sums + i] += value
+            totals[number * num_sums + i] += value
 
     try:
         while True:
             with next_job.get_lock():
-                place = next_job.value
+                index = next_job.value
                 next_job.value += 1
-            if place >= len(jobs):
+            if index >= len(jobs):
                 return
-            do(jobs[place], tell)
+            do(jobs[index], report)
     except (ValueError, OSError, ImportError) as error:
         failures.put(error)

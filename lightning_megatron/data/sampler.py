@@ -1,8 +1,8 @@
 """Samplers that give each data-parallel rank its samples, so that global batches are alike on every layout.
 
 Between packed samples and collation. Epoch e has one order of all samples, a permutation that depends on (seed, e)
-alone. Of B samples in a global batch, batch k is order[k*B : (k+1)*B], and replica r of dp takes its part
-[r*B/dp, (r+1)*B/dp). One number, the samples consumed by all replicas, is the place in the data on any dp size.
+alone. Of B samples in a global batch, batch k is order[k*B : (k+1)*B], and data-parallel rank r takes its part
+[r*B/dp, (r+1)*B/dp). One number, the samples consumed by all of them, is the position in the data on any dp size.
 """
 
 import hashlib
@@ -49,7 +49,7 @@ class GlobalBatchSampler(DistributedSampler[int]):
         num_batches = self.num_dataset_samples // global_batch_size
         if not drop_last and self.num_dataset_samples % global_batch_size:
             num_batches += 1
-        # The base class's names: samples of an epoch for all replicas, and for one.
+        # The base class's names: samples of an epoch for all data-parallel ranks, and for one.
         self.total_size = num_batches * global_batch_size
         self.num_samples = self.total_size // num_replicas
         self.consumed_samples = 0
@@ -89,7 +89,7 @@ class GlobalBatchSampler(DistributedSampler[int]):
         return {"consumed_samples": self.consumed_samples}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on after the consumed samples, in the epoch they lead to, whatever dp size wrote the state."""
+        """Resumes after the consumed samples, in their epoch, whatever dp size wrote the state."""
         consumed_samples = int(state["consumed_samples"])
         if consumed_samples < 0:
             raise ValueError(f"consumed_samples ({consumed_samples}) must not be negative; 0 starts from the beginning")
@@ -98,8 +98,8 @@ class GlobalBatchSampler(DistributedSampler[int]):
 
 
 class EpochSampler(GlobalBatchSampler):
-    """GlobalBatchSampler for samples that are new in every epoch: sample i of epoch e is asked for by the number
-    e * samples + i, so each number comes once in a run."""
+    """GlobalBatchSampler for samples that are new in every epoch: sample i of epoch e has the index e * samples + i, so
+    each index comes once in a run."""
 
     def epoch_order(self, epoch: int) -> torch.Tensor:
         return super().epoch_order(epoch) + epoch * self.num_dataset_samples

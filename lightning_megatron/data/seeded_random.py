@@ -22,7 +22,7 @@ def uniforms(count: int, *purpose: int | str) -> NDArray[np.float64]:
 
 
 def uniforms_at(index: Numbers, *purpose: int | str) -> NDArray[np.float64]:
-    """The numbers of `uniforms` at the places `index`."""
+    """The numbers of `uniforms` at the positions `index`."""
     numbers: NDArray[np.float64] = uniform(key(*purpose), torch.from_numpy(index)).numpy()
     return numbers
 
@@ -30,8 +30,8 @@ def uniforms_at(index: Numbers, *purpose: int | str) -> NDArray[np.float64]:
 def random_order(count: int, *purpose: int | str) -> Numbers:
     """A permutation of `count` numbers for a purpose: they are sorted by random bits.
 
-    The lowest bits of what is sorted are the number itself, so one sort of integers does it. At least 31 bits are left
-    to chance for up to 2^33 numbers; of two with the same bits the smaller comes first.
+    The lowest bits of the sort key are the number itself, so one sort of integers does it. At least 31 bits are random
+    for up to 2^33 numbers; of two with the same bits the smaller comes first.
     """
     order_key = key(*purpose)
     low = (1 << max(count - 1, 1).bit_length()) - 1

@@ -54,7 +54,7 @@ class SentencePieceTokenizer(Tokenizer):
         return "".join(parts)
 
     def token_id(self, name: str) -> int | None:
-        # An unknown piece has the id of the token for what is unknown.
+        # An unknown piece has the id of the unknown token.
         found = int(self._engine.piece_to_id(name))
         return found if 0 <= found < self.vocab_size and self._engine.id_to_piece(found) == name else None
 

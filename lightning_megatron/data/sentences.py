@@ -1,8 +1,8 @@
 """Splitting of text into sentences, by punctuation.
 
-Between sources and tokenizer. No language is asked for: a sentence ends at a line break, behind 。！？ and the like,
-and behind a full stop, ! or ? with a space and no small letter after it. A full stop does not end one behind an
-initial ("J. Smith"), letters with stops ("e.g.") and common abbreviations. So code is parted into its lines.
+Between sources and tokenizer. No language needs to be set: a sentence ends at a line break, after 。！？ and the like,
+and after a full stop, ! or ? with a space and no small letter after it. A full stop does not end one after an
+initial ("J. Smith"), letters with stops ("e.g.") and common abbreviations. So code is split into its lines.
 """
 
 import re
@@ -24,7 +24,7 @@ _BEFORE = re.compile(r"(?:[^\W\d_]\.)*[^\W\d_]*\Z")
 """The letters in front of a full stop, with the stops between them."""
 
 _LONGEST = 12
-"""Characters of an abbreviation that are looked at."""
+"""Most characters of an abbreviation."""
 
 # fmt: off
 _ABBREVIATIONS = frozenset((

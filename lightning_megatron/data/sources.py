@@ -72,7 +72,7 @@ _ROWS_READ = 128
 """Rows of a table that are read together."""
 
 _DESCRIBED = "documents of files: "
-"""Prefix of the description that says, as JSON, where documents lie."""
+"""Prefix of the description that holds, as JSON, the files of the documents."""
 
 _NAMED = 5
 """Number of bad documents of a stream that are named one by one."""
@@ -161,9 +161,9 @@ def load_rows(
 class TextStream:
     """An endless stream of texts, epoch after epoch, whose position is its state.
 
-    `path` and `dataset` are those of `load_documents`, of which one must be given: files are read as they are asked
-    for, a `dataset` of the hub comes over the network. Documents that cannot be read, or are larger than
-    `max_document_bytes`, are left out and, where `is_telling`, named; or they are refused by a ValueError.
+    `path` and `dataset` are those of `load_documents`, of which one must be given: files are read on demand, a
+    `dataset` of the hub comes over the network. Documents that cannot be read, or are larger than `max_document_bytes`,
+    are left out and, where `is_logging`, logged; or they are refused by a ValueError.
     """
 
     def __init__(
@@ -174,13 +174,13 @@ class TextStream:
         text_column: str = "text",
         bad_documents: BadDocuments = "skip",
         max_document_bytes: int = MAX_DOCUMENT_BYTES,
-        is_telling: bool = True,
+        is_logging: bool = True,
     ) -> None:
         if (path is None) == (dataset is None):
             raise ValueError(f"path ({path!r}) and dataset ({dataset!r}): one of them must be given to be streamed")
         self.bad_documents = bad_documents
         self.max_document_bytes = max_document_bytes
-        self._is_telling = is_telling
+        self._is_logging = is_logging
         self._num_bad = 0
         if dataset is not None:
             rows = _named_dataset(dataset, "train", None, streaming=True)
@@ -190,30 +190,30 @@ class TextStream:
             self._rows = _streamed_files(files_of(path), text_column, max_document_bytes)
 
     def require_text(self) -> None:
-        """Raises ValueError where no document, or, where bad ones are refused, not the first one can be read."""
+        """Raises ValueError where no document can be read or, where bad ones are refused, the first one cannot."""
         if not any(self.texts(0, None)):
             raise ValueError("the stream holds no document that can be read, and a corpus needs at least one")
 
     def texts(self, number: int, state: Any) -> Iterator[str | None]:
-        """The texts of pass `number` behind a state of it, all of them where there is none; None is nothing."""
+        """The texts of pass `number` after a state of it, all of them where that is None; None for a bad document."""
         self._rows.set_epoch(number)
         if state is not None:
             self._rows.load_state_dict(state)
-        # Not iter(rows), which would give each worker of a loader other rows.
+        # Not iter(rows), which would split the rows over the workers of a loader.
         for rows in self._rows.iter(batch_size=1):
             text, [fault], [where] = rows["text"][0], rows.get("fault", [""]), rows.get("where", [""])
             fault = fault or self._fault(text, where)
             if fault:
-                self.take_bad(fault, is_telling=self._is_telling)
+                self.take_bad(fault, is_logging=self._is_logging)
             yield None if fault else text
 
-    def take_bad(self, fault: str, *, is_telling: bool = True) -> None:
-        """Names a bad document, or refuses it."""
+    def take_bad(self, fault: str, *, is_logging: bool = True) -> None:
+        """Logs a bad document, or raises ValueError where such are refused."""
         if self.bad_documents == "refuse":
             raise ValueError(f"a document {fault}; mend it, or let such be skipped by bad_documents='skip'")
         self._num_bad += 1
         # The first ones, and then fewer and fewer: a stream has no end at which they could be counted.
-        if is_telling and (self._num_bad <= _NAMED or self._num_bad.bit_count() == 1):
+        if is_logging and (self._num_bad <= _NAMED or self._num_bad.bit_count() == 1):
             logger.warning("skipped, as number %d so far, a document that %s", self._num_bad, fault)
 
     def state_dict(self) -> Any:
@@ -227,13 +227,13 @@ class TextStream:
             return f"is not text but {str(text)[:100]!r}"
         # A character is four bytes at most.
         if 4 * len(text) > self.max_document_bytes and (size := len(text.encode())) > self.max_document_bytes:
-            place = where or f"it begins with {text[:40]!r}"
-            return f"has {size} bytes, above max_document_bytes ({self.max_document_bytes}) ({place})"
+            location = where or f"it begins with {text[:40]!r}"
+            return f"has {size} bytes, above max_document_bytes ({self.max_document_bytes}) ({location})"
         return ""
 
 
 def files_of(path: str | Path) -> list[Path]:
-    """Sorted files with something in them that a path stands for: itself, a directory's, or those that match.
+    """Sorted files that a path leads to and that are not empty: itself, a directory's, or those that match.
 
     Of a directory the files with a known ending, hidden ones left out; a file that is named or matched may have any.
     """
@@ -274,12 +274,12 @@ def split_documents(documents: "Documents", held_out_fraction: float) -> "tuple[
     num_held_out = held_out_of(len(documents), held_out_fraction)
     held_out = [(2 * i + 1) * len(documents) // (2 * num_held_out) for i in range(num_held_out)]
     chosen = set(held_out)
-    kept = [i for i in range(len(documents)) if i not in chosen]
-    return part_of(documents, kept), part_of(documents, held_out)
+    training = [i for i in range(len(documents)) if i not in chosen]
+    return part_of(documents, training), part_of(documents, held_out)
 
 
 def part_of(documents: "Documents", numbers: Sequence[int]) -> "Documents":
-    """A selection of the documents that keeps their places."""
+    """A selection of the documents whose locations stay known."""
     part = documents.select(numbers)
     if (described := _description(documents)) is not None and len(part.data) < len(documents.data):
         # A run of numbers is cut out of the table.
@@ -297,7 +297,7 @@ def joined_documents(parts: "Sequence[Documents]") -> "Documents":
     if len(parts) == 1:
         return parts[0]
     datasets = _datasets()
-    # Builders differ in the width of a string's offsets, and only equal types are put together.
+    # Builders differ in the width of a string's offsets, and only equal types can be concatenated.
     features = [datasets.Features(dict.fromkeys(part.column_names, datasets.Value("string"))) for part in parts]
     plain = [_undescribed(part) for part in parts]
     joined: Documents = datasets.concatenate_datasets(
@@ -323,7 +323,7 @@ class HeldDocument(NamedTuple):
     content: memoryview | None
     """The document's bytes, UTF-8 unless the file holds something else; None for one that is null or bad."""
     fault: str
-    """What the source found wrong with the document; empty: nothing."""
+    """Error of the document; empty: none."""
 
 
 def held_documents(documents: "Documents", first: int, last: int) -> Iterator[HeldDocument]:
@@ -338,24 +338,24 @@ def held_documents(documents: "Documents", first: int, last: int) -> Iterator[He
 
 
 def document_places(documents: "Documents", numbers: Sequence[int]) -> list[str]:
-    """The place of each of some documents: file, and line, item or row within it. Reads the files again.
+    """The location of each of some documents: file, and line, item or row within it. Rereads the files.
 
-    Empty of what `load_documents` did not read from files, or what `part_of` did not take out of that, and behind a
-    line that the builder of `datasets` took for another number of rows than one: of no place is known what lies there.
+    Empty for documents that are not of files of `load_documents`, or of a `part_of` them, and for those after a line
+    that the builder of `datasets` took for another number of rows than one: their locations are unknown.
     """
     described, indices = _description(documents), documents._indices
     if described is None:
         return [""] * len(numbers)
     rows = [number if indices is None else int(indices.column(0)[number].as_py()) for number in numbers]
     wanted = [described["first"] + row for row in rows]
-    places, last = {}, max(wanted, default=-1)
-    for number, place in zip(range(last + 1), _places(described["files"], described["text_column"]), strict=False):
+    locations, last = {}, max(wanted, default=-1)
+    for number, where in zip(range(last + 1), _locations(described["files"], described["text_column"]), strict=False):
         if number in wanted:
-            places[number] = place
-    return [places.get(number, "") for number in wanted]
+            locations[number] = where
+    return [locations.get(number, "") for number in wanted]
 
 
-def _places(files: Sequence[tuple[str, str, bool]], text_column: str) -> Iterator[str]:
+def _locations(files: Sequence[tuple[str, str, bool]], text_column: str) -> Iterator[str]:
     for builder, file, is_built in files:
         if builder == "":
             # One document, which need not be read.
@@ -368,7 +368,7 @@ def _places(files: Sequence[tuple[str, str, bool]], text_column: str) -> Iterato
 
 
 def _undescribed(documents: "Documents") -> "Documents":
-    """The documents without the description of `_describe`, which is true of this selection alone."""
+    """The documents without the description of `_describe`, which holds for that selection alone."""
     if not (documents.info.description or "").startswith(_DESCRIBED):
         return documents
     plain = copy.copy(documents)
@@ -383,15 +383,15 @@ def _describe(documents: "Documents", description: dict[str, Any]) -> None:
 
 def _description(documents: "Documents") -> dict[str, Any] | None:
     """The description of `_describe`; None where it is of other rows."""
-    told = documents.info.description or ""
-    if not told.startswith(_DESCRIBED):
+    description = documents.info.description or ""
+    if not description.startswith(_DESCRIBED):
         return None
-    described: dict[str, Any] = json.loads(told.removeprefix(_DESCRIBED))
+    described: dict[str, Any] = json.loads(description.removeprefix(_DESCRIBED))
     return described if described["count"] == len(documents.data) else None
 
 
 def plain_rows(rows: "Documents", first: int = 0, last: int | None = None) -> Iterator[dict[str, Any]]:
-    """Rows from `first` to before `last` as they lie in the table: an image is its bytes and its path, not opened."""
+    """Rows from `first` to before `last` as the table holds them: an image is its bytes and its path, not opened."""
     plain, end = rows.with_format("arrow"), len(rows) if last is None else last
     for start in range(first, end, _ROWS_READ):
         yield from plain[start : min(start + _ROWS_READ, end)].to_pylist()
@@ -503,7 +503,7 @@ def _documents_one_by_one(
     except datasets.exceptions.DatasetGenerationError as error:
         raise ValueError(f"{what} could not be read: {error.__cause__}") from error
     except ValueError as error:
-        # That there is nothing to make a data set of.
+        # The error is that there is nothing to make a data set of.
         raise ValueError(f"{what} hold no document, and a corpus needs at least one; {WAYS_OUT}") from error
 
 
@@ -541,7 +541,7 @@ def _rows(builder: str, files: list[Path], cache_dir: str | Path | None) -> "Doc
 
 
 def _streamed_files(files: list[Path], text_column: str, max_bytes: int) -> Any:
-    """The documents of files as a stream: read when they are asked for."""
+    """The documents of files as a stream, read on demand."""
     datasets = _datasets()
     named = sorted((_row_builder(file), str(file.resolve())) for file in files)
     for builder, name in named:
@@ -559,7 +559,7 @@ def _stream_one_by_one(files: list[tuple[str, str]], text_column: str, max_bytes
 
 
 def _streamed_texts(rows: Any, text_column: str, source: str) -> Any:
-    """The column of texts alone, as far as a stream tells what it has."""
+    """The column of texts alone, as far as a stream knows its columns."""
     columns = rows.column_names if rows.column_names is not None else list(next(iter(rows), {}))
     return _text_only(rows, text_column, source, columns)
 
@@ -582,7 +582,7 @@ def _named_dataset(name: str, split: str, cache_dir: str | Path | None, *, strea
 
 
 def _text_only(rows: Any, text_column: str, source: str, columns: Sequence[str]) -> Any:
-    """The rows with their column of texts alone, as `text`; a stream may not tell what its columns hold."""
+    """The rows with their column of texts alone, as `text`; a stream may not know the types of its columns."""
     if text_column not in columns:
         raise ValueError(
             f"text_column ({text_column!r}) is not a column of {source}, which has {', '.join(columns) or 'no rows'};"

@@ -1,7 +1,7 @@
 """Span corruption (T5): spans of text replaced by sentinels, and predicted.
 
-Between a corpus and the sampler. In the text each span gives way to a sentinel of its own; the target names each
-sentinel and tells its span:
+Between a corpus and the sampler. In the text each span is replaced by its own sentinel; the target is each sentinel
+followed by its span:
 
     text              a b c d e f g h i            spans: c d, and g
     encoder_tokens    a b <0> e f <1> h i end
@@ -101,10 +101,10 @@ def corrupt_spans(tokens: Numbers, corruption: SpanCorruption, *, seed: int, sam
     starts, lengths = _spans(len(tokens), corruption, seed, sample)
     sentinels = np.array(corruption.sentinels[: len(starts)], dtype=np.int64)
     edges = np.stack([starts, starts + lengths], axis=1).ravel()
-    # Kept, taken out, kept, taken out, ..., kept.
+    # Unmasked, masked, unmasked, masked, ..., unmasked.
     pieces = np.split(tokens, edges)
-    kept, spans = pieces[0::2], pieces[1::2]
-    encoder = [part for i, piece in enumerate(kept) for part in (piece, sentinels[i : i + 1])]
+    unmasked, spans = pieces[0::2], pieces[1::2]
+    encoder = [part for i, piece in enumerate(unmasked) for part in (piece, sentinels[i : i + 1])]
     target = [part for i, piece in enumerate(spans) for part in (sentinels[i : i + 1], piece)]
     end = np.array([corruption.end_token], dtype=np.int64)
     return Corrupted(encoder=np.concatenate([*encoder, end]), target=np.concatenate([*target, end]))
@@ -113,8 +113,8 @@ def corrupt_spans(tokens: Numbers, corruption: SpanCorruption, *, seed: int, sam
 class T5Pieces(Dataset[dict[str, Tensor]]):
     """Samples of pieces of documents: each document is cut every `most_tokens`, and pieces do not cross documents.
 
-    Numbers go on over epochs, as `EpochSampler` counts: number n is piece n modulo how many there are, and what is
-    taken out of it depends on (seed, n) and the piece alone, so it is another in every epoch.
+    Indices go on over epochs, as those of `EpochSampler`: sample n is piece n modulo the number of pieces, and its
+    masked spans depend on (seed, n) and the piece alone, so they differ in every epoch.
     """
 
     def __init__(self, corpus: TokenCorpus, corruption: SpanCorruption, *, seed: int = 0) -> None:
@@ -156,14 +156,14 @@ def _spans(num_tokens: int, corruption: SpanCorruption, seed: int, sample: int) 
     num_spans = int(np.searchsorted(ends, goal)) + 1
     lengths = lengths[:num_spans]
     lengths[-1] -= ends[num_spans - 1] - goal
-    # As many as fit: sentinels, room in the decoder, and tokens that keep them apart.
+    # As many as fit: sentinels, room in the decoder, and unmasked tokens between them.
     room = corruption.decoder_length - 1
     fitting = np.cumsum(lengths) + np.arange(1, num_spans + 1) <= room
     num_spans = min(num_spans, len(corruption.sentinels), int(fitting.sum()), num_tokens - goal + 1)
     lengths = lengths[:num_spans]
-    num_kept = num_tokens - int(lengths.sum())
-    # Span k stands before kept token gaps[k]: different gaps, so at least one token is between two spans.
-    gaps = np.sort(random_order(num_kept + 1, seed, "places of spans", sample)[:num_spans])
+    num_unmasked = num_tokens - int(lengths.sum())
+    # Span k is before unmasked token gaps[k]: different gaps, so at least one token is between two spans.
+    gaps = np.sort(random_order(num_unmasked + 1, seed, "places of spans", sample)[:num_spans])
     return gaps + np.cumsum(lengths) - lengths, lengths
 
 

@@ -1,6 +1,6 @@
 """Tokens with a role, and tokens that begin a word: what BERT's and T5's samples need of a tokenizer.
 
-Beside `tokenizer.py`. A role has a name of its own in each family of tokenizers; the first known one counts.
+A role has another name in each family of tokenizers; the first known one counts.
 """
 
 from collections.abc import Sequence
@@ -58,7 +58,7 @@ def sentinels(tokenizer: Tokenizer) -> tuple[int, ...]:
 class WordStarts:
     """Finds the tokens that begin a word by the pieces of the vocabulary; special tokens do.
 
-    WordPiece marks the pieces that go on with a word. The others mark spaces: with them a word begins behind one, and
+    WordPiece marks the pieces that continue a word. The others mark spaces: with them a word begins after one, and
     where letters, digits and other signs meet, so that "f(x)" is four words.
     """
 
@@ -93,7 +93,7 @@ _SPACE = 3
 
 
 def _kind(character: str) -> int:
-    """Letter, digit or another sign; what stands for a byte of a character that is not ASCII counts as a letter."""
+    """Letter, digit or another sign; a byte of a character that is not ASCII counts as a letter."""
     if character.isdigit() and character.isascii():
         return 1
     return 2 if character.isascii() and not character.isalpha() else 0

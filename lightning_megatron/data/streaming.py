@@ -5,15 +5,15 @@ token packers: each document to the packer that has had the fewest characters. E
 documents and gives equally many samples of every batch, the first packer the first ones. So a global batch is a
 function of the texts alone, and a process tokenizes only the documents of its own packers.
 
-    texts  ─►  windows, shuffled  ─►  packer 0   ─►  sample 0 of every batch      replica 0
+    texts  ─►  windows, shuffled  ─►  packer 0   ─►  sample 0 of every batch      dp rank 0
                                       packer 1   ─►  sample 1
-                                      packer 2   ─►  sample 2                     replica 1
+                                      packer 2   ─►  sample 2                     dp rank 1
                                       packer 3   ─►  sample 3
 
-A reader has some of the packers. Its state is where the texts are, and what its packers have not told yet. Readers with
-other packers go on from the states of all readers together: they read on from the earliest place, and a packer takes no
-document that it had before. Such states are taken now and then; what comes behind one is made again. The texts have no
-end: behind the last comes the first, in another order.
+A reader has some of the packers. Its state is the position in the texts, and what its packers have not emitted yet.
+Readers with other packers resume from the states of all readers together: they read on from the earliest position, and
+a packer takes no document that it had before. Such states are taken now and then; what follows one is recomputed. The
+texts have no end: after the last comes the first, in another order.
 """
 
 import heapq
@@ -37,13 +37,13 @@ if TYPE_CHECKING:
     from lightning_megatron.data.sources import TextStream
 
 LONGEST_CHARACTERS = 1 << 20
-"""Longer documents are cut into parts of so many characters, each of which is a document of its own."""
+"""Most characters of a document; longer ones are cut into parts, each of which is a document of its own."""
 
 NUM_BETWEEN = 32
 """Batches from one saved state to the next."""
 
 _NUM_ASSIGNED = 16
-"""Documents that are assigned, at least, before packers are looked at: tokenizers are faster with several."""
+"""Fewest documents that are assigned before packers are checked: tokenizers are faster with several."""
 
 _MANY_DROPPED = 100
 """Documents in a row without a sample after which the reader checks whether any other is left."""
@@ -64,7 +64,7 @@ class DocumentAssigner:
     """Assigns documents to token packers, in an order that depends on the texts, the window and the seed alone."""
 
     def __init__(self, stream: "TextStream", *, num_packers: int, window: int, seed: int) -> None:
-        """`window` is the number of documents that are shuffled together; 1 keeps their order."""
+        """`window` is the number of documents that are shuffled together; 1 preserves their order."""
         if window < 1:
             raise ValueError(f"window ({window}) must be at least 1, which keeps the order of the documents")
         self.num_packers = num_packers
@@ -79,7 +79,7 @@ class DocumentAssigner:
         return next(self._documents)
 
     def take_bad(self, fault: str) -> None:
-        """Names a document that turned out to be bad, or refuses it, as the stream does."""
+        """Logs a document that turned out to be bad, or refuses it, as the stream does."""
         self._stream.take_bad(fault)
 
     @property
@@ -98,7 +98,7 @@ class DocumentAssigner:
         }
 
     def load_state_dict(self, state: State) -> None:
-        # Where the texts were before this window; none: at the beginning.
+        # Position of the texts before this window; None: at the beginning.
         self._texts_state: Any = state["texts"]
         self._pass: int = state["pass"]
         # Before this one, of all passes.
@@ -119,14 +119,14 @@ class DocumentAssigner:
             texts = self._stream.texts(self._pass, self._texts_state)
             while window := self._read(texts):
                 is_empty = False
-                behind = self._stream.state_dict()
+                after_window = self._stream.state_dict()
                 order = np.arange(len(window))
                 if self._window > 1:
                     order = random_order(len(window), self._seed, "window", self._num_windows)
-                for place in order[self._num_assigned :].tolist():
+                for index in order[self._num_assigned :].tolist():
                     self._num_assigned += 1
-                    yield self._assigned_document(window[place])
-                self._texts_state = behind
+                    yield self._assigned_document(window[index])
+                self._texts_state = after_window
                 self._num_windows += 1
                 self._num_assigned = 0
             if is_empty:
@@ -134,7 +134,7 @@ class DocumentAssigner:
             self._pass, self._texts_state = self._pass + 1, None
 
     def _read(self, texts: Iterator[str | None]) -> list[str]:
-        """The next `window` documents, long ones cut; fewer at the end of the texts, none behind it."""
+        """The next `window` documents, long ones cut; fewer at the end of the texts, none after it."""
         some = islice((text for text in texts if text), self._window)
         return [text[i : i + LONGEST_CHARACTERS] for text in some for i in range(0, len(text), LONGEST_CHARACTERS)]
 
@@ -187,9 +187,9 @@ class StreamReader:
                 self._assigner.take_bad(f"{ids.why} (it begins with {one.text[:40]!r})")
                 self._num_dropped += 1
                 continue
-            is_kept = self._packers[one.packer].add(np.array([*ids, self._tokenizer.end_of_text], dtype=np.int64))
-            self._num_dropped = 0 if is_kept else self._num_dropped + 1
-        # As many as in two passes, of a small corpus more: by chance a packer may have long ones alone for a while.
+            is_used = self._packers[one.packer].add(np.array([*ids, self._tokenizer.end_of_text], dtype=np.int64))
+            self._num_dropped = 0 if is_used else self._num_dropped + 1
+        # As many as in two passes, of a small corpus more: a packer may happen to get long ones alone for a while.
         assigner = self._assigner
         if self._num_dropped >= _MANY_DROPPED and self._num_dropped * assigner.num_passes >= 2 * assigner.number:
             raise ValueError(
@@ -246,7 +246,7 @@ class StreamStart:
 
 
 BatchPart = tuple[list[Sample], State | None] | ValueError
-"""The samples of some packers in a batch, with the state before it now and then; or an error of the text."""
+"""The samples of some packers in a batch, with the state before it every 32nd time; or an error of the text."""
 
 
 @dataclass(eq=False)

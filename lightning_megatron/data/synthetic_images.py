@@ -1,8 +1,8 @@
 """Synthetic images of coloured shapes, with questions about them, for training without a data set.
 
-A table in LLaVA's form beside a folder of pictures. Of four rows one asks for all that is in a picture, one for its
-colour, one shows two pictures and asks for the place of a colour, and one has none. What is drawn is a function of the
-row's number alone, and uniform: who does not see can only guess.
+A table in LLaVA's form and a folder of pictures. Of four rows one asks for all that is in a picture, one for its
+colour, one shows two pictures and asks for the position of a colour, and one has none. Pictures are a function of the
+row's number alone, and uniform: a model that does not see can only guess.
 """
 
 import json
@@ -26,7 +26,7 @@ COLOURS = {
 }
 SHAPES = ("circle", "square", "triangle")
 PLACES = ("top left", "top right", "bottom left", "bottom right")
-# Asked where there is no picture.
+# Questions and answers of rows without a picture.
 FACTS = (
     ("What colour is the sky?", "The sky is blue."),
     ("What colour is grass?", "Grass is green."),
@@ -80,14 +80,14 @@ def _row(number: int, folder: Path) -> dict[str, Any]:
         return _conversation(number, images, "What do you see?", f"A {colour} {shape} at the {place}.")
     if kind == 1:
         return _conversation(number, images, "Which colour is it?", f"It is {colour}.")
-    asked = int(draw.randint(2))
-    answer = f"In the {('first', 'second')[asked]} picture, at the {seen[asked][2]}."
-    return _conversation(number, images, f"Where is the {seen[asked][0]} one?", answer)
+    chosen = int(draw.randint(2))
+    answer = f"In the {('first', 'second')[chosen]} picture, at the {seen[chosen][2]}."
+    return _conversation(number, images, f"Where is the {seen[chosen][0]} one?", answer)
 
 
 def _conversation(number: int, images: list[str], question: str, answer: str) -> dict[str, Any]:
-    asked = "<image>\n" * len(images) + question
-    turns = [{"from": "human", "value": asked}, {"from": "gpt", "value": answer}]
+    text = "<image>\n" * len(images) + question
+    turns = [{"from": "human", "value": text}, {"from": "gpt", "value": answer}]
     return {"id": str(number), "images": images, "conversations": turns}
 
 

@@ -1,7 +1,7 @@
 """Tokenizers of tiktoken, by the name of an encoding or from a file of ranks: the one door to `tiktoken`.
 
-Beside `tokenizer.py`. A file of ranks has a line for each token, its bytes in base 64 and its number, and says neither
-how text is split before nor what the special tokens are. A JSON of the same name and `.json` after it does:
+A file of ranks has a line for each token, its bytes in base 64 and its number, but neither the split pattern nor the
+special tokens. A JSON of the same name and `.json` after it has them:
 
 | key of `NAME.tiktoken.json` | where it is absent |
 |---|---|
@@ -77,7 +77,7 @@ def named_encoding(name: str, end_of_text: str | None = None) -> TiktokenTokeniz
 
 
 def read_ranks(file: Path, end_of_text: str | None = None) -> TiktokenTokenizer:
-    """The tokenizer of a file of ranks and of the JSON beside it, if there is one."""
+    """The tokenizer of a file of ranks and of its JSON, if there is one."""
     tiktoken = optional_package("tiktoken", "a tokenizer of this kind")
     try:
         lines = [line.split() for line in file.read_bytes().splitlines() if line]
@@ -92,19 +92,19 @@ def read_ranks(file: Path, end_of_text: str | None = None) -> TiktokenTokenizer:
             f"tokenizer ({str(file)!r}) has no token for {len(missing)} of the 256 bytes, the first {missing[0]}:"
             " it was cut off, or is no file of ranks"
         )
-    told = _told_beside(file)
-    special = told.get("special_tokens", {END_OF_TEXT: max(ranks.values()) + 1})
+    settings = _settings_of(file)
+    special = settings.get("special_tokens", {END_OF_TEXT: max(ranks.values()) + 1})
     engine = tiktoken.Encoding(
-        file.name, pat_str=told.get("pattern", PATTERN), mergeable_ranks=ranks, special_tokens=dict(special)
+        file.name, pat_str=settings.get("pattern", PATTERN), mergeable_ranks=ranks, special_tokens=dict(special)
     )
     return TiktokenTokenizer(engine, str(file), end_of_text)
 
 
-def _told_beside(file: Path) -> Mapping[str, Any]:
-    beside = Path(f"{file}.json")
-    if not beside.is_file():
+def _settings_of(file: Path) -> Mapping[str, Any]:
+    path = Path(f"{file}.json")
+    if not path.is_file():
         return {}
-    told = json.loads(beside.read_text(encoding="utf-8"))
-    if unknown := sorted(set(told) - {"pattern", "special_tokens"}):
-        raise ValueError(f"{beside} has {', '.join(unknown)}; it may have pattern and special_tokens")
-    return dict(told)
+    settings = json.loads(path.read_text(encoding="utf-8"))
+    if unknown := sorted(set(settings) - {"pattern", "special_tokens"}):
+        raise ValueError(f"{path} has {', '.join(unknown)}; it may have pattern and special_tokens")
+    return dict(settings)

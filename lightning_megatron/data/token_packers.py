@@ -27,7 +27,7 @@ WINDOW_ROWS = 32
 
 
 class TokenPacker(Protocol):
-    """Takes documents, gives samples."""
+    """Packer that takes documents and gives samples."""
 
     @property
     def num_ready(self) -> int:
@@ -48,7 +48,7 @@ class TokenPacker(Protocol):
 
 
 class StretchPacker:
-    """Cuts one long row of all documents."""
+    """Packer that cuts the concatenation of all documents."""
 
     def __init__(self, sequence_length: int, options: StreamOptions) -> None:
         self.sequence_length = sequence_length
@@ -75,7 +75,7 @@ class StretchPacker:
 
 
 class DocumentPacker:
-    """Packs documents into rows by the rules of `packing.py`, some rows at a time."""
+    """Packer of documents into rows by the rules of `packing.py`, some rows at a time."""
 
     def __init__(
         self, sequence_length: int, *, end_of_text: int, long_documents: Literal["split", "drop"], seed: int

@@ -2,7 +2,7 @@
 
 Second on the path from text to batches, between documents and packing. A tokenizer that is trained here is
 byte-level byte-pair encoding: its alphabet is the 256 bytes, so every text comes back exactly as it was. Other kinds
-are files of their own; `tokenizer_files.py` tells them apart.
+are files of their own; `tokenizer_files.py` chooses among them.
 """
 
 import hashlib
@@ -76,7 +76,7 @@ class Tokenizer(ABC):
         """The token ids of each text, and the characters [first, last + 1) that each token stands for.
 
         Special tokens that are spelled out count as such: for texts that a template made. None is added. Raises
-        ValueError where a tokenizer cannot tell.
+        ValueError where a tokenizer has no offsets.
         """
         raise ValueError(
             f"a {type(self).__name__} does not tell which characters a token stands for, as conversations need;"
@@ -108,7 +108,7 @@ class FastTokenizer(Tokenizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        # What `tokenizers` does not pickle.
+        # A setting that `tokenizers` does not pickle.
         self.engine.encode_special_tokens = True
 
     @property
@@ -118,7 +118,7 @@ class FastTokenizer(Tokenizer):
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         is_long = [len(text) > PART_CHARACTERS and self._is_cuttable for text in texts]
         short = iter(self._encode([text for text, long in zip(texts, is_long, strict=True) if not long]))
-        # Part by part, of which each takes as much memory as any other text.
+        # Part by part, which bounds the memory of a long text.
         return [
             [i for part in parts_of(text) for i in self._encode([part])[0]] if long else next(short)
             for text, long in zip(texts, is_long, strict=True)
@@ -161,7 +161,7 @@ class FastTokenizer(Tokenizer):
     def _spelled_engine(self) -> "tokenizers.Tokenizer":
         engine = type(self.engine).from_str(self.engine.to_str())
         engine.encode_special_tokens = False
-        # It would take spaces out of what tokens stand for.
+        # It would remove spaces from the offsets of tokens.
         engine.post_processor = None
         return engine
 
@@ -172,11 +172,11 @@ class FastTokenizer(Tokenizer):
 def train_tokenizer(
     texts: Iterable[str | None], vocab_size: int, path: str | Path, special_tokens: Sequence[str] = ()
 ) -> FastTokenizer:
-    """A byte-level tokenizer of at most `vocab_size` ids, learnt from the texts that there are and written to `path`.
+    """A byte-level tokenizer of at most `vocab_size` ids, learnt from all texts but None, written to `path`.
 
-    `special_tokens` are there beside the end of text, and within `vocab_size`. The vocabulary is smaller where the
-    texts do not hold that many pairs. Source: Sennrich et al. 2016, section 3.2, over the bytes as in Radford et al.
-    2019, section 2.2.
+    `special_tokens` are added to the end of text, within `vocab_size`. The vocabulary is smaller where the texts do not
+    hold that many pairs. Source: Sennrich et al. 2016, section 3.2, over the bytes as in Radford et al. 2019,
+    section 2.2.
     """
     smallest = SMALLEST_VOCABULARY + len(special_tokens)
     if vocab_size < smallest:

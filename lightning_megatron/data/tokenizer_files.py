@@ -29,7 +29,7 @@ _RANK_LINE = re.compile(rb"[A-Za-z0-9+/]+=* \d+\s")
 def load_tokenizer(path: str | Path, end_of_text: str | None = None) -> Tokenizer:
     """The tokenizer of a file, of a directory or of a name.
 
-    `end_of_text` names the token that ends a document; None takes what the files themselves say (an `eos_token`, the
+    `end_of_text` names the token that ends a document; None takes that of the files themselves (an `eos_token`, the
     end of a sentencepiece model), else the first well-known name in the vocabulary.
     """
     kind, _, name = str(path).partition(":")

@@ -1,7 +1,7 @@
 """Tokenizers that only transformers can read: the one door to its tokenizers.
 
-Beside `tokenizer.py`. Of most directories transformers makes a tokenizer of the package `tokenizers`, which is then
-used without it; the rest are written in Python, and slow.
+From most directories transformers makes a tokenizer of the package `tokenizers`, which is then used without it; the
+rest are written in Python, and slow.
 """
 
 import hashlib

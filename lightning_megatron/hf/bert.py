@@ -27,7 +27,7 @@ _LINEARS = (
 
 
 def _rows(norm_weight: str, norm_bias: str) -> tuple[ParamMapping, ...]:
-    """All rows, for those names of a norm's parameters."""
+    """All mappings, for these names of a norm's parameters."""
     return (
         ParamMapping("embedding.tokens.weight", ("bert.embeddings.word_embeddings.weight",)),
         ParamMapping("embedding.positions.weight", ("bert.embeddings.position_embeddings.weight",)),
@@ -130,7 +130,7 @@ FAMILY = Family(
     other_rows=_rows("gamma", "beta"),
     ignored=(
         "bert.embeddings.position_ids",
-        # Of a model without a binary head, in the files of many that were made with one.
+        # Weights of a binary head, in files of models that do not have one any more.
         *(f"{theirs}.{kind}" for theirs in ("bert.pooler.dense", "cls.seq_relationship") for kind in _KINDS),
     ),
     tied={

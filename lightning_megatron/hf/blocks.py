@@ -1,4 +1,4 @@
-"""How one of our tensors lies in those of a Hugging Face model: equal parts, each a box on either side.
+"""Mapping of one of our tensors to those of a Hugging Face model: equal parts, each a box on either side.
 
 A row of a family's table names tensors and a layout; the layout lists blocks. Reading fills any box of ours from the
 boxes of theirs that it needs, writing fills theirs from ours, by the same list, so that one undoes the other.
@@ -26,7 +26,7 @@ class TensorBlock:
     ours: Box
     theirs: Box
     source: int
-    """Place of theirs among the tensors of the row."""
+    """Index of theirs among the tensors of the row."""
     dims: tuple[int, ...]
     """Our dim along which each dim of theirs runs; our other dims have extent 1."""
 
@@ -69,7 +69,7 @@ def shapes_of_sources(blocks: Iterable[TensorBlock]) -> list[Shape]:
 
 
 def part(tensor: Tensor, box: Box, offsets: Shape | None = None) -> Tensor:
-    """The view of a tensor, or of one that begins at `offsets`, that lies in the box."""
+    """The view of a tensor, or of one that begins at `offsets`, within the box."""
     starts = box.offsets if offsets is None else [a - b for a, b in zip(box.offsets, offsets, strict=True)]
     for dim, (start, size) in enumerate(zip(starts, box.sizes, strict=True)):
         tensor = tensor.narrow(dim, start, size)
@@ -89,32 +89,32 @@ def fill_ours(out: Tensor, box: Box, blocks: Iterable[TensorBlock], read: Callab
 
 
 def fill_theirs(out: Tensor, source: int, blocks: Iterable[TensorBlock], ours: Tensor) -> None:
-    """Writes to `out`, one of theirs, what the blocks say is in our whole tensor."""
+    """Writes to `out`, one of theirs, the values of our unsharded tensor, by the blocks."""
     for block in blocks:
         if block.source == source:
             part(out, block.theirs).copy_(block.to_theirs(part(ours, block.ours)))
 
 
-def whole(config: TransformerConfig, shape: Shape) -> tuple[TensorBlock, ...]:
+def identity(config: TransformerConfig, shape: Shape) -> tuple[TensorBlock, ...]:
     """Layout of a tensor that is the same on both sides."""
     box = Box((0,) * len(shape), shape)
     return (TensorBlock(box, box, 0, tuple(range(len(shape)))),)
 
 
 def transposed(config: TransformerConfig, shape: Shape) -> tuple[TensorBlock, ...]:
-    """A matrix that they keep as [in, out]."""
+    """Layout of a matrix that they store as [in, out]."""
     return (TensorBlock(Box((0, 0), shape), Box((0, 0), shape[::-1]), 0, (1, 0)),)
 
 
 def each(config: TransformerConfig, shape: Shape) -> tuple[TensorBlock, ...]:
-    """[N, ...] of ours as N tensors [...] of theirs: one of each expert, or gate and up."""
+    """Layout of [N, ...] of ours as N tensors [...] of theirs: one of each expert, or gate and up."""
     theirs = Box((0,) * (len(shape) - 1), shape[1:])
     dims = tuple(range(1, len(shape)))
     return tuple(TensorBlock(Box((e, *theirs.offsets), (1, *shape[1:])), theirs, e, dims) for e in range(shape[0]))
 
 
 def gate_and_up_of_each(config: TransformerConfig, shape: Shape) -> tuple[TensorBlock, ...]:
-    """[E, 2, F, H] of ours as two tensors [F, H] of theirs for each expert: gate, up."""
+    """Layout of [E, 2, F, H] of ours as two tensors [F, H] of theirs for each expert: gate, up."""
     theirs = Box((0, 0), shape[2:])
     return tuple(
         TensorBlock(Box((e, i, 0, 0), (1, 1, *shape[2:])), theirs, 2 * e + i, (2, 3))
@@ -124,7 +124,7 @@ def gate_and_up_of_each(config: TransformerConfig, shape: Shape) -> tuple[Tensor
 
 
 def gate_and_up_in_rows(config: TransformerConfig, shape: Shape) -> tuple[TensorBlock, ...]:
-    """[E, 2, F, H] of ours as one tensor [E, 2F, H] of theirs: of each expert first all of gate, then all of up."""
+    """Layout of [E, 2, F, H] of ours as one tensor [E, 2F, H] of theirs: of each expert first gate, then up."""
     num_experts, _, width, hidden = shape
     sizes = (num_experts, width, hidden)
     return tuple(
@@ -134,13 +134,13 @@ def gate_and_up_in_rows(config: TransformerConfig, shape: Shape) -> tuple[Tensor
 
 
 def query_key_value(config: TransformerConfig, shape: Shape) -> tuple[TensorBlock, ...]:
-    """Groups in a row of ours as three tensors of theirs, each with all groups: queries, keys, values."""
+    """Layout of our interleaved groups as three tensors of theirs, each with all groups: queries, keys, values."""
     return tuple(_rows(shape, ours, theirs, num_rows, source) for ours, theirs, num_rows, source in _heads(config))
 
 
 def joined_query_key_value(config: TransformerConfig, shape: Shape) -> tuple[TensorBlock, ...]:
-    """Layout as of `query_key_value`, with the three of theirs joined into one and, if they are matrices, kept as [in,
-    out]."""
+    """Layout as of `query_key_value`, with the three of theirs joined into one and, if they are matrices, stored as
+    [in, out]."""
     width = config.num_attention_heads * config.head_dim
     starts = (0, width, width + config.num_query_groups * config.head_dim)
     rows = (_rows(shape, ours, starts[source] + theirs, n, 0) for ours, theirs, n, source in _heads(config))

@@ -1,6 +1,6 @@
-"""A `config.json` of a Hugging Face model on its way to our configuration: fields are asked for, faults collected.
+"""A `config.json` of a Hugging Face model, translated to our configuration: fields are read, errors collected.
 
-No field is dropped in silence, either way: one that nobody asks for must be harmless or at its default when a file is
+No field is dropped in silence, either way: one that no family reads must be harmless or at its default when a file is
 read (`ConfigReader.note_unknown`), and one of ours that a family does not write must be at its default
 (`unwritten_faults`).
 """
@@ -64,13 +64,13 @@ def transformers_defaults(model_type: str) -> Mapping[str, Any]:
 
 
 class ConfigReader:
-    """The fields of a `config.json` over the defaults of its family; `faults` is all that was found wrong."""
+    """The fields of a `config.json` over the defaults of its family; `faults` lists all errors."""
 
     def __init__(self, raw: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
         self.raw = {**defaults, **raw}
         self._defaults = defaults
         self.faults: list[str] = []
-        self.asked: set[str] = {"quantization_config"}
+        self.taken: set[str] = {"quantization_config"}
         if self.raw.get("quantization_config") is not None:
             self.faults.append(
                 "quantization_config is set, and quantized weights are not read; save the model without quantization "
@@ -79,7 +79,7 @@ class ConfigReader:
 
     def take(self, key: str, default: Any = MISSING) -> Any:
         """The field, or the default where it is null or not there; with neither it is a fault."""
-        self.asked.add(key)
+        self.taken.add(key)
         if self.raw.get(key) is None and default is MISSING:
             self.faults.append(f"{key} is not there, and the model cannot be built without it; add it")
             return 0
@@ -118,24 +118,24 @@ class ConfigReader:
 
     def require(self, key: str, *supported: Any) -> None:
         """Notes a fault unless the field is absent or one of the values that change nothing."""
-        self.asked.add(key)
+        self.taken.add(key)
         value = self.raw.get(key)
         if value is not None and value not in supported:
             may_be = " or ".join(map(repr, supported))
             self.faults.append(f"{key} ({value!r}) must be {may_be}: anything else is not built")
 
     def take_alias(self, alias: str, name: str) -> None:
-        """Takes a field that is written under another name for the one that it is."""
-        self.asked.add(alias)
+        """Takes a field that is written under another name."""
+        self.taken.add(alias)
         if self.raw.get(alias) is not None:
             self.raw[name] = self.raw[alias]
 
     def note_unknown(self, model_type: str, harmless: Collection[str]) -> None:
-        """Notes a fault for each field that nobody asked for, unless it is harmless or at its default.
+        """Notes a fault for each field that was not taken, unless it is harmless or at its default.
 
         Called last. The default is that of transformers' configuration class, which is imported only where needed.
         """
-        known = {*self.asked, *harmless}
+        known = {*self.taken, *harmless}
         unknown = {
             key: value
             for key, value in self.raw.items()
@@ -151,7 +151,7 @@ class ConfigReader:
 
     def rope(self) -> dict[str, Any]:
         """Rotary fields of ours, from either spelling: `rope_parameters`, or `rope_theta` and `rope_scaling`."""
-        self.asked |= {"rope_parameters", "rope_theta", "rope_scaling"}
+        self.taken |= {"rope_parameters", "rope_theta", "rope_scaling"}
         given = [self.raw.get(key) or {} for key in ("rope_parameters", "rope_scaling")]
         if not all(isinstance(settings, Mapping) for settings in given):
             self.faults.append("rope_parameters and rope_scaling must be tables of settings")
@@ -214,7 +214,7 @@ class ConfigReader:
 
 
 def _is_like(value: Any, usual: Any) -> bool:
-    """Whether a field is of the kind of its family's default."""
+    """Whether a field is of the type of its family's default."""
     if isinstance(value, bool) or isinstance(usual, bool):
         return isinstance(value, bool) and isinstance(usual, bool)
     if isinstance(usual, float):

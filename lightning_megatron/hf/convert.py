@@ -1,6 +1,6 @@
-"""Between folders with a Hugging Face model and checkpoint directories, tensor by tensor and with no model built.
+"""Conversion between folders with a Hugging Face model and checkpoint directories, tensor by tensor, without a model.
 
-What is read may be made a model with experts on the way (`Weights.upcycled`).
+Weights may become those of a model with experts on the way (`Weights.upcycled`).
 """
 
 import math
@@ -44,9 +44,9 @@ class Converted:
 def to_checkpoint(weights: Weights, target: str | os.PathLike[str], *, dtype: torch.dtype | None = None) -> Converted:
     """Writes a model as checkpoint `target`, for a LightningModule that calls it `model`.
 
-    Values keep their dtype, or get `dtype`. Weights go through files beside the target, as large as the model, so that
-    memory holds one tensor; behind an address, through the system's folder for temporary files. Raises ValueError for a
-    target that exists.
+    Values keep their dtype, or get `dtype`. Weights go through files next to the target, as large as the model, so that
+    memory holds one tensor; for a remote target, through the system's folder for temporary files. Raises ValueError for
+    a target that exists.
     """
     target = os.fspath(target)
     if Folder(target).kind() != "nothing":
@@ -60,9 +60,9 @@ def to_checkpoint(weights: Weights, target: str | os.PathLike[str], *, dtype: to
         # Lightning looks for it to know what it reads.
         "pytorch-lightning_version": metadata.version("lightning"),
     }
-    # Buffers are what routers have learnt, which is nothing yet.
+    # Buffers are the expert biases of routers, which start at zero.
     pieces = {
-        f"model.{name}": Piece.whole(torch.zeros(value.shape, dtype=value.dtype, device="cpu"))
+        f"model.{name}": Piece.unsharded(torch.zeros(value.shape, dtype=value.dtype, device="cpu"))
         for name, value in model.state_dict().items()
         if name not in parameters
     }
@@ -76,7 +76,7 @@ def to_checkpoint(weights: Weights, target: str | os.PathLike[str], *, dtype: to
                 os.path.join(scratch, str(number)), shared=True, size=math.prod(shape), dtype=dtype
             ).view(shape)
             weights.read(name, Box((0,) * len(shape), shape), values)
-            pieces[f"model.{name}"] = Piece.whole(values)
+            pieces[f"model.{name}"] = Piece.unsharded(values)
         checkpoint.save(target, pieces, meta, world=Mesh.single().world)
     return Converted(
         family=weights.kind,
@@ -109,9 +109,9 @@ def to_folder(
         for name, link in table.links.items():
             values = empty_source(link.shape, weights.dtype)
             weights.read(name, Box((0,) * len(link.shape), link.shape), values)
-            for place, their_name in enumerate(link.sources):
+            for index, their_name in enumerate(link.sources):
                 theirs = empty_source(table.theirs[their_name], values.dtype)
-                fill_theirs(theirs, place, link.blocks, values)
+                fill_theirs(theirs, index, link.blocks, values)
                 plan.put(draft, their_name, theirs)
         finish_draft(draft, target, hf_config(table, dtype), tokenizer)
     finally:

@@ -1,8 +1,7 @@
-"""What Mixtral and Qwen3-MoE have in common: a gated decoder with experts, their names, and the router's fields.
+"""Common parts of Mixtral and Qwen3-MoE: a gated decoder with experts, their names, and the router's fields.
 
-Files hold each expert's matrices apart; transformers 5 keeps those of a layer in two tensors, and writes them so where
-it is asked to (`save_original_format=False`). Which of the two a file is, its names tell. Written is the first, which
-every version reads.
+Files hold each expert's matrices apart; transformers 5 holds those of a layer in two tensors, and writes them so with
+`save_original_format=False`. Names tell the two formats of files apart. We write the first, which every version reads.
 """
 
 import math
@@ -36,7 +35,7 @@ _OF_ROUTER = frozenset(
 
 
 def rows_apart(block: str, gate: str, up: str, down: str) -> tuple[ParamMapping, ...]:
-    """Rows of files with a tensor for each matrix of an expert; `block` is what is called `mlp` in dense layers."""
+    """Mappings of files with a tensor for each matrix of an expert; `block` is the name of `mlp` of dense layers."""
     expert = f"model.layers.{{}}.{block}.experts.{{}}"
     return (
         ParamMapping("layers.{}.moe.router.weight", (f"model.layers.{{}}.{block}.gate.weight",)),

@@ -28,11 +28,11 @@ def family_of_config(config: Config, name: str | None) -> Family:
     """The family of that name, or the one that the configuration fits. Raises ValueError where it is not one."""
     if name is not None and name not in FAMILIES:
         raise ValueError(f"family ({name!r}) must be one of {', '.join(map(repr, FAMILIES))}")
-    asked = FAMILIES if name is None else {name: FAMILIES[name]}
-    asked = {known: family for known, family in asked.items() if family.config_class is type(config)}
-    if not asked:
+    candidates = FAMILIES if name is None else {name: FAMILIES[name]}
+    candidates = {known: family for known, family in candidates.items() if family.config_class is type(config)}
+    if not candidates:
         raise ValueError(f"family ({name!r}) has no models with a {type(config).__name__}; leave it out")
-    faults = {family: FAMILIES[family].faults(config) for family in asked}
+    faults = {family: FAMILIES[family].faults(config) for family in candidates}
     fits = [family for family, found in faults.items() if not found]
     if not fits:
         lines = [f"{family}: {'; '.join(found)}" for family, found in faults.items()]

@@ -1,7 +1,7 @@
-"""What a family of Hugging Face models is: a table of rows and a translation of its configuration, both ways.
+"""A family of Hugging Face models: a table of rows and a translation of its configuration, both ways.
 
-A family is one small file with a `Family`. Its `Table` for a configuration says of each tensor, on either side, what it
-is on the other; a tensor that no row names is a fault, and so is one that two rows name.
+A family is one small file with a `Family`. Its `Table` for a configuration maps each tensor, on either side, to the
+other; a tensor that no row names is a fault, and so is one that two rows name.
 """
 
 import re
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from lightning_megatron.hf.blocks import Layout, Shape, TensorBlock, shapes_of_sources, whole
+from lightning_megatron.hf.blocks import Layout, Shape, TensorBlock, identity, shapes_of_sources
 from lightning_megatron.hf.config_reader import TRAINING_ONLY, ConfigReader, unwritten_faults
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.models.bert import BertConfig, BertModel
@@ -45,16 +45,16 @@ def _always(config: Any) -> bool:
 
 @dataclass(frozen=True)
 class ParamMapping:
-    """One of our tensors and those of theirs that hold the same numbers; `{}` is a number, of a layer say.
+    """Mapping of one of our tensors to those of theirs with the same numbers; `{}` is a number, of a layer say.
 
-    Where theirs have one `{}` more it is the number of an expert: there is one of each for every index of our dim 0.
+    Where theirs have one `{}` more it is the number of an expert: there is one tensor for every index of our dim 0.
     """
 
     ours: str
     theirs: tuple[str, ...]
-    layout: Layout = whole
+    layout: Layout = identity
     is_of: Callable[[Any], bool] = _always
-    """Whether a model of that configuration of ours has it so."""
+    """Whether the mapping holds for a model of that configuration of ours."""
 
     def sources(self, numbers: tuple[str, ...], shape: Shape) -> tuple[str, ...]:
         """The names of theirs for our tensor of that shape, whose name has those numbers."""
@@ -65,7 +65,7 @@ class ParamMapping:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """One `model_type`."""
+    """Family of models of one `model_type`."""
 
     name: str
     """The model_type."""
@@ -76,7 +76,7 @@ class Family:
     rows: tuple[ParamMapping, ...]
     """Mappings of the tensors of files that are written."""
     ignored: tuple[str, ...]
-    """Names of theirs that are no weights."""
+    """Names of theirs that are not weights."""
     tied: Mapping[str, str]
     """Names of theirs that repeat another tensor where embeddings are tied."""
     defaults: Mapping[str, Any]
@@ -122,7 +122,7 @@ class Family:
         try:
             config = self.config_class(**fields)
         except ValueError as error:
-            # What is wrong in theirs makes ours wrong too.
+            # Errors in theirs cause errors in ours too.
             faults = faults or str(error).splitlines()
         if faults:
             raise ValueError("\n  ".join([f"config.json of model_type {self.name!r} cannot be used:", *faults]))
@@ -142,7 +142,7 @@ def model_of(config: Config, mesh: Mesh) -> Model:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorSource:
-    """One of our tensors, unsplit, and where it lies in theirs."""
+    """Location of one of our tensors, unsplit, in theirs."""
 
     shape: Shape
     sources: tuple[str, ...]
@@ -176,7 +176,7 @@ class Table:
         raise ValueError(f"family {self.family.name!r} has no row for our tensor {name}; add one to its table")
 
     def compare(self, shapes: Mapping[str, Shape], dtypes: Mapping[str, torch.dtype], where: str) -> dict[str, str]:
-        """Under which name of the file each of their tensors is. Raises ValueError with all that does not fit."""
+        """The name in the file of each of their tensors. Raises ValueError with all that does not fit."""
         prefix = self.family.prefix
         is_bare = not any(name.startswith(prefix) for name in shapes)
         found = {prefix + name if is_bare and prefix + name in self.theirs else name: name for name in shapes}
@@ -211,7 +211,7 @@ def matches(pattern: str, name: str) -> re.Match[str] | None:
 
 
 def listed(names: Iterable[str], kind: str) -> list[str]:
-    """One line of how many there are, what is wrong with them and which they are; none where there are none."""
+    """One line with the number of names, their error and the names; none where there are no names."""
     names = sorted(names)
     if not names:
         return []

@@ -26,25 +26,25 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""What weights may be, by the names in a file."""
+"""Dtypes of weights, by their names in a file."""
 
-# How a file begins: the length of its header in bytes.
+# Size of the first number in a file: the length of its header in bytes.
 _LENGTH_BYTES = 8
 _LONGEST_HEADER_BYTES = 100_000_000
 
 
 def on_disk(path: Address) -> Path:
-    """The path, where it is one of a disk. Raises ValueError for an address."""
+    """The path, if it is on a disk. Raises ValueError for a remote address."""
     if is_remote(path):
         raise ValueError(
             f"{path} is an address, and a folder with a Hugging Face model is read and written on a disk; give a path "
-            "there (only checkpoints may lie behind an address)"
+            "there (only checkpoints may be at a remote address)"
         )
     return Path(path)
 
 
 def safetensors() -> ModuleType:
-    """The package, or an error that says how to get it."""
+    """The package safetensors. Raises ImportError with the way to install it."""
     try:
         import safetensors
     except ImportError as error:
@@ -80,7 +80,7 @@ class WeightFiles:
         self._open: dict[Path, Any] = {}
         faults = []
         for file in sorted(set(self._file_of.values())):
-            names = {name for name, place in self._file_of.items() if place == file}
+            names = {name for name, holder in self._file_of.items() if holder == file}
             entries = _header(file)
             if lost := sorted(names - entries.keys()):
                 faults.append(f"{file.name} lacks what {INDEX} says is in it: {', '.join(lost[:20])}")
@@ -136,11 +136,11 @@ def _header(file: Path) -> dict[str, Any]:
         entries: dict[str, Any] = json.loads(text)
         entries.pop("__metadata__", None)
         end = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
-        is_whole = size == _LENGTH_BYTES + length + end
-        is_whole &= all(math.prod(entry["shape"]) >= 0 for entry in entries.values())
+        is_complete = size == _LENGTH_BYTES + length + end
+        is_complete &= all(math.prod(entry["shape"]) >= 0 for entry in entries.values())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{file} is no safetensors file, or is cut off: its header cannot be read") from error
-    if not is_whole:
+    if not is_complete:
         raise ValueError(
             f"{file} is {size} bytes long, and its header says {_LENGTH_BYTES + length + end}: it is cut off or "
             "damaged; fetch it again"

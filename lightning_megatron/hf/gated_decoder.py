@@ -1,4 +1,4 @@
-"""What Llama, Mistral and Qwen have in common: rotary positions, RMS norms, gated MLPs, and names for all of it."""
+"""Common parts of Llama, Mistral and Qwen: rotary positions, RMS norms, gated MLPs, and names for all of it."""
 
 from typing import Any
 
@@ -142,7 +142,7 @@ def layer_windows_from_hf(reader: ConfigReader) -> dict[str, Any]:
 
 
 def layer_windows_to_hf(config: GPTConfig) -> dict[str, Any]:
-    """Fields of a config.json for windows of layers, for every version of transformers that can say them."""
+    """Fields of a config.json for windows of layers, for every version of transformers that has them."""
     kinds = ["sliding_attention" if config.window_of(i) else "full_attention" for i in range(config.num_layers)]
     return {
         "use_sliding_window": config.sliding_window > 0,

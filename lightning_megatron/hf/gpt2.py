@@ -1,4 +1,4 @@
-"""GPT-2: `GPT2LMHeadModel`, with learned positions, layer norms and biases; its linears are kept as [in, out]."""
+"""GPT-2: `GPT2LMHeadModel`, with learned positions, layer norms and biases; its linears are stored as [in, out]."""
 
 from typing import Any
 

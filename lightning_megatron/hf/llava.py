@@ -1,6 +1,6 @@
 """LLaVA 1.5: `LlavaForConditionalGeneration` of a CLIP vision tower and a Llama.
 
-Files differ in two ways, and their own names tell which: whether everything is under `model.` (as modules of
+Files differ in two ways, which their own names show: whether everything is under `model.` (as modules of
 transformers 5 are named) or the language model alone (as it writes files), and whether the tower's names have
 `vision_model.` in them (as transformers 4 wrote them).
 """
@@ -83,13 +83,13 @@ _CLIP_NAMES = {
     "init_std": "initializer_range",
 }
 _STRATEGIES = {"default": "default", "full": "full"}
-# Stands in for a tower whose configuration is faulty, so that the other faults are told with its own.
+# Placeholder for a tower whose configuration has errors, so that all errors are listed together.
 _NO_TOWER = VisionConfig(num_layers=24, hidden_size=1, num_attention_heads=1, image_size=1, patch_size=1)
 _KINDS = ("weight", "bias")
 
 
 def vision_query_key_value(config: TransformerConfig, shape: Shape) -> tuple[TensorBlock, ...]:
-    """Layout as of `query_key_value`, of the heads of the vision tower."""
+    """Layout as of `query_key_value`, for the heads of the vision tower."""
     assert isinstance(config, LlavaConfig)
     return query_key_value(config.vision, shape)
 
@@ -191,7 +191,7 @@ def config_from_hf(reader: ConfigReader) -> dict[str, Any]:
 
 
 def vision_config(reader: ConfigReader) -> VisionConfig:
-    """The tower that the field of that name tells of; LLaVA's where it is left out. Faults are noted in the reader."""
+    """The tower of the field `vision_config`; LLaVA's where it is left out. Faults are noted in the reader."""
     if reader.raw.get("vision_config") is None:
         reader.raw["vision_config"] = TOWER
     clip = _nested(reader, "vision_config", "clip_vision_model", CLIP_DEFAULTS)
@@ -277,7 +277,7 @@ FAMILY = LlavaFamily(
         for is_inner in (False, True)
     },
     defaults=DEFAULTS,
-    # How many image tokens a processor puts for an image, what it counts as no target, and an older place of a field.
+    # A processor's number of image tokens, its index of ignored targets, and an older position of a field.
     harmless=HARMLESS | {"image_seq_length", "ignore_index", "vocab_size"},
     config_from_hf=config_from_hf,
     config_to_hf=config_to_hf,

@@ -1,8 +1,8 @@
-"""A LLaVA from the folders that its parts come from: a whole one, or a language model's and a vision tower's.
+"""A LLaVA from folders: that of a complete LLaVA, or those of a language model and a vision tower.
 
-The configuration is the caller's, and what a folder has must be of it; each rank reads its slices. What no folder has
-is drawn as the initial values of a new model: the projector, and rows of the vocabulary behind those of a language
-model, among which the image token may be.
+The configuration is the caller's, and the folders must fit it; each rank reads its slices. Weights of no folder get the
+initial values of a new model: the projector, and rows of the vocabulary after those of a language model, such as that
+of the image token.
 """
 
 from collections.abc import Callable
@@ -33,7 +33,7 @@ _CLIP, _CLIP_VISION = "clip", "clip_vision_model"
 _TOWER = "vision_tower."
 _VISION_MODEL = "vision_model."
 _VOCABULARY = ("embedding.tokens.weight", "head.weight")
-# A user's own choice: they change training, or how large a table of positions is that nothing is read for.
+# Fields of the user's own choice: they change training, or the size of a table of positions that is not read.
 _FREE = frozenset(
     ("max_sequence_length", "init_std", "hidden_dropout", "attention_dropout", "label_smoothing", "vocab_multiple")
 )
@@ -41,12 +41,12 @@ _FREE = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class _Given:
-    """A folder's weights."""
+    """Weights of a folder."""
 
     has: Callable[[str], bool]
-    """A parameter of that name of ours."""
+    """Whether the folder has the parameter with a name of ours."""
     num_rows: int
-    """Rows of its vocabulary."""
+    """Number of rows of its vocabulary."""
     read: Read
 
 
@@ -153,7 +153,7 @@ def _vision(folder: Path, config: LlavaConfig, faults: list[str]) -> _Given | No
 
 
 def _differences(ours: Any, theirs: Any, folder: Path) -> list[str]:
-    """Fields of an architecture that are others than the folder's; our vocabulary may be larger."""
+    """Fields of an architecture that differ from the folder's; our vocabulary may be larger."""
     faults = []
     for field in fields(theirs):
         one, other = getattr(ours, field.name), getattr(theirs, field.name)

@@ -24,9 +24,9 @@ def from_pretrained(
 ) -> Model:
     """The model in a folder, this rank's part of it, on torch's default device and in its default dtype.
 
-    Of the class of its family. Without a mesh, that of the running strategy. With `upcycle` a dense GPT becomes one
-    with experts, which computes the same. Every rank reads for itself; none waits for another. Raises ValueError for
-    what cannot be read or is not supported, with all faults of one kind at once.
+    Its class is that of its family. Without a mesh, it is that of the running strategy. With `upcycle` a dense GPT
+    becomes one with experts, which computes the same. Every rank reads for itself; none waits for another. Raises
+    ValueError for what cannot be read or is not supported, with all faults of one kind at once.
     """
     folder = on_disk(path)
     mesh = mesh if mesh is not None else ambient_mesh()
@@ -51,7 +51,7 @@ def from_pretrained(
 
 
 def config_from_pretrained(path: str | os.PathLike[str], *, upcycle: MoEConfig | None = None) -> Config:
-    """The architecture of the model in a folder, or of the one with experts that it becomes.
+    """The architecture of the model in a folder, or of the upcycled one.
 
     Raises ValueError for what is not supported, all faults at once.
     """
@@ -62,7 +62,7 @@ def config_from_pretrained(path: str | os.PathLike[str], *, upcycle: MoEConfig |
 
 
 def upcycling(config: Config, moe: MoEConfig) -> Upcycling:
-    """The way to a model with experts. Raises ValueError where there is none."""
+    """The upcycling to a model with experts. Raises ValueError where there is none."""
     # A LlavaConfig is one, too, and a vision tower has no experts.
     if type(config) is not GPTConfig:
         raise ValueError(f"upcycling takes a model with a GPTConfig, and this one has a {type(config).__name__}")
@@ -99,7 +99,7 @@ class Source:
 
 
 def take_memory(model: nn.Module) -> None:
-    """Puts zeros in the place of parameters that have no memory yet; a shared one stays shared."""
+    """Replaces parameters on the meta device by zeros; a shared one stays shared."""
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, bare in list(module.named_parameters(recurse=False)):
@@ -111,7 +111,7 @@ def take_memory(model: nn.Module) -> None:
                 made[bare] = parameter
             setattr(module, name, made[bare])
         if isinstance(module, Router):
-            # What it learns beside its weight it has not learnt yet.
+            # Buffers, such as expert biases, start at zero.
             for name, buffer in list(module.named_buffers(recurse=False)):
                 setattr(module, name, torch.zeros(buffer.shape, dtype=buffer.dtype))
     assert not any(buffer.is_meta for buffer in model.buffers()), "buffers have values that no file has"

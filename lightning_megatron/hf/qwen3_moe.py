@@ -62,7 +62,7 @@ def _window_from_hf(reader: ConfigReader) -> dict[str, Any]:
         # Older versions of transformers left the window out of so many first layers, newer ones do not.
         reader.require("max_window_layers", 0)
         return {"sliding_window": window}
-    reader.asked.add("max_window_layers")
+    reader.taken.add("max_window_layers")
     return {"sliding_window": 0}
 
 

@@ -1,7 +1,7 @@
 """A model on any mesh into a folder that transformers loads.
 
-Tensor by tensor: the ranks that share a weight gather it, and the first of each stage writes it to its place in the
-files, which all stages share. No rank has more than one whole weight, and one tensor of theirs, beside its own.
+Tensor by tensor: the ranks that share a weight gather it, and the first of each stage writes it to its offset in the
+files, which all stages share. No rank has more than one unsharded weight, and one tensor of theirs, besides its own.
 """
 
 import os
@@ -36,15 +36,13 @@ def save_pretrained(
 
     `family` is needed where several fit. `dtype` is that of the files, by default the narrowest that holds all weights.
     The tokenizer's files are copied from `tokenizer_from`. Nothing may be at the path, which all ranks see; the folder
-    appears there whole, by a rename. Waits for all ranks. Raises ValueError for what no family can say.
+    appears there complete, by a rename. Waits for all ranks. Raises ValueError for what no family can express.
     """
     table = Table(family_of_config(model.config, family), model.config)
     parameters = dict(model.named_parameters())
-    unplaced = listed(parameters.keys() - table.links.keys(), "parameters for which the family has no place")
-    if unplaced:
-        raise ValueError(
-            f"{unplaced[0]}; save low-rank paths (lora) within `merged_lora(model)`, or after `merge_lora(model)`"
-        )
+    unmapped = listed(parameters.keys() - table.links.keys(), "parameters for which the family has no place")
+    if unmapped:
+        raise ValueError(f"{unmapped[0]}; save LoRA adapters within `merged_lora(model)`, or after `merge_lora(model)`")
     world = model.mesh.world
     if dtype is None:
         # Stages may hold different ones.
@@ -102,7 +100,7 @@ def _finish(draft: Path, target: Path, config: dict[str, Any], tokenizer: Path |
 def _write(
     model: Model, parameters: dict[str, torch.nn.Parameter], table: Table, plan: ShardPlan, draft: Path
 ) -> Exception | None:
-    """Writes what this rank is to write; a fault ends its writing, and not its part in gathering."""
+    """Writes this rank's tensors; an error ends its writing, and not its part in gathering."""
     mesh, fault = model.mesh, None
     for part in (name for stage in mesh.own_stages for name in model.parts_of(stage)):
         # An optimizer may still be sending its weights.
@@ -115,9 +113,9 @@ def _write(
         if not is_writer or fault is not None:
             continue
         try:
-            for place, source in enumerate(link.sources):
+            for index, source in enumerate(link.sources):
                 theirs = empty_source(table.theirs[source], ours.dtype)
-                fill_theirs(theirs, place, link.blocks, ours)
+                fill_theirs(theirs, index, link.blocks, ours)
                 plan.put(draft, source, theirs)
         except OSError as error:
             fault = error
@@ -136,8 +134,8 @@ def _stage_of(model: Model, name: str) -> int:
 def _gathered(parameter: Tensor) -> Tensor:
     """The unsplit weight, on every rank that has a part of it."""
     shard = shard_of(parameter)
-    whole = parameter.detach()
+    full = parameter.detach()
     if shard.dim is not None and shard.axis is not None:
-        whole = collectives.all_gather(whole, shard.axis, dim=shard.dim)
-        whole = whole.narrow(shard.dim, 0, shard.global_shape[shard.dim])
-    return whole if shard.leading is None else collectives.all_gather(whole, shard.leading)
+        full = collectives.all_gather(full, shard.axis, dim=shard.dim)
+        full = full.narrow(shard.dim, 0, shard.global_shape[shard.dim])
+    return full if shard.leading is None else collectives.all_gather(full, shard.leading)

@@ -1,9 +1,9 @@
-"""Weights on their way into a folder that transformers loads: which file holds which tensor, and where in it.
+"""Files of weights in a folder that transformers loads: which file holds which tensor, and at which offset.
 
 The plan follows from names, shapes and dtype alone, so every rank makes the same, and the files do not depend on the
-mesh. Anyone may put any tensor in its place: a writer needs memory for one tensor.
+mesh. Any process may write any tensor: a writer needs memory for one tensor.
 
-A file: 8 bytes with the length of the header, the header (JSON: dtype, shape and place of each tensor), the tensors.
+A file: 8 bytes with the length of the header, the header (JSON: dtype, shape and offsets of each tensor), the tensors.
 """
 
 import json
@@ -36,14 +36,14 @@ _TOKENIZER_FILES = (
     "merges.txt",
     "tokenizer.model",
 )
-# Beside `chat_template.*`.
+# In addition to `chat_template.*`.
 _ALONG = (*_TOKENIZER_FILES, "generation_config.json")
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 """Fields of a `config.json` that a tokenizer knows and a model does not."""
 
 START_ID = "decoder_start_token_id"
-"""Another one, of models with an encoder: the token that their texts start with."""
+"""Another such field, of models with an encoder: the token that the decoder's texts start with."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class ShardPlan:
     """First bytes of each file."""
     lengths_bytes: Mapping[str, int]
     """Length of each file."""
-    places: Mapping[str, TensorLocation]
+    locations: Mapping[str, TensorLocation]
     """Location of each tensor."""
     dtype: torch.dtype
     """Dtype of all tensors."""
@@ -86,16 +86,16 @@ class ShardPlan:
                 num_bytes = 0
             groups[-1].append(name)
             num_bytes += length
-        headers, lengths, places = {}, {}, {}
+        headers, lengths, locations = {}, {}, {}
         for number, names in enumerate(groups, start=1):
             file = SINGLE if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
             header, end = _header({name: shapes[name] for name in names}, dtype)
             headers[file], lengths[file] = header, len(header) + end
             offset = len(header)
             for name in names:
-                places[name] = TensorLocation(file, offset)
+                locations[name] = TensorLocation(file, offset)
                 offset += math.prod(shapes[name]) * dtype.itemsize
-        return ShardPlan(headers=headers, lengths_bytes=lengths, places=places, dtype=dtype)
+        return ShardPlan(headers=headers, lengths_bytes=lengths, locations=locations, dtype=dtype)
 
     def begin(self, folder: Path) -> None:
         """Makes every file, with its header and at its full length."""
@@ -105,15 +105,15 @@ class ShardPlan:
                 stream.truncate(self.lengths_bytes[file])
         if len(self.headers) > 1:
             total = sum(length - len(self.headers[file]) for file, length in self.lengths_bytes.items())
-            weight_map = {name: place.file for name, place in sorted(self.places.items())}
+            weight_map = {name: location.file for name, location in sorted(self.locations.items())}
             write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
     def put(self, folder: Path, name: str, tensor: Tensor) -> None:
-        """Writes a tensor to its place."""
-        place = self.places[name]
+        """Writes a tensor at its location."""
+        location = self.locations[name]
         values = tensor.detach().to(device="cpu", dtype=self.dtype).contiguous()
-        with (folder / place.file).open("r+b") as stream:
-            stream.seek(place.offset_bytes)
+        with (folder / location.file).open("r+b") as stream:
+            stream.seek(location.offset_bytes)
             stream.write(values.view(-1).view(torch.uint8).numpy().data)
 
 
@@ -130,12 +130,12 @@ def _header(shapes: Mapping[str, Shape], dtype: torch.dtype) -> tuple[bytes, int
 
 
 def write_json(file: Path, value: Mapping[str, Any]) -> None:
-    """The value as text that people read."""
+    """Writes the value as indented JSON."""
     file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
 def start_draft(path: Path, tokenizer_from: Path | None) -> Path:
-    """A new folder beside `path`, to be renamed to it. Raises ValueError where `path` is taken."""
+    """A new folder next to `path`, to be renamed to it. Raises ValueError where `path` is taken."""
     if path.is_dir() and not any(path.iterdir()):
         path.rmdir()
     if path.exists():
@@ -158,7 +158,7 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def finish_draft(draft: Path, path: Path, config: Mapping[str, Any], tokenizer_from: Path | None) -> None:
-    """Adds what is not weights, and renames the draft to `path`."""
+    """Adds the configuration and the tokenizer's files, and renames the draft to `path`."""
     known = {**dict.fromkeys(TOKEN_IDS), **config}
     if tokenizer_from is not None:
         for name in _ALONG:

@@ -21,7 +21,7 @@ from lightning_megatron.transformer.linears import (
 
 
 def key_value(config: TransformerConfig, shape: Shape) -> tuple[TensorBlock, ...]:
-    """Groups of a key and a value head in a row of ours as two tensors of theirs: keys, values."""
+    """Layout of our interleaved key and value heads as two tensors of theirs: keys, values."""
     size, hidden = config.head_dim, shape[1]
     return tuple(
         TensorBlock(Box(((2 * group + i) * size, 0), (size, hidden)), Box((group * size, 0), (size, hidden)), i, (0, 1))
@@ -134,8 +134,8 @@ _HARMLESS = HARMLESS | {
 }
 
 TOKEN_IDS = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
-"""Of T5's own tokenizers; written unless the files of another say others. Without them transformers neither trains nor
-generates."""
+"""Token ids of T5's own tokenizers, written unless the files of another tokenizer have others. Without them
+transformers neither trains nor generates."""
 
 
 def config_from_hf(reader: ConfigReader) -> dict[str, Any]:
@@ -155,8 +155,8 @@ def config_from_hf(reader: ConfigReader) -> dict[str, Any]:
 
 
 def _activation(reader: ConfigReader) -> str:
-    """Ours for `feed_forward_proj`: a function, or `gated-` and one. What follows from it is in some files too, and
-    counts there."""
+    """Our activation for `feed_forward_proj`: a function, or `gated-` and one. Some files have the derived fields too,
+    which take precedence."""
     named = reader.take("feed_forward_proj")
     *before, function = named.split("-")
     is_gated = reader.take("is_gated_act", before == ["gated"])

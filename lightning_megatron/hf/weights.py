@@ -1,4 +1,4 @@
-"""A model on the disk, a Hugging Face folder or a checkpoint directory, to be read box by box; no model is built.
+"""A model on disk, a Hugging Face folder or a checkpoint directory, read box by box without building the model.
 
 A checkpoint names its models in its metadata, under `models`: for each submodule of the LightningModule its class and
 its configuration. The weights of submodule `model` are called `model.layers.0.attention.qkv.weight` and so on.
@@ -38,12 +38,12 @@ class Weights:
     """A folder's model_type, or the class of the model."""
     config: Config
     dtype: torch.dtype
-    """The narrowest that holds all of them."""
+    """The narrowest dtype that holds all weights."""
     read: Read
     """Reader of tensors by our names."""
 
     def upcycled(self, moe: MoEConfig) -> "Weights":
-        """Weights of a model with experts that computes the same. Raises ValueError with all that keeps it from it."""
+        """Weights of a model with experts that computes the same. Raises ValueError with all errors."""
         way = upcycling(self.config, moe)
         return Weights(kind="GPTModel", config=way.config, dtype=self.dtype, read=partial(way.read, dense=self.read))
 
@@ -126,7 +126,7 @@ def _rebuilt(kind: type, saved: Mapping[str, Any]) -> Any:
 
 
 def _rebuilt_within(kind: type, value: Any) -> Any:
-    """A table of fields, or each of several, as what it has the fields of."""
+    """A table of fields, or each of several, as the dataclass of these fields."""
     if isinstance(value, (list, tuple)):
         return tuple(_rebuilt_within(kind, one) for one in value)
     return _rebuilt(kind, value) if isinstance(value, Mapping) else value
@@ -138,7 +138,7 @@ def _model_of(
     config: Mapping[str, Any] | None,
     where: str | os.PathLike[str],
 ) -> tuple[str, Config]:
-    """Name and configuration of the model that is asked for."""
+    """Name and configuration of the requested model."""
     models = meta.get(MODELS)
     if not models:
         if config is None:
@@ -178,7 +178,7 @@ def _compare(
     ]
     if any(".lora." in name for name in ours):
         faults.append(
-            "low-rank paths (lora) are not converted; `recipes/finetune_hf.py fit --ckpt_path ... --export.path ...` "
+            "LoRA adapters are not converted; `recipes/finetune_hf.py fit --ckpt_path ... --export.path ...` "
             "merges them into the weights and writes the folder"
         )
     if faults:

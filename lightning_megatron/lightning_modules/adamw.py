@@ -67,7 +67,7 @@ def adamw_with_warmup(module: L.LightningModule, config: AdamWConfig) -> dict[st
         )
     except ValueError as error:
         raise ConfigurationError(str(error)) from error
-    # A function, because LambdaLR saves the fields of an object and, on resuming, puts them over those now asked for.
+    # A function, because LambdaLR saves the fields of an object and, on resuming, overwrites the configured ones.
     scheduler = LambdaLR(optimizer, lambda step: curve(step))
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
@@ -77,7 +77,7 @@ def _groups(named: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> l
     decayed: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
     for name, parameter in named:
-        # Biases of fused linears have several dims, so the number of dims alone does not tell.
+        # Biases of fused linears have several dims, so the number of dims alone is not enough.
         is_matrix = parameter.dim() > 1 and name.rpartition(".")[2] != "bias"
         (decayed if is_matrix else others).append(parameter)
     return [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]

@@ -10,7 +10,7 @@ from lightning_megatron.data.packed_rows import IGNORE_INDEX
 
 
 def require_within(name: str, values: Tensor, num_kinds: int, way_out: str, *, may_be_none: bool = False) -> None:
-    """Raises ValueError for numbers that are none from 0 to below `num_kinds`, nor -100 where that is none at all."""
+    """Raises ValueError for numbers outside 0 to below `num_kinds`; with `may_be_none`, -100 is allowed too."""
     if values.device.type != "cpu":
         return
     outside = (values < 0) | (values >= num_kinds)
@@ -27,12 +27,12 @@ def require_no_gap(name: str, is_token: Tensor) -> None:
     if is_token.device.type != "cpu":
         return
     is_token = is_token.bool()
-    is_behind = is_token.cummax(dim=1).values
+    is_after = is_token.cummax(dim=1).values
     is_before = is_token.flip(1).cummax(dim=1).values.flip(1)
-    gaps = is_behind & is_before & ~is_token
+    gaps = is_after & is_before & ~is_token
     if gaps.any():
         row, place = gaps.nonzero()[0].tolist()
         raise ValueError(
             f"{name} of row {row} has padding at {place}, between two tokens; it must be 1 for the tokens of a row and"
-            " 0 for the padding before or behind them: put the padding at an end"
+            " 0 for the padding before or after them: put the padding at an end"
         )

@@ -28,12 +28,12 @@ class BertModule(PretrainModule):
 
     A batch holds `tokens`, `labels`, `loss_mask` and `padding_mask`, each [batch, sequence], `token_types` as well, of
     which a model without an embedding of types sees nothing, and `sentence_order_labels` [batch], which a model without
-    a head for them refuses. Losses are those of `BertModel`: of tokens and of order together. Evaluation logs
-    `val_sentence_order_accuracy` besides, the share of the samples whose order is told right, where batches ask for it.
+    a head for them refuses. Losses are those of `BertModel`: of tokens and of order together. Evaluation also logs
+    `val_sentence_order_accuracy`, the share of samples whose order is predicted right, where batches have its labels.
 
-    Prediction takes batches of `tokens`, filled up to one length behind their `lengths` [batch], and returns the text
-    of each row with the likeliest token at each mask token, without tokens of class and separator: what these are says
-    the tokenizer of the data module.
+    Prediction takes batches of `tokens`, padded to one length after their `lengths` [batch], and returns the text of
+    each row with the likeliest token at each mask token, without class and separator tokens, which the tokenizer of
+    the data module defines.
 
     Args:
         config: Architecture of the model.
@@ -90,7 +90,7 @@ class BertModule(PretrainModule):
         assert isinstance(logits, BertLogits), "without labels they are logits"
         roles = self._roles
         filled = torch.where(tokens == roles["mask"], logits.tokens.argmax(dim=-1), tokens)
-        # By what was asked: whatever fills a gap is text.
+        # By the input tokens: whatever fills a gap is text.
         is_text = is_token & (tokens != roles["class"]) & (tokens != roles["separator"])
         samples = batch["samples"].tolist() if "samples" in batch else range(len(tokens))
         rows = zip(filled, is_text, samples, strict=True)

@@ -40,8 +40,8 @@ class BertDataModule(CorpusDataModule):
     sequence_length], and with `sentence_order` of `sentence_order_labels` [global_batch_size / dp].
 
     The sequences of token files are sentences, as `prepare-data --split-sentences` writes them. A sample is consecutive
-    sentences of one document. An epoch has every span of sentences once, in an order of its own, parted and masked
-    anew. A tokenizer must have the special tokens [CLS], [SEP], [MASK] and [PAD]; one that is trained here does.
+    sentences of one document. An epoch has every span of sentences once, in its own order, split and masked at random
+    in each epoch. A tokenizer must have the tokens [CLS], [SEP], [MASK] and [PAD]; one that is trained here does.
     Prompts have [MASK] where prediction fills in a token.
     """
 

@@ -86,5 +86,5 @@ class ChatDataModule(ConversationDataModule):
         if self.template is None:
             return self.config.prompts
         with as_configuration_error():
-            asked = [[{"role": "user", "content": prompt}] for prompt in self.config.prompts]
-            return [self.template.render(messages, opens_answer=True) for messages in asked]
+            chats = [[{"role": "user", "content": prompt}] for prompt in self.config.prompts]
+            return [self.template.render(messages, opens_answer=True) for messages in chats]

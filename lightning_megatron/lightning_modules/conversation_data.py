@@ -66,6 +66,6 @@ class ConversationDataModule(TextDataModule):
         return split_documents(rows, self._held_out_fraction) if self._held_out_fraction > 0 else (rows, None)
 
     def _padding(self, tokenizer: Tokenizer) -> dict[str, int]:
-        """The value of each entry of a batch behind the end of a sample."""
+        """The value of each entry of a batch after the end of a sample."""
         padding = {"tokens": tokenizer.end_of_text, "labels": IGNORE_INDEX, "loss_mask": 0}
         return {**padding, "segments": NO_SEGMENT} if self.config.packing == "documents" else padding

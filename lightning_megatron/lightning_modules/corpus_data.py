@@ -61,7 +61,7 @@ class CorpusDataConfig(TextDataConfig):
     max_document_bytes: int = MAX_DOCUMENT_BYTES
     """Bytes above which a document counts as bad: tokenizers take some hundred times a document's size in memory."""
     batch_ramp: BatchRamp | None = None
-    """Growth of the batch size up to global_batch_size while the run is young."""
+    """Growth of the batch size up to global_batch_size at the start of the run."""
 
 
 class CorpusDataModule(TextDataModule):
@@ -74,7 +74,7 @@ class CorpusDataModule(TextDataModule):
 
     config: CorpusDataConfig
     needed_of_tokenizer: ClassVar[str] = ""
-    """What the samples need of a tokenizer and token files do not say; empty: nothing."""
+    """What the samples need of a tokenizer and token files do not hold; empty: nothing."""
     has_ends: ClassVar[bool] = True
     """Whether an end of text follows each document that is tokenized."""
     has_sentences: ClassVar[bool] = False
@@ -87,7 +87,7 @@ class CorpusDataModule(TextDataModule):
 
     @property
     def batch_ramp(self) -> BatchRamp | None:
-        """Growth of the batch size up to global_batch_size while the run is young."""
+        """Growth of the batch size up to global_batch_size at the start of the run."""
         return self.config.batch_ramp
 
     @property
@@ -122,7 +122,7 @@ class CorpusDataModule(TextDataModule):
         else:
             faults = blend_faults(config.blend)
             if config.path is not None or config.dataset is not None:
-                faults.append("blend is given beside path or dataset; give these as one of its sources")
+                faults.append("blend is given with path or dataset; give these as one of its sources")
         if config.epoch_samples < 0 or (config.epoch_samples and not self._has_free_epochs):
             faults.append(
                 f"epoch_samples ({config.epoch_samples}) must be at least 0, and is for what has no end of its own, as"
@@ -134,7 +134,7 @@ class CorpusDataModule(TextDataModule):
 
     @property
     def _has_free_epochs(self) -> bool:
-        """Whether `epoch_samples` may say how long an epoch is."""
+        """Whether `epoch_samples` may set the length of an epoch."""
         return self.config.blend is not None
 
     def _tokenizer_faults(self) -> list[str]:
@@ -142,7 +142,7 @@ class CorpusDataModule(TextDataModule):
             read = [*self._sources, *([self._validation_source] if self.config.validation_path is not None else [])]
             if len({source.has_tokens for source in read}) > 1:
                 return [
-                    "token files beside text need the tokenizer that they were made with: one that is trained here"
+                    "token files with text need the tokenizer that they were made with: one that is trained here"
                     " gives other numbers to the same words; give it as tokenizer"
                 ]
             if any(source.has_tokens for source in read) and self.needed_of_tokenizer:
@@ -208,12 +208,12 @@ class CorpusDataModule(TextDataModule):
         )
         with _about(about):
             if read.corpus is None:
-                kept, held = split_documents(read.documents, fraction)
+                trained, held = split_documents(read.documents, fraction)
                 held_out = self._samples(held, self._ready_tokenizer)
             else:
                 held_out = self._samples_between(read, count - num_held_out, count)
         if read.corpus is None:
-            return self._samples(kept, self._ready_tokenizer), held_out, None
+            return self._samples(trained, self._ready_tokenizer), held_out, None
         return self._samples_between(read, 0, count - num_held_out), held_out, None
 
     def _split(self, read: ReadSource, split: str) -> tuple[Samples, Samples | None, Samples | None]:
@@ -262,7 +262,7 @@ class CorpusDataModule(TextDataModule):
         return [source.weight for source in self._sources if source.weight > 0]
 
     def _blended_training(self, parts: list[Samples]) -> Samples:
-        """Samples of all sources by weight, each source over and over without an end."""
+        """Samples of all sources by weight, each source repeated without an end."""
         sources = [part.epochs(seed=key(self.config.seed, "source", number)) for number, part in enumerate(parts)]
         blended = BlendedEpochs(sources, self._weights)
         counts = [part.count for part in parts]
@@ -298,7 +298,7 @@ class CorpusDataModule(TextDataModule):
         return Samples(dataset=blended, count=count, summary=summary, is_ordered=True)
 
     def test_dataloader(self) -> list[DataLoader[Sample]]:
-        """The documents that `document_split` keeps for test, else those for validation."""
+        """Loaders of the documents that `document_split` reserves for test, else of those for validation."""
         return self._evaluation_loaders(self._tested) if self._tested is not None else self.val_dataloader()
 
 

@@ -56,7 +56,7 @@ class Samples:
     is_ordered: bool = False
     """Whether the samples stay in their own order and are not shuffled."""
     is_new_each_epoch: bool = False
-    """Whether sample i differs from epoch to epoch; in epoch e it is asked for by the number e * count + i."""
+    """Whether sample i differs from epoch to epoch; in epoch e its index is e * count + i."""
     is_infinite: bool = False
     """Whether every number is a sample."""
 
@@ -75,7 +75,7 @@ class Samples:
         return self.part(0, self.count - num_held_out), self.part(self.count - num_held_out, self.count)
 
     def epochs(self, seed: int) -> ShuffledEpochs:
-        """The samples over and over, each epoch in an order of its own."""
+        """The samples repeated without an end, each epoch in its own order."""
         return ShuffledEpochs(
             self.dataset, self.count, seed=seed, is_ordered=self.is_ordered, is_new_each_epoch=self.is_new_each_epoch
         )
@@ -122,7 +122,7 @@ class ParallelDataModule(L.LightningDataModule):
 
     @property
     def batch_ramp(self) -> BatchRamp | None:
-        """Smaller batches while the run is young; None where all batches have one size."""
+        """Ramp of the batch size at the start of the run; None where all batches have one size."""
         return None
 
     def faults(self) -> list[str]:
@@ -138,7 +138,7 @@ class ParallelDataModule(L.LightningDataModule):
         if self.batch_ramp is not None and self.batch_ramp.last_size != self.global_batch_size:
             faults.append(
                 f"batch_ramp ends with last_size ({self.batch_ramp.last_size}), which must be global_batch_size"
-                f" ({self.global_batch_size}): the size of the batches behind the ramp"
+                f" ({self.global_batch_size}): the size of the batches after the ramp"
             )
         return faults
 

@@ -19,7 +19,7 @@ from lightning_megatron.transformer.lora import merged_lora
 class ExportPretrained(L.Callback):
     """Writes the model and its tokenizer's files as a Hugging Face directory when training has ended.
 
-    LoRA adapters are merged into the weights that are written; the model keeps them.
+    LoRA adapters are merged into the weights that are written; the model itself stays unmerged.
 
     Args:
         path: Directory to write, which must not exist yet; None writes nothing.
@@ -29,7 +29,7 @@ class ExportPretrained(L.Callback):
         self.path = path
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        # MegatronStrategy has asked before it started a process; others do not ask.
+        # MegatronStrategy has checked before it started a process; other strategies do not check.
         if faults := self.faults(trainer):
             raise ConfigurationError(faults)
 
@@ -56,7 +56,7 @@ class ExportPretrained(L.Callback):
         return faults
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        # The strategy has put whole weights, and not master weights in parts, in place by now.
+        # The strategy has restored full weights, instead of shards of master weights, already.
         if self.path is None or not isinstance(pl_module, FinetuneModule | T5FinetuneModule):
             return
         assert pl_module.model is not None

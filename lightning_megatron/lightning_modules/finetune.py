@@ -1,4 +1,4 @@
-"""`FinetuneModule`: a Hugging Face model from a local directory, trained further, whole or by low-rank paths."""
+"""`FinetuneModule`: a Hugging Face model from a local directory, fine-tuned in full or by LoRA adapters."""
 
 from lightning_megatron import hf
 from lightning_megatron.lightning_modules.adamw import AdamWConfig
@@ -15,7 +15,7 @@ _GENERATION = GenerationConfig()
 
 
 class FinetuneModule(GPTModule):
-    """Fine-tunes a pretrained GPT: all of its weights, or LoRA adapters beside its frozen weights.
+    """Fine-tunes a pretrained GPT: all of its weights, or LoRA adapters on its frozen weights.
 
     Each rank reads its slices of the weights when training starts. Steps, logs and predictions are those of GPTModule.
 

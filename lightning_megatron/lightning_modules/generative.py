@@ -35,7 +35,7 @@ class GenerativeModule(PretrainModule):
         rows = len(batch["tokens"])
         samples = batch.get("samples")
         if samples is None:
-            # As a distributed sampler deals them out.
+            # A distributed sampler interleaves the rows of data-parallel ranks.
             replica = Replica.under(self.trainer.strategy)
             samples = (self._num_predicted + torch.arange(rows)) * replica.size + replica.rank
         self._num_predicted += rows

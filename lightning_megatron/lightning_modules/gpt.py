@@ -40,7 +40,7 @@ class GPTModule(GenerativeModule):
     model: GPTModel | None
     optional_inputs: ClassVar[tuple[str, ...]] = ("segments",)
     prompt_inputs: ClassVar[tuple[str, ...]] = ()
-    """Entries of a batch of prompts that generation takes beside their tokens and lengths."""
+    """Entries of a batch of prompts that generation takes in addition to their tokens and lengths."""
 
     def __init__(
         self, config: GPTConfig, optimizer: AdamWConfig = _ADAMW, generation: GenerationConfig = _GENERATION
@@ -56,7 +56,7 @@ class GPTModule(GenerativeModule):
         return generate(self._built, batch["tokens"], generation, samples=samples, **given)
 
     def configure_callbacks(self) -> list[L.Callback]:
-        # Lightning would put the module's in the place of the user's.
+        # Lightning would replace the user's callback by the module's.
         callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
         has_monitor = any(isinstance(callback, ExpertMonitor) for callback in callbacks)
         return [] if has_monitor or self.config.moe is None else [ExpertMonitor()]

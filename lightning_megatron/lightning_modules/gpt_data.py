@@ -33,7 +33,7 @@ class StreamingConfig:
     """Reading of text while it is trained on."""
 
     window_documents: int = 1000
-    """Documents that are held in memory and shuffled together; 1 keeps the order of the text."""
+    """Documents that are held in memory and shuffled together; 1 preserves the order of the text."""
 
     def __post_init__(self) -> None:
         if self.window_documents < 1:
@@ -50,13 +50,13 @@ class GPTDataConfig(CorpusDataConfig):
     """Reading, tokenizing and packing the text while it is trained on, in place of preparing it first. Needs path or
     dataset and a tokenizer."""
     packing: SamplePacking = "stream"
-    """Content of a sample: a stretch of all documents put one after the other ('stream'), or whole documents that do
+    """Content of a sample: a stretch of all documents concatenated ('stream'), or whole documents that do
     not attend to each other ('documents')."""
     long_documents: LongDocuments = "split"
     """Documents longer than a sample, where samples hold whole documents: cut into pieces that do not attend to each
     other ('split'), left out ('drop'), or an error ('refuse')."""
     separates_documents: bool = False
-    """Whether attention and positions begin again after each end of text within a stretch."""
+    """Whether attention and positions restart after each end of text within a stretch."""
     masks_end_of_text: bool = False
     """Whether the prediction that follows an end of text is left out of the loss."""
     fill_in_the_middle: FillInTheMiddle | None = None
@@ -92,7 +92,7 @@ class GPTDataModule(CorpusDataModule):
 
     @property
     def _stream_options(self) -> list[str]:
-        """The names of the options of a stretch that are set."""
+        """Names of those options that are set which apply to stretches only."""
         return [
             name
             for name in ("separates_documents", "masks_end_of_text", "fill_in_the_middle")
@@ -156,7 +156,7 @@ class GPTDataModule(CorpusDataModule):
         if self._only_predicts:
             return None, None
         # Reading the first text makes a missing dataset, column or text an error before training.
-        TextStream(**self._stream_source, is_telling=False).require_text()
+        TextStream(**self._stream_source, is_logging=False).require_text()
         return None, None if self.config.validation_path is None else self._validation()
 
     @property
@@ -261,7 +261,7 @@ def _reader(
     seed: int,
 ) -> StreamReader:
     """A reader made of arguments that pickle, so that a loader's worker process can make it."""
-    # All readers meet the same bad documents, so one names them. What the tokenizer refuses, one reader alone meets.
-    stream = TextStream(**source, is_telling=packers[0] == 0)
+    # All readers meet the same bad documents, so one logs them. What the tokenizer refuses, one reader alone meets.
+    stream = TextStream(**source, is_logging=packers[0] == 0)
     assigner = DocumentAssigner(stream, num_packers=ramp.unit, window=window, seed=seed)
     return StreamReader(assigner, tokenizer, make_packer, packers, ramp)

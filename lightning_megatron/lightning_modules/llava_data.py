@@ -64,7 +64,7 @@ class LlavaDataConfig(ConversationDataConfig):
     template: TemplateName = "vicuna"
     """How a conversation is written as text: one of LLaVA's templates, or that of the tokenizer ('tokenizer')."""
     prompt_images: list[list[str]] = field(default_factory=list)
-    """Files of the images that each prompt asks about, in front of its text unless it says `<image>` where."""
+    """Files of the images of each prompt, put in front of its text unless `<image>` marks their positions."""
 
 
 class LlavaDataModule(ConversationDataModule):
@@ -72,9 +72,9 @@ class LlavaDataModule(ConversationDataModule):
     batch rounded up to `pad_to_multiple`, and of `images`, a Ragged of any number for each row; with packing of
     `segments` too.
 
-    `data.image_chats` says which forms rows may have. Images lie in the table, or are files. Without a table, pictures
-    of coloured shapes are drawn. Answers alone have labels. A sample has at most `sequence_length` tokens, and no part
-    of an image.
+    `data.image_chats` documents the forms of rows. Images are in the table, or are files. Without a table, images of
+    coloured shapes are drawn. Answers alone have labels. A sample has at most `sequence_length` tokens, and never a
+    part of an image.
     """
 
     config: LlavaDataConfig
@@ -143,7 +143,7 @@ class LlavaDataModule(ConversationDataModule):
         if (found := tokenizer.token_id(IMAGE)) != config.image_token:
             raise ConfigurationError(
                 f"image_token ({config.image_token}) must be the id of {IMAGE} in the tokenizer, or, where it has "
-                f"none, the one behind all others: {found}; set model.config.image_token to it"
+                f"none, the one after all others: {found}; set model.config.image_token to it"
             )
         self.template = image_template(config.template, tokenizer, str(config.tokenizer))
         if self._only_predicts:

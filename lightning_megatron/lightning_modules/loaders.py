@@ -33,11 +33,11 @@ class ResumableLoader(DataLoader[Sample]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         sampler = self.sampler
         if not isinstance(sampler, GlobalBatchSampler):
-            # Lightning puts another sampler in place under overfit_batches.
+            # Lightning replaces the sampler under overfit_batches.
             yield from super().__iter__()
             return
         if not 0 <= sampler.consumed_samples - sampler.epoch * sampler.total_size < sampler.total_size:
-            # Another epoch than the one that was left off in: from its start.
+            # Another epoch than the interrupted one begins at its start.
             sampler.consumed_samples = sampler.epoch * sampler.total_size
         for batch in super().__iter__():
             # Not the sampler itself: workers read ahead of what is handed out.
@@ -50,7 +50,7 @@ class ResumableLoader(DataLoader[Sample]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if "states" in state:
             raise ConfigurationError(
-                "the checkpoint is of a run whose text streamed, and its place in the stream is none in samples"
+                "the checkpoint is of a run whose text streamed, and its position in the stream is none in samples"
                 " that have an order of their own; resume it with streaming, or start anew from the checkpoint's"
                 " weights"
             )
@@ -120,8 +120,8 @@ def training_loader(
     shuffle: bool = True,
     is_new_each_epoch: bool = False,
 ) -> ResumableLoader:
-    """Batches of global_batch_size / dp samples, shuffled unless their order is their own; what does not fill a
-    global batch is left out. Samples that are new in each epoch are asked for by numbers that go on over epochs."""
+    """Batches of global_batch_size / dp samples, shuffled unless `shuffle` is False; what does not fill a global batch
+    is left out. Indices of samples that are new in each epoch go on over epochs."""
     sampler = (EpochSampler if is_new_each_epoch else GlobalBatchSampler)(
         range(num_samples),
         global_batch_size=global_batch_size,
@@ -170,12 +170,12 @@ def evaluation_loader(
     collate: Collate = collate_tokens,
 ) -> DataLoader[Sample]:
     """All samples in order, once each, in batches of global_batch_size / dp; a round begins with the first."""
-    whole = FullBatches(samples, num_samples, global_batch_size)
+    full = FullBatches(samples, num_samples, global_batch_size)
     sampler = GlobalBatchSampler(
-        whole, global_batch_size=global_batch_size, num_replicas=replica.size, rank=replica.rank, shuffle=False
+        full, global_batch_size=global_batch_size, num_replicas=replica.size, rank=replica.rank, shuffle=False
     )
-    # Not one that goes on where it was left: a round may end early, and the next shall see the same.
-    return _loader(DataLoader, whole, sampler, num_workers, collate)
+    # Not a resumable one: a round may end early, and the next must see the same samples.
+    return _loader(DataLoader, full, sampler, num_workers, collate)
 
 
 def prompt_loader(
@@ -242,6 +242,6 @@ def _options(num_workers: int) -> dict[str, Any]:
         "num_workers": num_workers,
         "persistent_workers": num_workers > 0,
         "pin_memory": torch.cuda.is_available(),
-        # From which torch draws a seed for workers whenever they begin: the default one shall not notice.
+        # Torch draws a seed for workers from it whenever they begin, and not from the default generator.
         "generator": torch.Generator(),
     }

@@ -26,9 +26,9 @@ class PretrainModule(L.LightningModule):
     `val_loss`, `val_perplexity` (of the labels, without label smoothing and what else the loss has) and `val_accuracy`
     (the share of labels that are the likeliest token); a test logs the same metrics as `test_`. Each is one mean over
     all valid tokens.
-    A subclass says how its model is built (`_build`), what of a batch it is called with (`inputs`, `optional_inputs`),
-    and for `ThroughputMonitor` how many tokens of a batch are trained on (`batch_tokens`), how long its documents are
-    (`_lengths`) and what they cost (`_training_flops`).
+    A subclass defines how its model is built (`_build`), with which entries of a batch it is called (`inputs`,
+    `optional_inputs`), and for `ThroughputMonitor` the tokens of a batch that are trained on (`batch_tokens`), the
+    lengths of its documents (`_lengths`) and their cost (`_training_flops`).
     """
 
     inputs: ClassVar[tuple[str, ...]] = ("tokens", "labels", "loss_mask")
@@ -69,7 +69,7 @@ class PretrainModule(L.LightningModule):
         )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The output of the model, which says what it takes: with labels the loss, else logits."""
+        """The output of the model for its own arguments: with labels the loss, else logits."""
         return self._built(*args, **kwargs)
 
     @property
@@ -118,7 +118,7 @@ class PretrainModule(L.LightningModule):
         self._log_mean(stage, "accuracy", tallies["correct"], weight)
 
     def _log_mean(self, stage: Literal["val", "test"], name: str, total: Tensor, weight: Tensor) -> None:
-        """Takes a batch's sum and weight in, and logs the mean over all batches."""
+        """Adds a batch's sum and weight to the metric, and logs the mean over all batches."""
         mean = self._means[f"{stage}_{name}"]
         assert isinstance(mean, TokenMean)
         mean.update(total, weight)

@@ -19,8 +19,8 @@ from lightning_megatron.trainer.setup.replica import Replica
 class StreamLoader:
     """This data-parallel rank's part of `num_batches` global batches an epoch; the next epoch goes on after it.
 
-    Its state is the samples consumed and what its readers have not told yet; `merged_state` makes one for all replicas
-    of those of each.
+    Its state is the samples consumed and the state of its readers; `merged_state` merges those of all data-parallel
+    ranks into one.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class StreamLoader:
             dataset,
             batch_size=None,
             num_workers=self._num_workers,
-            # From which torch draws a seed for workers whenever they begin: the default one shall not notice.
+            # Torch draws a seed for workers from it whenever they begin, and not from the default generator.
             generator=torch.Generator(),
         )
         parts = iter(loader)
@@ -90,7 +90,7 @@ class StreamLoader:
         """The state that every data-parallel rank resumes from, merged from those of all ranks."""
         for state in states:
             _require_of_stream(state)
-        # Those that go on from a checkpoint and have taken no state since all have what it held.
+        # Ranks that resumed from a checkpoint and have read nothing since all have the checkpoint's state.
         of_packers = {tuple(part["packers"]): part for state in states for part in state["states"]}
         return {**states[0], "states": list(of_packers.values())}
 
@@ -104,6 +104,6 @@ def _sound(part: BatchPart) -> tuple[list[Sample], Any]:
 def _require_of_stream(state: Mapping[str, Any]) -> None:
     if "states" not in state:
         raise ConfigurationError(
-            "the checkpoint is of a run whose text did not stream, and has no place in a stream; resume it without"
+            "the checkpoint is of a run whose text did not stream, and has no position in a stream; resume it without"
             " streaming, or start anew from the checkpoint's weights"
         )

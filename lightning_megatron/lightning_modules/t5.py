@@ -67,7 +67,7 @@ class T5Module(GenerativeModule):
 
     def _lengths(self, batch: Batch) -> Counter[SequenceLengths]:
         pairs = _lengths_of_documents(batch)
-        return Counter({SequenceLengths(sequence=read, decoder_sequence=told): n for (read, told), n in pairs.items()})
+        return Counter({SequenceLengths(sequence=s, decoder_sequence=t): n for (s, t), n in pairs.items()})
 
     def _training_flops(self, lengths: SequenceLengths, number: int) -> float:
         return training_flops(

@@ -73,8 +73,8 @@ class T5DataModule(CorpusDataModule):
             # Any ids do: the faults do not depend on them.
             self._corruption((2,), padding=0, end=1)
         except ValueError as error:
-            told = str(error).replace("encoder_length", "sequence_length")
-            faults += told.replace("decoder_length", "decoder_sequence_length").split("; ")
+            found = str(error).replace("encoder_length", "sequence_length")
+            faults += found.replace("decoder_length", "decoder_sequence_length").split("; ")
         return faults
 
     def _corruption(self, named: tuple[int, ...], *, padding: int, end: int) -> SpanCorruption:

@@ -50,7 +50,7 @@ class TextDataModule(ParallelDataModule):
 
     config: TextDataConfig
     special_tokens: ClassVar[tuple[str, ...]] = ()
-    """Special tokens, beside the end of text, of a tokenizer that is trained here."""
+    """Special tokens, in addition to the end of text, of a tokenizer that is trained here."""
     default_fraction: ClassVar[float] = 0.02
     """Fraction of documents held out where no option says which."""
 
@@ -100,7 +100,7 @@ class TextDataModule(ParallelDataModule):
         return faults + self._source_faults() + self._tokenizer_faults()
 
     def sample_faults(self) -> list[str]:
-        """One sentence for each option that no sample can satisfy, whatever the text; plans ask for them too."""
+        """One sentence for each option that no sample can satisfy, whatever the text; the planner checks them too."""
         if self.sequence_length < 1:
             return [f"sequence_length ({self.sequence_length}) must be at least 1"]
         return []
@@ -112,7 +112,7 @@ class TextDataModule(ParallelDataModule):
 
     @property
     def _held_out_options(self) -> dict[str, object]:
-        """The options that say what is held out; a fraction of 0 holds out nothing."""
+        """The options that set what is held out; a fraction of 0 holds out nothing."""
         return {name: getattr(self.config, name) for name in ("validation_fraction", "validation_path")}
 
     def _training_source_faults(self) -> list[str]:
@@ -194,7 +194,7 @@ class TextDataModule(ParallelDataModule):
         return None
 
     def _prompt_ids(self) -> list[list[int]]:
-        """The tokens of each prompt. Raises ValueError for prompts that a model cannot be asked."""
+        """The tokens of each prompt. Raises ValueError for prompts that a model cannot take."""
         # An empty prompt starts where a document would.
         tokenizer = self._ready_tokenizer
         return [ids or [tokenizer.end_of_text] for ids in tokenizer.encode(self.config.prompts)]

@@ -97,10 +97,10 @@ def blend_faults(blend: Sequence[BlendSource]) -> list[str]:
         return ["blend has no source; give at least one, or path or dataset in its place"]
     faults = []
     for number, source in enumerate(blend):
-        told = source.faults()
+        own = source.faults()
         if source.path is None and source.dataset is None:
-            told.append("neither path nor dataset is given")
-        faults += [f"source {number} of the blend: {fault}" for fault in told]
+            own.append("neither path nor dataset is given")
+        faults += [f"source {number} of the blend: {fault}" for fault in own]
     try:
         Blend([source.weight for source in blend])
     except ValueError as error:
@@ -124,7 +124,7 @@ def split_faults(split: str) -> list[str]:
 
 
 def split_bounds(split: str, num_documents: int) -> list[int]:
-    """Where the documents for training, validation and test end: the first ones, those behind them, and the last."""
+    """Ends of the documents for training, validation and test, which follow each other in this order."""
     weights = [float(part) for part in split.split(",")]
     # Rounded as Megatron rounds, so that the same documents are for the same.
     return [round(part / sum(weights) * num_documents) for part in accumulate(weights)]

@@ -1,1 +1,1 @@
-"""What is measured of a run, as pure arithmetic over what others observed."""
+"""Measures of a run, as pure arithmetic over observations of other rooms."""

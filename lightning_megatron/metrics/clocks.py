@@ -21,7 +21,7 @@ class Offset:
 
     seconds: float
     error_seconds: float
-    """By which it may be wrong, either way."""
+    """Bound on the error, in both directions."""
 
 
 def offset_of(own: Sequence[Meeting], first: Sequence[Meeting]) -> Offset:

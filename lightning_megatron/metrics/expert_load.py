@@ -81,7 +81,7 @@ class LoadHistory:
         self._num_open = 0
 
     def add(self, step: int, reports: Mapping[str, RoutingReport]) -> None:
-        """Takes in what routers did in a step."""
+        """Adds the routing of a step."""
         counts_LE = torch.stack([report.counts_E.cpu() for report in reports.values()])
         self.layers = tuple(reports)
         self._num_reports = max(self._num_reports, 1)

@@ -1,7 +1,7 @@
 """The door to matplotlib: empty figures, legends, and files of figures.
 
-Figures are made without pyplot, which would open a window system and keep every figure alive. Files of equal figures
-are equal to the byte: they carry no date and no version.
+Figures are made without pyplot, which would open a window system and hold every figure in memory. Files of equal
+figures are equal to the byte: they carry no date and no version.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def picture_faults(path: Path, option: str) -> list[str]:
 
 
 def write_figure(figure: Figure, path: Path) -> None:
-    """Writes a figure and whatever it shows beside its axes, in the format that the file's ending names."""
+    """Writes a figure, including what is outside its axes, in the format that the file's ending names."""
     from matplotlib import rc_context
 
     with rc_context(_SETTINGS):

@@ -1,6 +1,6 @@
 """Bars of what ranks do in a step, for `timeline_figure`: those of a schedule's timeline and of a measured step.
 
-The colours are Okabe's and Ito's, which the colour-blind can tell apart; a later chunk of a rank is lighter.
+The colours are Okabe's and Ito's, which the colour-blind can distinguish; a later chunk of a rank is lighter.
 """
 
 from collections.abc import Iterable, Sequence
@@ -39,7 +39,7 @@ _ORDER = ("messages", "data", "backward", "forward", "data-parallel", "optimizer
 
 
 def schedule_panel(timeline: Timeline, *, unit: str, heading: str = "") -> Panel:
-    """A row for each rank, a bar for each compute; numbers are microbatches."""
+    """A panel with a row for each rank and a bar for each compute; numbers are microbatches."""
     rows = []
     for rank, spans in enumerate(timeline.spans):
         stages = sorted({span.action.stage for span in spans})

@@ -1,17 +1,17 @@
-"""What every rank did in one step, and when, on one clock: as a trace for Chrome and Perfetto, beside what its schedule
-predicts.
+"""What every rank did in one step, and when, on one clock: as a trace for Chrome and Perfetto, with the prediction of
+its schedule.
 
     lane           what is in it
     forward        forwards, of a schedule by stage and microbatch
-    backward       backwards and their halves
-    messages       waiting for what other stages send, and for what this rank sent to have left
+    backward       backwards, full or split into dgrad and wgrad
+    messages       waiting for what other stages send, and for this rank's sends to complete
     data-parallel  sums of gradients, gathered parameters
     optimizer      checks and clipping, the optimizer's step
     data           waiting for the next batch
 
-Times are seconds on the first rank's clock. The prediction plays the same schedule with the measured mean of each kind
-of compute of each stage, and messages that take no time: what it lacks to the measured one is messages, and computes
-that were slower or faster than their mean.
+Times are seconds on the first rank's clock. The prediction simulates the same schedule with the measured mean of each
+kind of compute of each stage, and messages that take no time: the difference to the measured step is messages, and
+computes that were slower or faster than their mean.
 """
 
 from collections import defaultdict
@@ -85,12 +85,12 @@ class RankSpans:
     """The activities of one rank in a step."""
 
     rank: int
-    """Global."""
+    """Global rank."""
     pp_rank: int
     stages: tuple[int, ...]
     spans: tuple[ActivitySpan, ...]
     is_shown: bool
-    """Among those that stand for all, in a picture."""
+    """Whether the picture shows the rank."""
 
 
 def lane_of(activity: Activity) -> str:
@@ -115,7 +115,7 @@ def describe(activity: Activity) -> str:
 def stage_costs(ranks: Sequence[RankSpans], num_stages: int) -> tuple[Costs, ...]:
     """The mean seconds of each kind of compute of each stage, over all ranks that hold it.
 
-    A kind that was not run costs nothing, but for a whole backward, which costs as much as its halves.
+    A kind that was not run costs nothing, but for a full backward, which costs as much as dgrad and wgrad together.
     """
     seconds: defaultdict[tuple[int, Kind], list[float]] = defaultdict(list)
     for rank in ranks:
@@ -129,13 +129,13 @@ def stage_costs(ranks: Sequence[RankSpans], num_stages: int) -> tuple[Costs, ...
 
     found = []
     for stage in range(num_stages):
-        halves = cost(stage, Kind.BACKWARD_INPUT), cost(stage, Kind.BACKWARD_WEIGHT)
+        split = cost(stage, Kind.BACKWARD_INPUT), cost(stage, Kind.BACKWARD_WEIGHT)
         found.append(
             Costs(
                 forward=cost(stage, Kind.FORWARD),
-                backward=cost(stage, Kind.BACKWARD) or sum(halves),
-                backward_input=halves[0],
-                backward_weight=halves[1],
+                backward=cost(stage, Kind.BACKWARD) or sum(split),
+                backward_input=split[0],
+                backward_weight=split[1],
             )
         )
     return tuple(found)
@@ -144,7 +144,7 @@ def stage_costs(ranks: Sequence[RankSpans], num_stages: int) -> tuple[Costs, ...
 def predicted(
     schedules: Sequence[Schedule], costs: Sequence[Costs], starts: Sequence[float]
 ) -> list[tuple[ActivitySpan, ...]]:
-    """The computes of each pipeline rank under the schedules, one schedule a batch, played from those moments on."""
+    """The computes of each pipeline rank under the schedules, one schedule a batch, simulated from those moments on."""
     spans: list[list[ActivitySpan]] = [[] for _ in range(schedules[0].pp)]
     for batch, (schedule, start) in enumerate(zip(schedules, starts, strict=True)):
         for rank, played in enumerate(play(order_of(schedule), costs).spans):
@@ -198,9 +198,9 @@ def _process(number: int, name: str, spans: Sequence[ActivitySpan], begin: float
         {"ph": "M", "pid": number, "tid": 0, "name": "process_name", "args": {"name": name}},
         {"ph": "M", "pid": number, "tid": 0, "name": "process_sort_index", "args": {"sort_index": number}},
     ]
-    for place, lane in enumerate(LANES):
+    for index, lane in enumerate(LANES):
         if any(lane_of(span.activity) == lane for span in spans):
-            events.append({"ph": "M", "pid": number, "tid": place, "name": "thread_name", "args": {"name": lane}})
+            events.append({"ph": "M", "pid": number, "tid": index, "name": "thread_name", "args": {"name": lane}})
     for span in spans:
         lane = lane_of(span.activity)
         what = {"batch": span.batch}

@@ -5,7 +5,7 @@ forward and backward, causal attention counted half, nothing that is recomputed)
 dense peak of one device at the precision of the matrix products. Source: Chowdhery et al., arXiv 2204.02311,
 appendix B, with the half of causal attention as in Dao, arXiv 2307.08691, section 4.1.
 
-HFU (hardware FLOPs utilisation) adds what is run again in the backward, and nothing else: the same products, causal
+HFU (hardware FLOPs utilisation) adds what is recomputed in the backward, and nothing else: the same products, causal
 attention counted half. Source: the same appendix; Korthikanti et al., arXiv 2205.05198, appendix A.
 """
 
@@ -55,7 +55,7 @@ class Speed:
     seconds: float
     num_devices: int
     num_recomputed_flops: float = 0.0
-    """Beyond model FLOPs."""
+    """Recomputed FLOPs, beyond model FLOPs."""
 
     @property
     def tokens_per_second(self) -> float:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _IDLE = "#f0f0f0"
 _INK = "#222222"
 _FONT, _HEADING_FONT, _TITLE_FONT = 9, 11, 13
-# Of one digit of a bar's label, and what a label needs beside its digits.
+# Width of one digit of a bar's label, and what a label needs in addition to its digits.
 _DIGIT, _LABEL_MARGIN = 0.64 * _FONT, 3
 # A row with the gap to the next one, and the share of it that its bars take.
 _ROW, _BAR = 23, 0.87
@@ -47,17 +47,17 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Bars side by side; of bars that overlap, later ones lie on top."""
+    """Row of bars side by side; of bars that overlap, later ones lie on top."""
 
     label: str
     bars: Sequence[Bar]
     note: str = ""
-    """Text behind the last bar."""
+    """Text after the last bar."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Panel:
-    """Rows under each other on one axis."""
+    """Panel of rows under each other on one axis."""
 
     rows: Sequence[Row]
     unit: str
@@ -148,16 +148,16 @@ def _draw(axes: Axes, panel: Panel, *, end: float, width: float, has_labels: boo
     axes.tick_params(axis="y", length=0)
     axes.tick_params(labelsize=_FONT, colors=_INK)
     axes.set_xlabel(panel.unit, fontsize=_FONT, color=_INK, loc="right")
-    for place, row in enumerate(panel.rows):
-        span = (place - _BAR / 2, _BAR)
+    for index, row in enumerate(panel.rows):
+        span = (index - _BAR / 2, _BAR)
         if panel.idle:
             axes.broken_barh([(0, end)], span, facecolors=_IDLE)
         if row.bars:
-            _draw_bars(axes, row, place, scale=width / end, is_image=not has_labels)
+            _draw_bars(axes, row, index, scale=width / end, is_image=not has_labels)
         if row.note:
             axes.annotate(
                 row.note,
-                (max(bar.end for bar in row.bars), place),
+                (max(bar.end for bar in row.bars), index),
                 xytext=(4, 0),
                 textcoords="offset points",
                 fontsize=_FONT,
@@ -168,11 +168,11 @@ def _draw(axes: Axes, panel: Panel, *, end: float, width: float, has_labels: boo
         axes.axvline(panel.limit, color=_INK, linewidth=1, linestyle="--", clip_on=False)
 
 
-def _draw_bars(axes: Axes, row: Row, place: int, *, scale: float, is_image: bool) -> None:
+def _draw_bars(axes: Axes, row: Row, index: int, *, scale: float, is_image: bool) -> None:
     """Draws a row's bars and the labels that fit; `scale` is points of a unit."""
     axes.broken_barh(
         [(bar.start, bar.end - bar.start) for bar in row.bars],
-        (place - _BAR / 2, _BAR),
+        (index - _BAR / 2, _BAR),
         facecolors=[bar.colour for bar in row.bars],
         edgecolors="white",
         linewidths=[min(0.5, (bar.end - bar.start) * scale / 10) for bar in row.bars],
@@ -182,7 +182,7 @@ def _draw_bars(axes: Axes, row: Row, place: int, *, scale: float, is_image: bool
         if bar.label and not is_image and (bar.end - bar.start) * scale >= _label_width(bar):
             axes.text(
                 (bar.start + bar.end) / 2,
-                place,
+                index,
                 bar.label,
                 fontsize=_FONT,
                 color=_ink_on(bar.colour),

@@ -1,4 +1,4 @@
-"""Means over the tokens of an evaluation, as torchmetrics: of batches and replicas they add sums, and divide once.
+"""Means over the tokens of an evaluation, as torchmetrics: they add sums over batches and dp ranks, and divide once.
 
 A mean of the batches' means would weigh a token by how full its batch is.
 """
@@ -22,7 +22,7 @@ class TokenMean(Metric):
             self.add_state(name, torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
 
     def update(self, total: Tensor, weight: Tensor) -> None:
-        """Takes in a batch: the sum over its tokens [], and the sum of their weights []."""
+        """Adds a batch: the sum over its tokens [], and the sum of their weights []."""
         self.total += total
         self.weight += weight
 

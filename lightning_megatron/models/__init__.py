@@ -1,4 +1,4 @@
-"""Whole models as ordered lists of named parts, ready for any mesh."""
+"""Models as ordered lists of named parts, ready for any mesh."""
 
 from typing import TYPE_CHECKING
 

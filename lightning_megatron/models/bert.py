@@ -2,7 +2,7 @@
 `final_norm` before the head.
 
 Between parts, and between stages, travels the residual stream [T/sp, H]; what else a part needs (`BertInputs`) every
-stage makes from the caller's inputs by itself. Padding behind the tokens of a row is left out: each row is a document.
+stage makes from the caller's inputs by itself. Padding after the tokens of a row is left out: each row is a document.
 
 Source: Devlin et al., arXiv 1810.04805; sentence order: Lan et al., arXiv 1909.11942, section 3.1.
 """
@@ -48,14 +48,14 @@ class BertConfig(LanguageModelConfig):
     max_sequence_length: int = 512
     """Longest sequence in tokens: positions of the learned embedding."""
     norm_placement: NormPlacement = "post"
-    """Placement of norms: behind each residual addition (post), or before attention and MLP and behind the last layer
+    """Placement of norms: after each residual addition (post), or before attention and MLP and after the last layer
     (pre)."""
     embedding_norm: bool = True
     """Whether the sum of the embeddings is normed."""
     num_token_types: int = 2
     """Number of token types (segments); 0: there is no token type embedding."""
     add_binary_head: bool = True
-    """Whether there is a second head, for sentence order, beside that for masked tokens."""
+    """Whether there is a second head, for sentence order, besides that for masked tokens."""
 
     def faults(self) -> list[str]:
         faults = super().faults()
@@ -83,7 +83,7 @@ class BertLogits(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class BertInputs:
-    """Inputs of a call's parts beside the hidden states."""
+    """Inputs of a call's parts besides the hidden states."""
 
     tokens: Tokens
     types_T: Tensor
@@ -118,7 +118,7 @@ class BertModel(LanguageModel):
         """The loss [] with labels, else logits.
 
         tokens, labels (-100: no target), loss_mask, token_types (0 where not given) and padding_mask are [batch,
-        sequence]. padding_mask is 1 where there is a token and 0 for the padding behind the tokens of a row, which
+        sequence]. padding_mask is 1 where there is a token and 0 for the padding after the tokens of a row, which
         nothing sees and which counts nothing. sentence_order_labels [batch] are 0 or 1, -100 where there is no target.
         """
         output: Tensor | BertLogits = super().forward(

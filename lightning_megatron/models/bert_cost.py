@@ -1,4 +1,4 @@
-"""What a BERT costs, by formula: what `transformer.cost` says of layers and vocabulary, and the heads.
+"""Cost of a BERT by formula: layers and vocabulary as in `transformer.cost`, and the heads.
 
 Conventions are those of `transformer.cost`. B batch, S sequence, H hidden, V vocabulary.
 
@@ -13,7 +13,7 @@ from lightning_megatron.transformer import cost
 def bert_parameters(config: BertConfig) -> int:
     """Parameters of the unsplit model; a tied matrix counts once and padded rows do not count."""
     hidden, norm = config.hidden_size, cost.norm_parameters(config)
-    # The count of a GPT has a norm behind the last layer.
+    # The count of a GPT has a norm after the last layer.
     norms = norm * ((config.norm_placement == "pre") - 1 + config.embedding_norm)
     heads = hidden * hidden + hidden + norm + config.vocab_size
     if config.add_binary_head:

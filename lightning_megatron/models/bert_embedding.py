@@ -1,4 +1,4 @@
-"""The way in of BERT: tokens, positions and token types are added and normed. Dims: T tokens, H hidden."""
+"""The embedding of BERT: tokens, positions and token types are added and normed. Dims: T tokens, H hidden."""
 
 import torch.nn.functional as F
 from torch import Tensor, nn

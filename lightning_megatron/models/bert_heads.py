@@ -1,4 +1,4 @@
-"""The ways out of BERT: which token stood at a place, and in which order the two parts of a sample were.
+"""The heads of BERT: which token was at a masked position, and in which order the two parts of a sample were.
 
 Note: a sample weighs its targets. The loss is
 
@@ -7,7 +7,7 @@ Note: a sample weighs its targets. The loss is
                      sum over tokens of w
 
 The second term is a mean over samples, each of which weighs as much as in the first. So one number, the sum of w, says
-what either is a mean over, and microbatches and replicas add up exactly.
+what either is a mean over, and microbatches and data-parallel ranks add up exactly.
 
 T tokens of the stream, H hidden, V vocabulary, B samples.
 """
@@ -114,19 +114,19 @@ class SentenceOrderHead(nn.Module):
         samples_BS = torch.full(tokens.shape, -1, device=tokens.device)
         samples_BS[:, :1] = samples_B.unsqueeze(1)
         samples_T = tokens.flat(samples_BS, padding=-1)
-        # One more place takes all tokens that are first in nothing.
-        places = torch.full((batch + 1,), -1, device=tokens.device)
-        places[samples_T.remainder(batch + 1)] = torch.arange(len(samples_T), device=tokens.device)
-        places_B = places[:batch]
-        local_B = places_B - self.sp.rank * length
-        is_here_B = (places_B >= 0) & (local_B >= 0) & (local_B < length)
+        # One more entry takes all tokens that are not first in a sample.
+        indices = torch.full((batch + 1,), -1, device=tokens.device)
+        indices[samples_T.remainder(batch + 1)] = torch.arange(len(samples_T), device=tokens.device)
+        index_B = indices[:batch]
+        local_B = index_B - self.sp.rank * length
+        is_here_B = (index_B >= 0) & (local_B >= 0) & (local_B < length)
         rows_BH = hidden_TH.index_select(0, local_B.clamp(0, length - 1))
         first_BH = torch.where(is_here_B.unsqueeze(1), rows_BH, 0)
-        return differentiable.reduce(first_BH, self.sp), places_B >= 0
+        return differentiable.reduce(first_BH, self.sp), index_B >= 0
 
 
 class BertHead(nn.Module):
-    """Heads for masked tokens and, where asked for, sentence order."""
+    """Heads for masked tokens and, with `has_sentence_order`, sentence order."""
 
     def __init__(self, config: LanguageModelConfig, *, has_sentence_order: bool, tp: Axis, sp: Axis) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The way in of a language model: tokens, and learned positions where asked for, become hidden states."""
+"""The embedding of a language model: tokens, and learned positions where configured, become hidden states."""
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -50,7 +50,7 @@ class Embedding(nn.Module):
         return self.placed(self.tokens(ids_T), tokens)
 
     def placed(self, hidden_TH: Tensor, tokens: Tokens) -> Tensor:
-        """Embedded tokens, or what stands in their place, with positions and dropout."""
+        """Embedded tokens, or features that replace them, with positions and dropout."""
         if self.has_positions:
             hidden_TH = hidden_TH + self.positions(tokens)
         dropped_TH: Tensor = self.dropout(hidden_TH, tokens)

@@ -1,13 +1,13 @@
-"""Text from a language model: rows of different lengths, token by token, the same on every layout.
+"""Text generation by a language model: rows of different lengths, token by token, the same on every layout.
 
-    generate_rows      the loop: asks a `NextLogits`, draws a token for each row that is not over, until all are
-    GPTNextLogits      how a GPT answers: the prompts in one call, then the new tokens alone, beside a key-value cache
+    generate_rows      the loop: calls a `NextLogits`, draws a token for each row that is not over, until all are
+    GPTNextLogits      logits of a GPT: the prompts in one call, then the new tokens alone, with a key-value cache
     llava_next_logits  the same, with the images of the prompts in the first call
 
-Every rank calls alike: a model call is a collective. What is drawn is told by one rank to those that share the row.
+Every rank calls alike: a model call is a collective. One rank broadcasts what it draws to those that share the row.
 A model of another kind brings its own `NextLogits`: what it makes once of its other inputs, it makes in the first call.
 
-B rows, L tokens of the longest row so far and room behind it, V vocabulary.
+B rows, L tokens of the longest row so far and room after it, V vocabulary.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +28,7 @@ from lightning_megatron.models.sampling import GenerationConfig, draw
 from lightning_megatron.transformer.decode_state import DecodeState
 
 NextLogits = Callable[[Tensor, Tensor], Tensor]
-"""Gives logits [B, V] of what follows, in a text [B, L], the first `lengths_B` (on the host) tokens of each row.
+"""Logits [B, V] of what follows, in a text [B, L], the first `lengths_B` (on the host) tokens of each row.
 
 Of a row that has not grown since the last call they may be anything."""
 
@@ -109,7 +109,7 @@ def generate_rows(
 
 
 def llava_next_logits(model: LlavaModel, num_rows: int, images: Images | None) -> NextLogits:
-    """Next-token logits of rows of a LLaVA with their images. It says no image token: there is no image for one."""
+    """Next-token logits of rows of a LLaVA with their images; -inf for the image token, which has no image."""
     by_row = images_by_row(images, None, num_rows)
     next_logits = GPTNextLogits(model, num_rows, {} if by_row is None else {"images": by_row})
 
@@ -122,7 +122,7 @@ def llava_next_logits(model: LlavaModel, num_rows: int, images: Images | None) -
 
 
 class GPTNextLogits:
-    """Next-token logits of rows of a GPT; each call takes only new tokens, as far as the model allows it, beside a
+    """Next-token logits of rows of a GPT; each call takes only new tokens, as far as the model allows it, with a
     key-value cache. `prompt` are inputs of the call that has the beginnings of the rows."""
 
     def __init__(self, model: GPTModel, num_rows: int, prompt: Mapping[str, Any] = MappingProxyType({})) -> None:
@@ -142,23 +142,23 @@ class GPTNextLogits:
             # All tokens that are still seen stand at new positions from now on.
             self._cache = None
         if self._cache is None:
-            return self._whole(text_BL, lengths_B)
+            return self._without_cache(text_BL, lengths_B)
         new_B = lengths_B - self._seen_B
         tokens_BS = slice_rows(text_BL, self._seen_B, new_B)
         decode_state = DecodeState(lengths_B=new_B, seen_B=self._seen_B, rows_B=self._rows_B, cache=self._cache)
-        # What comes behind the prompts has seen their images by keys and values.
+        # Tokens after the prompts see their images by keys and values.
         prompt = {} if decode_state.extends else self._prompt
         logits_BV: Tensor = self._model(tokens_BS, decode_state=decode_state, **prompt)
         self._cache.close()
         self._seen_B = lengths_B.clone()
         return logits_BV
 
-    def _whole(self, text_BL: Tensor, lengths_B: Tensor) -> Tensor:
+    def _without_cache(self, text_BL: Tensor, lengths_B: Tensor) -> Tensor:
         """Logits from all tokens that the model sees, each row as if it were alone."""
         seen_B = lengths_B if self._limit is None else lengths_B.clamp(max=self._limit)
         tokens_BS = slice_rows(text_BL, lengths_B - seen_B, seen_B)
-        places_S = torch.arange(tokens_BS.shape[1])
-        segments_BS = torch.where(places_S < seen_B.unsqueeze(1), 0, -1)
+        index_S = torch.arange(tokens_BS.shape[1])
+        segments_BS = torch.where(index_S < seen_B.unsqueeze(1), 0, -1)
         # Where there is padding, nothing of it may count, in no expert's capacity either.
         segments = None if bool((segments_BS == 0).all()) else segments_BS.to(text_BL.device)
         zeros_B = torch.zeros_like(seen_B)

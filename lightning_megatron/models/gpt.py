@@ -38,7 +38,7 @@ class GPTConfig(LanguageModelConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class GPTInputs:
-    """Inputs of a call's parts beside the hidden states."""
+    """Inputs of a call's parts besides the hidden states."""
 
     tokens: Tokens
     targets: Targets | None
@@ -66,12 +66,11 @@ class GPTModel(LanguageModel):
     ) -> None:
         """`first_parts` are a subclass's own, before the embedding and on its stage."""
         super().__init__(config, lambda config, mesh: [*first_parts, *gpt_parts(config, mesh)], mesh=mesh, seed=seed)
-        # On this rank.
+        # Layers with experts on this rank.
         self._has_routers = bool(self.routers)
         # Calls of this step that routers counted.
         self._num_routed = 0
-        # What they did in the last step, by the name of the layer; of this rank's layers, and none where it was
-        # skipped.
+        # Reports of the last step, by the name of the layer; of this rank's layers, and none where it was skipped.
         self.routing_reports: dict[str, RoutingReport] = {}
 
     def forward(
@@ -92,8 +91,8 @@ class GPTModel(LanguageModel):
         With a `decode_state`, which goes without labels, the logits are [batch, vocab_size], of what follows each row;
         `generate` calls so.
         """
-        asked = {} if decode_state is None else {"decode_state": decode_state}
-        output: Tensor = super().forward(tokens, labels=labels, loss_mask=loss_mask, segments=segments, **asked)
+        given = {} if decode_state is None else {"decode_state": decode_state}
+        output: Tensor = super().forward(tokens, labels=labels, loss_mask=loss_mask, segments=segments, **given)
         return output
 
     def prepare(
@@ -118,7 +117,7 @@ class GPTModel(LanguageModel):
         return stream.flat(tokens), GPTInputs(tokens=stream, targets=targets, routed=routed, decode_state=decode_state)
 
     def _prepare_extension(self, tokens: Tensor, decode_state: DecodeState) -> tuple[Tensor, GPTInputs]:
-        """Ids and inputs of new tokens behind those that a cache has."""
+        """Ids and inputs of new tokens after those that a cache has."""
         lengths = (decode_state.seen_B + decode_state.lengths_B).tolist()
         require_positions(self.config, lengths, self.config.max_sequence_length)
         stream = decode_stream(
@@ -137,7 +136,7 @@ class GPTModel(LanguageModel):
         """Metadata of this call's tokens for routers."""
         if not self._has_routers:
             return None
-        # Asked here and not in the layers: those that are made again in the backward run without gradients first.
+        # Read here and not in the layers: layers that are recomputed in the backward first run without gradients.
         is_counted = self.training and torch.is_grad_enabled()
         self._num_routed += is_counted
         # Without targets each token counts as one.
@@ -205,7 +204,7 @@ class GPTModel(LanguageModel):
 
     @property
     def is_extendable(self) -> bool:
-        """Whether what a token becomes does not depend on those behind it: else no cache may stand for a prefix."""
+        """Whether what a token becomes does not depend on those after it: else no cache may stand for a prefix."""
         moe = self.config.moe
         return moe is None or (moe.capacity is None and moe.router.routing_type in ("top_k", "round_robin"))
 

@@ -1,4 +1,4 @@
-"""The way out of a language model: hidden states become logits, and logits a loss that is a mean over valid tokens.
+"""The head of a language model: hidden states become logits, and logits a loss that is a mean over valid tokens.
 
 T tokens of the stream, H hidden, V vocabulary, B batch, S sequence.
 """
@@ -82,7 +82,7 @@ class LanguageModelHead(WeightGradientLayer):
         return tokens.unflat(self.joined_logits(logits_TV))
 
     def joined_logits(self, logits_TV: Tensor) -> Tensor:
-        """Logits [T, V] of the whole vocabulary, without padding, on every rank of tp."""
+        """Logits [T, V] of the full vocabulary, without padding, on every rank of tp."""
         return differentiable.all_gather_invariant(logits_TV, self.tp, dim=-1)[:, : self.vocab_size]
 
     def tallies(self, logits_TV: Tensor, targets: Targets, tokens: Tokens) -> dict[str, Tensor]:
@@ -117,7 +117,7 @@ class LanguageModelHead(WeightGradientLayer):
 
         `of_samples` is one more term of this rank's sum of losses. `auxiliary`, a sum over this rank's tokens of what
         layers add to the objective, gets a gradient as one more term of the sum, and leaves the value as it is. The
-        loss is that of all ranks of cp, on each of them; as those of replicas their gradients are to be averaged.
+        loss is that of all ranks of cp, on each of them; as over data-parallel ranks gradients are to be averaged.
         """
         is_wide = logits_TV.dtype in (torch.float32, torch.float64)
         losses_T = vocab_parallel_cross_entropy(
@@ -126,7 +126,7 @@ class LanguageModelHead(WeightGradientLayer):
             tp=self.tp,
             vocab_size=self.vocab_size,
             label_smoothing=self.label_smoothing,
-            # What the head made is read no more: a copy would be the largest tensor of the step.
+            # The logits are not read afterwards: a copy would be the largest tensor of the step.
             scratch_TV=logits_TV.detach() if is_wide else None,
         )
         own = (losses_T * targets.weights_T.to(losses_T.dtype)).sum()

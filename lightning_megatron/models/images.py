@@ -1,4 +1,4 @@
-"""The images of a model call, in whatever form the caller has them, as one `Ragged` in the order of the rows."""
+"""Conversion of a model call's images, in any form that the caller has them, to one `Ragged` in the order of rows."""
 
 from collections.abc import Sequence
 

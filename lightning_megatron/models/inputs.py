@@ -1,4 +1,4 @@
-"""What callers hand to a model: integers in rows and tensors of their shape, of lengths that the model can take."""
+"""Checks of a model call's inputs: token ids and tensors of their shape, of lengths that the model can take."""
 
 from collections.abc import Mapping, Sequence
 
@@ -24,7 +24,7 @@ def require_shapes(name: str, tokens: Tensor, others: Mapping[str, Tensor | None
 
 
 def require_labels(labels: Tensor | None, others: Mapping[str, Tensor | None]) -> None:
-    """Raises ValueError where something is given that has a meaning beside labels alone, and they are not."""
+    """Raises ValueError where something is given that has a meaning only with labels, and they are not."""
     given = [name for name, value in others.items() if value is not None]
     if labels is None and given:
         raise ValueError(f"{given[0]} needs labels: without labels there is no loss")

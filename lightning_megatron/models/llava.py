@@ -4,11 +4,11 @@
     tokens ───────────────────────────────────────── embedding ──┴─ layers.0 ... ─ final_norm ─ head
     └──────────────────── stage 0 ──────────────────────────────┘
 
-The features of an image take the places of its image tokens: the k-th feature of a row's images that of the k-th image
-token of the row. The tower is on the first stage; what travels between stages is what travels in a GPT. Ranks of cp
-look at different images and gather their features, of which each rank needs those of its own tokens; gradients go back
-the same way. A rank without an image looks at an empty one, which nobody reads: its gradients are zeros, and a step is
-the same on every rank whatever the batch.
+The features of an image replace its image tokens: the k-th feature of a row's images replaces the k-th image token of
+the row. The tower is on the first stage; stages exchange what they exchange in a GPT. Ranks of cp encode different
+images and gather their features, of which each rank needs those of its own tokens; gradients go back the same way. A
+rank without an image encodes an empty one, which nobody reads: its gradients are zeros, and a step is the same on every
+rank whatever the batch.
 
 N images of a call, P features of an image, F feature rows of all ranks, T tokens of the stream, H hidden, B batch,
 S sequence.
@@ -80,7 +80,7 @@ class LlavaConfig(GPTConfig):
 
     @property
     def num_vision_layers(self) -> int:
-        """Layers of the tower that images go through; what is behind them is of no use."""
+        """Layers of the tower that images go through; later ones are not used."""
         return self.feature_layer + (self.vision.num_layers + 1 if self.feature_layer < 0 else 0)
 
     @property
@@ -115,13 +115,13 @@ class LlavaConfig(GPTConfig):
 
     @property
     def has_dense_layers(self) -> bool:
-        # Those of the tower are.
+        # Layers of the tower are dense.
         return True
 
     @property
     def idle_parts(self) -> frozenset[str]:
-        behind = range(self.num_vision_layers, self.vision.num_layers)
-        return frozenset((*(f"{_VISION}.layers.{i}" for i in behind), f"{_VISION}.final_norm"))
+        unused = range(self.num_vision_layers, self.vision.num_layers)
+        return frozenset((*(f"{_VISION}.layers.{i}" for i in unused), f"{_VISION}.final_norm"))
 
 
 def _fields_of(config: GPTConfig) -> dict[str, Any]:
@@ -137,12 +137,12 @@ class ImageInputs:
     stream: Tokens
     """Token stream of their patches."""
     features_T: Tensor
-    """Row of all ranks' features that takes the place of each own token, int64 [T/sp]; -1: none."""
+    """Row of all ranks' features that replaces each own token, int64 [T/sp]; -1: none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LlavaInputs(GPTInputs):
-    """Inputs of a call's parts beside the hidden states."""
+    """Inputs of a call's parts besides the hidden states."""
 
     ids_T: Tensor
     """Token ids, 0 at image tokens."""
@@ -168,7 +168,7 @@ class Projector(nn.Module):
 class LlavaModel(GPTModel):
     """A LLaVA of which this rank holds its stage and its slice of each weight; it is called as a GPT, with images.
 
-    Without images it computes what a GPT with the same weights computes. Layers of the tower behind those that are used
+    Without images it computes what a GPT with the same weights computes. Layers of the tower after those that are used
     are there for files that have them, and are not trained.
     Raises ValueError where the architecture does not fit the mesh.
     """
@@ -219,9 +219,9 @@ class LlavaModel(GPTModel):
         """
         # Before the call is cut into microbatches: of the forms that images have, not all can be.
         by_row = images_by_row(images, image_rows, tokens.shape[0])
-        asked = {} if decode_state is None else {"decode_state": decode_state}
+        given = {} if decode_state is None else {"decode_state": decode_state}
         output: Tensor = super(GPTModel, self).forward(
-            tokens, labels=labels, loss_mask=loss_mask, segments=segments, images=by_row, **asked
+            tokens, labels=labels, loss_mask=loss_mask, segments=segments, images=by_row, **given
         )
         return output
 
@@ -236,7 +236,7 @@ class LlavaModel(GPTModel):
     ) -> tuple[Tensor, LlavaInputs]:
         is_image_BS = tokens == self.config.image_token
         if decode_state is not None:
-            # What is behind a row is nothing, whatever stands there.
+            # Tokens after the end of a row do not count, whatever they are.
             places_S = torch.arange(tokens.shape[1])
             is_image_BS &= (places_S < decode_state.lengths_B.unsqueeze(1)).to(tokens.device)
         if labels is not None:
@@ -272,16 +272,16 @@ class LlavaModel(GPTModel):
         return output
 
     def _embed(self, projected_TH: Tensor, context: LlavaInputs) -> Tensor:
-        """The embedding of tokens, with features of images in the places of image tokens."""
+        """The embedding of tokens, with features of images instead of image tokens."""
         embedding = self.get_submodule("embedding")
         assert isinstance(embedding, Embedding)
         hidden_TH: Tensor = embedding.tokens(context.ids_T)
         if context.image_inputs is not None:
-            # Each rank reads the features of its own tokens: what comes back is a part of a sum.
+            # Each rank reads the features of its own tokens: its gradient is a partial sum.
             features_FH = differentiable.all_gather(differentiable.all_gather(projected_TH, self.mesh.sp), self.mesh.cp)
-            places_T = context.image_inputs.features_T
-            taken_TH = features_FH.to(hidden_TH.dtype).index_select(0, places_T.clamp(min=0))
-            hidden_TH = torch.where((places_T >= 0).unsqueeze(1), taken_TH, hidden_TH)
+            rows_T = context.image_inputs.features_T
+            taken_TH = features_FH.to(hidden_TH.dtype).index_select(0, rows_T.clamp(min=0))
+            hidden_TH = torch.where((rows_T >= 0).unsqueeze(1), taken_TH, hidden_TH)
         return embedding.placed(hidden_TH, context.tokens)
 
     def _runs_vision(self, num_images: int) -> bool:
@@ -312,17 +312,17 @@ class LlavaModel(GPTModel):
         row_BS = (image_BS // num_own) * stream.num_tokens + (image_BS % num_own) * config.vision.max_sequence_length
         row_BS = row_BS + patch_BS + (not config.keeps_class_token)
         features_T = tokens.shard(tokens.flat(torch.where(is_image_BS, row_BS, -1), padding=-1))
-        # The weights of the tower say what it computes in.
+        # The tower computes in the dtype of its weights.
         dtype = self.get_parameter(f"{_VISION}.embedding.patches").dtype
         return ImageInputs(pixels=own_pixels.to(dtype), stream=stream, features_T=features_T)
 
     def _keys_of(self, counts: Sequence[int], device: torch.device) -> Tensor:
-        """A random key for each image, by its row and its place in the row: int64 [N]."""
+        """A random key for each image, by its row and its number in the row: int64 [N]."""
         keys_B = self.draws.sample_keys(len(counts), device)
-        places = [place for count in counts for place in range(1, count + 1)]
+        numbers = [number for count in counts for number in range(1, count + 1)]
         counts_B = torch.tensor(counts, dtype=torch.int64, device=device)
-        keys_N = keys_B.repeat_interleave(counts_B, output_size=len(places))
-        return rng.bits(keys_N, torch.tensor(places, dtype=torch.int64, device=device))
+        keys_N = keys_B.repeat_interleave(counts_B, output_size=len(numbers))
+        return rng.bits(keys_N, torch.tensor(numbers, dtype=torch.int64, device=device))
 
     def _pixels(self, images: Ragged | None, device: torch.device) -> Tensor:
         side, channels = self.config.vision.image_size, self.config.vision.num_channels
@@ -355,7 +355,7 @@ class LlavaModel(GPTModel):
 
 
 def _padded(values: Tensor, length: int) -> Tensor:
-    """The values with zeros behind them."""
+    """The values followed by zeros, `length` in all."""
     return F.pad(values, (0, 0) * (values.dim() - 1) + (0, length - len(values)))
 
 

@@ -1,4 +1,4 @@
-"""What a training step of a LLaVA costs: model FLOPs, of what is frozen no more than is needed.
+"""Cost of a training step of a LLaVA: model FLOPs, of what is frozen no more than is needed.
 
     linears of a part    forward, and once more each for gradients of what goes in and of the weights, where needed
     attention of a part  forward, and twice that for gradients of what goes in, where needed
@@ -46,7 +46,7 @@ def _image_flops(config: LlavaConfig, is_trained: Mapping[str, bool]) -> float:
     attention = depth * cost.layer_attention_flops(vision, batch=1, sequence=num_tokens, is_causal=False)
     backward = 2 * is_tower_trained
     tower = patches + (linear + attention) * (1 + backward)
-    # All tokens of an image go through the projector; the class token's are left out behind it.
+    # All tokens of an image go through the projector; the class token's output is dropped after it.
     up, down = (2 * num_tokens * config.hidden_size * width for width in (vision.hidden_size, config.hidden_size))
     is_projector_trained = is_trained["projector"]
     up_times = 1 + is_projector_trained + is_tower_trained

@@ -1,6 +1,6 @@
-"""Rows of text that have different lengths and grow: how long they are, and what of them a call is given.
+"""Rows of text that have different lengths and grow: their lengths, and their part that a call gets.
 
-B rows, L tokens of the longest row and room behind it, S tokens of a call.
+B rows, L tokens of the longest row and room after it, S tokens of a call.
 """
 
 import torch
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def slice_rows(text_BL: Tensor, starts_B: Tensor, lengths_B: Tensor) -> Tensor:
-    """Tokens of each row from its start on, as many columns as the longest needs; anything behind them: [B, S]."""
+    """Tokens of each row from its start on, as many columns as the longest needs; anything after them: [B, S]."""
     # One at least: ranks that share experts call for each other when no row of their own goes on.
     places_BS = starts_B.unsqueeze(1) + torch.arange(max(1, int(lengths_B.max())))
     return text_BL.gather(1, places_BS.clamp(max=text_BL.shape[1] - 1).to(text_BL.device))

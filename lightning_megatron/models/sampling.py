@@ -1,4 +1,4 @@
-"""Which token follows: drawn from logits, by numbers that are a function of (seed, sample, position) alone.
+"""Sampling of the next token from logits, by random numbers that are a function of (seed, sample, position) alone.
 
     logits / temperature -> the top_k likeliest -> the fewest of them whose probability reaches top_p -> one of these
 
@@ -17,7 +17,7 @@ from lightning_megatron.config_dataclass import config_dataclass
 
 @config_dataclass
 class GenerationConfig:
-    """Sampling of generated text, and where it ends. Raises ValueError, telling all faults at once."""
+    """Sampling of generated text, and where it ends. Raises ValueError that lists all faults at once."""
 
     max_new_tokens: int = 64
     """Largest number of tokens that are generated after the prompt."""
@@ -85,7 +85,7 @@ def _likeliest(logits_BV: Tensor, top_k: int, top_p: float) -> Tensor:
         sorted_BV[:, top_k:] = -torch.inf
     probabilities_BV = sorted_BV.softmax(dim=-1)
     before_BV = probabilities_BV.cumsum(dim=-1) - probabilities_BV
-    is_kept_BV = (before_BV < top_p) & (sorted_BV > -torch.inf)
+    is_likely_BV = (before_BV < top_p) & (sorted_BV > -torch.inf)
     # Rounding must not leave a row without its likeliest token.
-    is_kept_BV[:, 0] = True
-    return torch.full_like(logits_BV, -torch.inf).scatter(1, order_BV, sorted_BV.masked_fill(~is_kept_BV, -torch.inf))
+    is_likely_BV[:, 0] = True
+    return torch.full_like(logits_BV, -torch.inf).scatter(1, order_BV, sorted_BV.masked_fill(~is_likely_BV, -torch.inf))

@@ -1,4 +1,4 @@
-"""T5: an encoder and a decoder that looks at it, as one list of parts that stages cut wherever they like.
+"""T5: an encoder and a decoder that attends to it, as one list of parts that stages may cut anywhere.
 
 Between the parts of the encoder travels its residual stream [M/sp, H]; from `decoder.embedding` on a dict of the
 decoder's, `hidden` [T/sp, H], and of the encoder's output, `memory` [M/sp, H], which rides along to every stage with
@@ -31,7 +31,7 @@ from lightning_megatron.transformer.tokens import Tokens
 
 @dataclass(frozen=True, kw_only=True)
 class T5Inputs:
-    """Inputs of a call's parts beside the hidden states."""
+    """Inputs of a call's parts besides the hidden states."""
 
     encoder: Tokens | None
     """Stream of the encoder; none: an earlier call ran it."""
@@ -39,7 +39,7 @@ class T5Inputs:
     decoder_ids_T: Tensor
     source: CrossAttentionLayout | None = None
     """Segments of the encoder's stream that the decoder's attend to; none: keys and values are cached."""
-    kept: CachedEncoderMemory | None = None
+    cached: CachedEncoderMemory | None = None
     targets: Targets | None = None
     """Targets of the loss; none: the caller wants logits."""
     decode_state: T5DecodeState | None = None
@@ -78,7 +78,7 @@ class T5Model(LanguageModel):
         With a `decode_state`, which goes without labels and segments, the logits are [batch, vocab_size], of what
         follows each row of decoder_tokens; `generate_t5` calls so.
         """
-        asked = {} if decode_state is None else {"decode_state": decode_state}
+        given = {} if decode_state is None else {"decode_state": decode_state}
         output: Tensor = super().forward(
             encoder_tokens,
             decoder_tokens,
@@ -87,7 +87,7 @@ class T5Model(LanguageModel):
             encoder_padding_mask=encoder_padding_mask,
             encoder_segments=encoder_segments,
             decoder_segments=decoder_segments,
-            **asked,
+            **given,
         )
         return output
 
@@ -156,7 +156,7 @@ class T5Model(LanguageModel):
             encoder=encoder,
             decoder=decoder,
             decoder_ids_T=decoder.flat(decoder_tokens),
-            kept=cached_memory(decode_state, decoder, encoder, documents),
+            cached=cached_memory(decode_state, decoder, encoder, documents),
             decode_state=decode_state,
         )
 
@@ -169,7 +169,7 @@ class T5Model(LanguageModel):
             return self._decode(name, module, hidden, context)
         output: Tensor
         if context.encoder is None and name.startswith(("embedding", "encoder.")):
-            # It has run.
+            # The encoder has run.
             output = hidden
         elif name == "embedding":
             output = module(self.get_submodule("embedding.tokens")(hidden), context.encoder)
@@ -185,13 +185,13 @@ class T5Model(LanguageModel):
         return output
 
     def _decode(self, name: str, module: nn.Module, hidden: dict[str, Tensor], context: T5Inputs) -> Payload:
-        """A part of the decoder; behind its last nobody needs the encoder."""
+        """Output of a part of the decoder; after its last part nobody needs the encoder."""
         if isinstance(module, StackNorm):
             normed: Tensor = module(hidden["hidden"], context.decoder)
             return normed
         memory = None if context.encoder is None else EncoderMemory(hidden["memory"], context.encoder, context.source)
         bias = self._bias("decoder")
-        return {**hidden, "hidden": module(hidden["hidden"], context.decoder, bias, memory, context.kept)}
+        return {**hidden, "hidden": module(hidden["hidden"], context.decoder, bias, memory, context.cached)}
 
     def _bias(self, stack: str) -> RelativePositionBias | None:
         """Relative position bias of a stack's self-attention."""
@@ -213,8 +213,8 @@ def _seen_segments(encoder: Documents | None, decoder: Documents | None) -> tupl
     """Segment of the encoder's stream of the same row and number for each segment of the decoder's."""
     if encoder is None or decoder is None:
         return (0,)
-    places = {name: place for place, name in enumerate(encoder.names)}
-    return tuple(places.get(name, NOTHING) for name in decoder.names)
+    indices = {name: index for index, name in enumerate(encoder.names)}
+    return tuple(indices.get(name, NOTHING) for name in decoder.names)
 
 
 def _require_pairs(encoder_tokens: Tensor, decoder_tokens: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""What a T5 is: sizes and choices of its two stacks.
+"""Architecture of a T5: sizes and choices of its two stacks.
 
 Source: Raffel et al., arXiv 1910.10683; Shazeer, arXiv 2002.05202 (the gated one of T5 v1.1).
 """
@@ -38,7 +38,7 @@ class T5Config(LanguageModelConfig):
     (learned), or none."""
     relative_buckets: int = 32
     """Number of buckets of relative distances, each with a learned bias for each head; in the encoder half of them are
-    for keys before a token and half for those behind it."""
+    for keys before a token and half for those after it."""
     relative_max_distance: int = 128
     """Distance in tokens from which on all distances share one bucket."""
     max_sequence_length: int = 512

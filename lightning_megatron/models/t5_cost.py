@@ -1,4 +1,4 @@
-"""What a T5 costs, by formula: parameters and FLOPs, by the conventions of `transformer.cost`.
+"""Cost of a T5 by formula: parameters and FLOPs, by the conventions of `transformer.cost`.
 
     encoder layer   as a GPT's, seeing both ways
     decoder layer   as a GPT's, and cross attention: 2 H A D for queries and projection, 2 H G D for keys and values
@@ -28,7 +28,7 @@ def training_flops(config: T5Config, *, batch: int, sequence: int, decoder_seque
     """Model FLOPs of forward and backward of a batch, with nothing recomputed: what MFU divides by.
 
     The convention is that of `transformer.cost.training_flops`: attention of the decoder to itself counts half, that of
-    the encoder and that of the decoder to it count whole.
+    the encoder and that of the decoder to it count in full.
     """
     layers = config.num_layers * layer_flops(config, sequence, decoder_sequence, is_decoder=False)
     layers += config.num_decoder_layers * layer_flops(config, sequence, decoder_sequence, is_decoder=True)

@@ -1,13 +1,13 @@
-"""What a call of a T5 is told that shall say what follows each row of the decoder, beside what was kept for it.
+"""State of a T5's call that gives logits of the next token of each row of the decoder, with cached keys and values.
 
-    call 1         the encoder runs; each decoder layer keeps keys and values of its output (`memory`), and of the own
+    call 1         the encoder runs; each decoder layer caches keys and values of its output (`memory`), and of the own
                    first tokens
     calls 2, ...   the decoder's new tokens alone
 
 Every rank of cp works on all of the decoder's tokens: there are few. The encoder is cut over cp as in training, its
-rows without their padding in one row; what a rank keeps are the tokens that it computed.
+rows without their padding in one row; a rank caches the tokens that it computed.
 
-B samples, N rows of this rank's part of the encoder's stream, C columns that this rank keeps.
+B samples, N tokens of this rank's part of the encoder's stream, C columns that this rank caches.
 """
 
 from dataclasses import dataclass, replace
@@ -25,7 +25,7 @@ from lightning_megatron.transformer.tokens import Tokens
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class T5DecodeState(DecodeState):
-    """State of a T5's generation: it asks for logits [B, V] of what follows each row of the decoder's tokens.
+    """State of a T5's generation: with it a call gives logits [B, V] of what follows each row of the decoder's tokens.
 
     Of its `cache`, that of self-attention, no call is cut over cp.
     """
@@ -48,14 +48,14 @@ def cached_memory(
 
 
 def _by_sample(encoder: Tokens, documents: Documents) -> tuple[Tensor, Tensor]:
-    """Places in this rank's stream of each sample's tokens, and their positions: [B, C] each, -1 for none."""
+    """Index of each sample's tokens in this rank's stream, and their positions: [B, C] each, -1 for none."""
     batch, sequence = encoder.shape
     places_N = encoder.layout.places(encoder.context.rank).to(encoder.device)
     own = torch.nonzero(places_N != PADDING).flatten()
     samples, positions = documents.rows_X[places_N[own]], documents.positions_X[places_N[own]]
     # They come sample after sample.
     columns = torch.arange(len(own), device=encoder.device) - torch.searchsorted(samples, samples)
-    # As many for any samples of this width: microbatches keep theirs side by side.
+    # As many for any samples of this width: microbatches cache theirs side by side.
     shape = (batch, -(-sequence // encoder.layout.ring_size))
     own_BC, positions_BC = (torch.full(shape, PADDING, device=encoder.device) for _ in range(2))
     own_BC[samples, columns], positions_BC[samples, columns] = own, positions

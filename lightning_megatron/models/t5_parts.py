@@ -1,9 +1,9 @@
-"""The parts of a T5 in the order in which stages cut them: the encoder from way in to way out, then the decoder.
+"""The parts of a T5 in the order in which stages cut them: the encoder from embedding to norm, then the decoder.
 
     embedding | encoder.layers.0 ... | encoder.final_norm | decoder.embedding | decoder.layers.0 ...
         | decoder.final_norm | head
 
-Relative positions are one table for a stack, born with its first layer; the layers of other stages share it.
+Relative positions are one table for a stack, built with its first layer; the layers of other stages share it.
 """
 
 from dataclasses import replace
@@ -27,7 +27,7 @@ from lightning_megatron.transformer.tokens import Tokens
 
 
 class StackEmbedding(nn.Module):
-    """The way into a stack: token ids [T] to hidden states [T/sp, H], with learned positions where there are some.
+    """The embedding of a stack: token ids [T] to hidden states [T/sp, H], with learned positions where there are some.
 
     `tokens` is none where the stack uses another's; `name` names the dropout, `length` is how many positions there are.
     """
@@ -51,7 +51,7 @@ class StackEmbedding(nn.Module):
 
 
 class StackNorm(nn.Module):
-    """The way out of a stack: a norm and a dropout of [T/sp, H]."""
+    """The end of a stack: a norm and a dropout of [T/sp, H]."""
 
     def __init__(self, config: T5Config, *, tp: Axis, sp: Axis, name: str) -> None:
         super().__init__()

@@ -1,11 +1,11 @@
-"""A dense model becomes one with experts that computes the same: which numbers of it each expert starts with.
+"""Upcycling of a dense model to one with experts that computes the same: initial weights of each expert.
 
     dense MLP    its F features in G parts          | part 0 | ... | part G-1 |
     experts      expert e is a copy of part e % G   | part 0 | ... | part G-1 | part 0 | ... | part G-1 | ...
     router       one row for G experts              | row 0 ................. | row 1 ................. | ...
 
 G is the dense MLP's features divided by an expert's. G experts in a row have one logit, to rounding. Of equal ones the
-first wins, and top_k is a multiple of G: a token chooses whole MLPs. Where its weights sum up to a constant c the
+first wins, and top_k is a multiple of G: a token chooses full MLPs. Where its weights sum up to a constant c the
 output is the MLP's times c / G, and `down` starts G / c times as large. A bias of `up` is cut as its rows are; that of
 `down` goes to every expert, divided by c.
 
@@ -39,7 +39,7 @@ _NUM_ROUNDINGS = 32
 
 @dataclass(frozen=True, kw_only=True)
 class Upcycling:
-    """The way from a dense model to one with experts. Raises ValueError, telling all that keeps it from computing the
+    """Upcycling of a dense model to one with experts. Raises ValueError that lists all that keeps it from computing the
     same."""
 
     dense: GPTConfig
@@ -126,7 +126,7 @@ class Upcycling:
         std = self.dense.init_std
         if not router.norm_topk_prob:
             dtype = torch.promote_types(out.dtype, getattr(torch, router.dtype))
-            # Features of a token are about 1 behind a norm.
+            # Features of a token are about 1 after a norm.
             std = _NUM_ROUNDINGS * torch.finfo(dtype).eps / math.sqrt(self.dense.hidden_size)
         shape = (router.num_experts // self.granularity, self.dense.hidden_size)
         rows = torch.empty(shape, dtype=torch.promote_types(out.dtype, torch.float32))
@@ -141,11 +141,11 @@ class Upcycling:
         # From the end: where the features of an expert are, if the tensor has them.
         cut = {"up": -2, "up_bias": -1, "down": -1}.get(kind)
         scale = {"down": self.scale, "down_bias": self.scale / self.granularity}.get(kind, 1.0)
-        for place in range(min(box.sizes[0], self.granularity)):
+        for index in range(min(box.sizes[0], self.granularity)):
             offsets = list(box.offsets[1:])
             if cut is not None:
-                offsets[cut] += (box.offsets[0] + place) % self.granularity * self.width
-            dense(f"{mlp}.{linear}.{what or 'weight'}", Box(tuple(offsets), box.sizes[1:]), out[place])
-            out[place].mul_(scale)
-        for place in range(self.granularity, box.sizes[0]):
-            out[place].copy_(out[place - self.granularity])
+                offsets[cut] += (box.offsets[0] + index) % self.granularity * self.width
+            dense(f"{mlp}.{linear}.{what or 'weight'}", Box(tuple(offsets), box.sizes[1:]), out[index])
+            out[index].mul_(scale)
+        for index in range(self.granularity, box.sizes[0]):
+            out[index].copy_(out[index - self.granularity])

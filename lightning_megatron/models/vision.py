@@ -1,8 +1,8 @@
 """A vision transformer: images become hidden states of patches, as parts `embedding` and `layers.0` and on.
 
 Before its first layer an image is cut into squares; each of them, and a class token in front of them, is one token of a
-stream in which attention sees the whole image and no other. tp and sp cut the tower as they cut any stack of layers.
-Its stream is never cut over cp: whole images are given to the ranks (`models.llava`).
+stream in which attention sees the full image and no other. tp and sp cut the tower as they cut any stack of layers.
+Its stream is never cut over cp: ranks get full images (`models.llava`).
 
 N images of this rank, C channels, P side of a patch, S tokens of an image, T tokens of all images, H hidden.
 Source: Dosovitskiy et al., arXiv 2010.11929, section 3.1; Radford et al., arXiv 2103.00020, section 2.4.
@@ -90,7 +90,7 @@ class VisionConfig(TransformerConfig):
 
 
 class PatchEmbedding(nn.Module):
-    """Images [N, C, height, width] to hidden states [T/sp, H] of their patches, each image behind a class token."""
+    """Images [N, C, height, width] to hidden states [T/sp, H] of their patches, each image after a class token."""
 
     def __init__(self, config: VisionConfig, *, tp: Axis, sp: Axis) -> None:
         super().__init__()
@@ -125,14 +125,14 @@ def cut_into_patches(images: Tensor, size: int) -> Tensor:
 def image_stream(image_keys_N: Tensor, config: VisionConfig, mesh: Mesh) -> Tokens:
     """The stream of the images that this rank looks at; `image_keys_N` (int64) name what is dropped of each."""
     num_tokens, device = config.max_sequence_length, image_keys_N.device
-    places = torch.arange(num_tokens, device=device)
+    positions = torch.arange(num_tokens, device=device)
     no_rotation = torch.zeros(1, num_tokens, 0, dtype=torch.float64, device=device)
-    keys_NS = rng.bits(image_keys_N.unsqueeze(1), places)
-    return unsplit_stream(mesh, places.unsqueeze(0), keys_NS, no_rotation, no_rotation)
+    keys_NS = rng.bits(image_keys_N.unsqueeze(1), positions)
+    return unsplit_stream(mesh, positions.unsqueeze(0), keys_NS, no_rotation, no_rotation)
 
 
 def vision_parts(config: VisionConfig, mesh: Mesh, prefix: str, num_used: int) -> Sequence[Part]:
-    """The parts of a tower of which the first `num_used` layers are used, on the stage of the part behind them.
+    """The parts of a tower of which the first `num_used` layers are used, on the stage of the part after them.
 
     Costs are the FLOPs of one image's forward.
     """

@@ -68,7 +68,7 @@ class ExpertCapacity:
         return math.ceil(self._share(num_chosen, num_experts) * num_tokens)
 
     def _share(self, num_chosen: int, num_experts: int) -> Fraction:
-        # The factor as it is written: 1.1 as a float is a little more, and would round a whole share up by one.
+        # The factor as it is written: 1.1 as a float is a little more, and would round an even share up by one.
         return Fraction(str(self.factor)) * num_chosen / num_experts
 
     def drop(
@@ -98,7 +98,7 @@ class ExpertCapacity:
             (expert_ids_NK >= 0) & is_real_N[:, None], ids_N[:, None] * num + expert_ids_NK, num_groups * num
         )
         groups_M = groups_NK.flatten()
-        # Sorted by bucket, then by probability if asked, then by position: stable sorts, the last key first.
+        # Sorted by bucket, then by probability under "probs", then by position: stable sorts, the last key first.
         order_M = positions_N[:, None].expand_as(expert_ids_NK).flatten().argsort(stable=True)
         if self.drop_policy == "probs":
             probs_M = groups.gather(probs_TK.detach()).flatten()
@@ -106,7 +106,7 @@ class ExpertCapacity:
         order_M = order_M[groups_M[order_M].argsort(stable=True)]
         sorted_M = groups_M[order_M]
         first_M = torch.searchsorted(sorted_M, sorted_M)
-        places_M = torch.arange(len(order_M), device=order_M.device) - first_M
+        position_M = torch.arange(len(order_M), device=order_M.device) - first_M
         stays_M = torch.empty_like(groups_M, dtype=torch.bool)
-        stays_M[order_M] = (places_M < most_P[sorted_M // num]) & (sorted_M < num_groups * num)
+        stays_M[order_M] = (position_M < most_P[sorted_M // num]) & (sorted_M < num_groups * num)
         return groups.own_part(torch.where(stays_M.view_as(expert_ids_NK), expert_ids_NK, -1))

@@ -6,9 +6,9 @@
     down_bias   [E, H]                                              dim 0 cut over ep, replicated over etp
 
 The output on each rank of etp is a partial sum, to which the first of them adds the second bias. Gradients are summed
-over edp: each replica of an expert gets the tokens of its own ep x etp block, and the blocks together are all
+over edp: each copy of an expert gets the tokens of its own ep x etp block, and the blocks together are all
 dp x cp x tp ranks, once each, so no factor is needed. All ranks of etp have the full gradient of the second bias: they
-see the same rows, and the same gradient of the sum.
+see the same tokens, and the same gradient of the sum.
 
 Router probabilities scale the activation and the second bias, in float32 or wider, so combine only adds rows up.
 

@@ -119,17 +119,17 @@ class SequentialGemm:
     def add_weight_gradient(
         self, weight: Tensor, grad_RO: Operand, x_RI: Operand, groups: ExpertGroups, grad_view: Tensor | None
     ) -> None:
-        grad, x, place = grad_RO.values, x_RI.values, grad_view if weight.grad is None else weight.grad
-        if place is None or place.dtype != grad.dtype or not place.is_contiguous():
+        grad, x, out = grad_RO.values, x_RI.values, grad_view if weight.grad is None else weight.grad
+        if out is None or out.dtype != grad.dtype or not out.is_contiguous():
             add_gradient(weight, self.weight_gradient(grad_RO, x_RI, weight, groups), grad_view)
             return
         # Each GEMM adds to `.grad`: a tensor of its own would be written, read and thrown away.
-        place_LOI = place.flatten(1, -2)
+        out_LOI = out.flatten(1, -2)
         for expert, rows in groups.spans():
-            place_LOI[expert].addmm_(grad[rows].t(), x[rows], beta=0 if weight.grad is None else 1)
+            out_LOI[expert].addmm_(grad[rows].t(), x[rows], beta=0 if weight.grad is None else 1)
         if weight.grad is None:
-            _without_rows_zero(place_LOI, groups)
-            weight.grad = place
+            _without_rows_zero(out_LOI, groups)
+            weight.grad = out
 
 
 class GroupedGemm(SequentialGemm):

@@ -16,7 +16,7 @@ from lightning_megatron.precision.scaling import Scaling
 
 
 class GroupedFp8Gemm:
-    """GEMM in float8; keeps the cast weights until `forget`, for all microbatches of a step."""
+    """GEMM in float8; caches the cast weights until `forget`, for all microbatches of a step."""
 
     def __init__(self, num_own: int, *, x: Scaling, weight: Scaling, gradient: Scaling) -> None:
         self._x, self._gradient = x, gradient

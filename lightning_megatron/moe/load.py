@@ -1,4 +1,4 @@
-"""Expert load and auxiliary losses of a step: what routers record of it, and reports.
+"""Expert load and auxiliary losses of a step: records of routers, and reports.
 
 A call is recorded under its number within the step: a recomputed call has the number it had, and counts once.
 E experts, S sums.
@@ -17,7 +17,7 @@ from lightning_megatron.moe.load_balancing import expert_load
 
 @dataclass
 class RoutingRecords:
-    """What one router recorded of its calls since the last step, of this rank's tokens."""
+    """Records of one router about its calls since the last step, of this rank's tokens."""
 
     counts: dict[int, Tensor] = field(default_factory=dict)
     """By call, int64 [2, E]: tokens that have an expert among their top-k by score, and tokens routed to it."""

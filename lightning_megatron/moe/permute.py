@@ -61,13 +61,13 @@ class SortedChoices:
     def orders(self, choices_R: Tensor, *, is_dropless: bool = False) -> tuple[Permutation, Permutation]:
         """Permutations from tokens, and from assignments, to these rows; `is_dropless` says that no row is empty."""
         num_choices = len(self.choices_N)
-        # One more place, for -1.
-        places = choices_R.new_full((num_choices + 1,), -1)
-        places[choices_R] = torch.arange(len(choices_R), device=choices_R.device)
+        # One more entry, for -1.
+        rows = choices_R.new_full((num_choices + 1,), -1)
+        rows[choices_R] = torch.arange(len(choices_R), device=choices_R.device)
         known = (not is_dropless, not is_dropless or len(choices_R) < num_choices)
-        of_choices = Permutation(choices_R, places[:num_choices, None], *known)
+        of_choices = Permutation(choices_R, rows[:num_choices, None], *known)
         tokens_R = choices_R.div(self.num_chosen, rounding_mode="floor")
-        return Permutation(tokens_R, places[:num_choices].view(-1, self.num_chosen), *known), of_choices
+        return Permutation(tokens_R, rows[:num_choices].view(-1, self.num_chosen), *known), of_choices
 
 
 def sort_by_expert(expert_ids_TK: Tensor, num_experts: int) -> SortedChoices:
@@ -95,9 +95,9 @@ def regrouped(sizes_PQL: Tensor, num_rows: int) -> Permutation:
     shift = first_PQL.permute(2, 1, 0).flatten() - (new_sizes.cumsum(0) - new_sizes)
     rows = torch.arange(num_rows, device=sizes.device)
     sources = rows + shift.repeat_interleave(new_sizes, output_size=num_rows)
-    places = torch.empty_like(sources)
-    places[sources] = rows
-    return Permutation(sources, places[:, None], has_empty_rows=False, has_gaps=False)
+    row_of_source = torch.empty_like(sources)
+    row_of_source[sources] = rows
+    return Permutation(sources, row_of_source[:, None], has_empty_rows=False, has_gaps=False)
 
 
 def permute(x: Tensor, order: Permutation) -> Tensor:
@@ -150,6 +150,6 @@ def _added(rows: Tensor, order: Permutation) -> Tensor:
     total = _taken(rows, first, order.has_gaps)
     if others:
         total = total.to(torch.promote_types(rows.dtype, torch.float32))
-        for places in others:
-            total += _taken(rows, places, order.has_gaps)
+        for index in others:
+            total += _taken(rows, index, order.has_gaps)
     return total.to(rows.dtype)

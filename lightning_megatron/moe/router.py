@@ -24,7 +24,7 @@ from lightning_megatron.moe.sequence_groups import RoutedTokens, SequenceGroups,
 from lightning_megatron.precision.autocast import autocast
 from lightning_megatron.sharding import Initial, shard_parameter
 
-# It keeps the sum of a token's scores off 0.
+# Least sum of a token's scores, by which they are divided.
 _LEAST_SUM = 1e-20
 
 
@@ -85,7 +85,7 @@ class Router(nn.Module):
         return self.config.num_experts
 
     def forward(self, x_TH: Tensor, tokens: RoutedTokens) -> Routing:
-        """Routing of the tokens. Talks over the axes that cut sequences where a loss or routing needs whole ones."""
+        """Routing of the tokens. Talks over the axes that cut sequences where a loss or routing needs full ones."""
         groups = tokens.sequence_groups
         logits_TE = self._logits(x_TH, tokens)
         scores_TE = score(logits_TE, self.config)
@@ -232,12 +232,12 @@ def score(logits_TE: Tensor, config: RouterConfig) -> Tensor:
 
 def topk_probs(logits_TE: Tensor, scores_TE: Tensor, expert_ids_TK: Tensor, config: RouterConfig) -> Tensor:
     """Router probabilities of the chosen experts, 0 where there is none: [T, K]."""
-    places_TK = expert_ids_TK.clamp(min=0)
+    index_TK = expert_ids_TK.clamp(min=0)
     if config.norm_topk_prob and config.score_function == "softmax":
         # It equals dividing by their sum, and is exact where that sum is tiny.
-        probs_TK = logits_TE.gather(1, places_TK).softmax(1)
+        probs_TK = logits_TE.gather(1, index_TK).softmax(1)
     else:
-        probs_TK = scores_TE.gather(1, places_TK)
+        probs_TK = scores_TE.gather(1, index_TK)
         if config.norm_topk_prob:
             probs_TK = probs_TK / (probs_TK.sum(1, keepdim=True) + _LEAST_SUM)
     return torch.where(expert_ids_TK >= 0, probs_TK * config.topk_scaling_factor, 0.0)

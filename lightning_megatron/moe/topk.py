@@ -1,9 +1,9 @@
-"""Which experts a token goes to: pure functions of router scores; ties go to the expert of the lowest number.
+"""Choice of a token's experts by pure functions of router scores; ties go to the expert of the lowest number.
 
-    topk            each token takes its best experts, on request of its best groups of experts
+    topk            each token takes its best experts, with group limits those of its best groups
     sinkhorn        top-k of scores that Sinkhorn iterations balance over the experts of a sequence
     expert_choice   each expert takes its best tokens of every sequence, so that a token has top-k experts in the mean
-    random          experts by chance, for benchmarks
+    random          random experts, for benchmarks
     round_robin     experts in turn along each sequence, for benchmarks
 
 None has a gradient. Each depends on a sequence's tokens alone, so that no cut of a batch changes it.
@@ -26,8 +26,8 @@ _LEAST = 1e-280
 def topk(scores_TE: Tensor, count: int) -> Tensor:
     """Indices of the highest scores, best first, ties to the lowest index: int64 [T, count]."""
     # torch.topk does not define which of equal scores it takes.
-    places_TE: Tensor = scores_TE.sort(dim=-1, descending=True, stable=True).indices
-    return places_TE.narrow(-1, 0, count)
+    index_TE: Tensor = scores_TE.sort(dim=-1, descending=True, stable=True).indices
+    return index_TE.narrow(-1, 0, count)
 
 
 def group_limited_scores(scores_TE: Tensor, *, num_groups: int, group_topk: int, count: int) -> Tensor:
@@ -37,8 +37,8 @@ def group_limited_scores(scores_TE: Tensor, *, num_groups: int, group_topk: int,
     """
     scores_TGE: Tensor = scores_TE.unflatten(1, (num_groups, -1))
     best_TG = scores_TGE.sort(dim=-1, descending=True).values[..., : count // group_topk].sum(-1)
-    is_kept_TG = torch.zeros_like(best_TG, dtype=torch.bool).scatter_(1, topk(best_TG, group_topk), True)
-    return scores_TGE.masked_fill(~is_kept_TG.unsqueeze(-1), -torch.inf).flatten(1)
+    is_best_TG = torch.zeros_like(best_TG, dtype=torch.bool).scatter_(1, topk(best_TG, group_topk), True)
+    return scores_TGE.masked_fill(~is_best_TG.unsqueeze(-1), -torch.inf).flatten(1)
 
 
 def sinkhorn(logits_TE: Tensor, groups: SequenceGroups, num_iterations: int) -> Tensor:
@@ -73,9 +73,9 @@ def expert_choice(scores_TE: Tensor, positions_T: Tensor, groups: SequenceGroups
     order_NE = positions_N.argsort(stable=True).unsqueeze(1).expand(-1, num_experts)
     order_NE = order_NE.gather(0, scores_NE.gather(0, order_NE).argsort(dim=0, descending=True, stable=True))
     order_NE = order_NE.gather(0, ids_N[order_NE].argsort(dim=0, stable=True))
-    places_N = torch.arange(ids_N.shape[0], device=ids_N.device)
+    index_N = torch.arange(ids_N.shape[0], device=ids_N.device)
     sorted_ids_N = ids_N.sort(stable=True).values
-    is_taken_N = places_N - starts_P[sorted_ids_N] < capacities_P[sorted_ids_N]
+    is_taken_N = index_N - starts_P[sorted_ids_N] < capacities_P[sorted_ids_N]
     is_chosen_NE = torch.zeros_like(scores_NE, dtype=torch.bool)
     is_chosen_NE.scatter_(0, order_NE, is_taken_N.unsqueeze(1).expand(-1, num_experts))
     experts_E = torch.arange(num_experts, device=ids_N.device)

@@ -29,7 +29,7 @@ class ModelParam:
     parameter: nn.Parameter
     shard: Shard
     replicas: Axis
-    """Data-parallel ranks: they hold the same slice and see other samples."""
+    """Data-parallel axis: its ranks hold the same slice and see other samples."""
     holders: Axis | None
     """Pipeline ranks that hold a parameter of this name (tied weights), where there are several."""
     is_outside: bool
@@ -47,7 +47,7 @@ class Bucket:
     """Gradients that need the same reductions: over data-parallel ranks, over the axis of a partial sum, over holders.
 
     `shards` is the axis over which the sum is scattered: the data-parallel ranks, or a single rank. `dtype` is of the
-    gradients, `low` of the parameters beside master weights, None where they keep their own.
+    gradients, `low` of the parameters with master weights, None where they keep their own.
     """
 
     def __init__(
@@ -93,11 +93,11 @@ class Bucket:
         """Whether any of the bucket's parameters has a gradient."""
         return any(param.parameter.grad is not None for param in self.members)
 
-    def own_range(self, place: int) -> Range:
-        """The elements of the member number `place` that lie in this rank's shard."""
-        size = self.members[place].parameter.numel()
+    def own_range(self, index: int) -> Range:
+        """The elements of the member number `index` that lie in this rank's shard."""
+        size = self.members[index].parameter.numel()
         shards = self.shards
-        return own_range(self.layout.starts[place], size, self.layout.num_elements, shards.size, shards.rank)
+        return own_range(self.layout.starts[index], size, self.layout.num_elements, shards.size, shards.rank)
 
     def has_grad_view(self, param: ModelParam) -> bool:
         """Whether a parameter's gradient is its view of the bucket."""

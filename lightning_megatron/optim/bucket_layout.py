@@ -3,7 +3,7 @@
 Buckets follow the order given, in which backward makes gradients, so that the first can be reduced while the rest is
 still being computed. A bucket is cut into equal shards, one for each data-parallel rank: either without regard to
 parameters, so that shards are even and a parameter may lie in two of them, or with `no_split` so that every parameter
-lies in one, for optimizers that read whole matrices.
+lies in one, for optimizers that read full matrices.
 """
 
 from collections.abc import Sequence
@@ -71,13 +71,13 @@ def _layout(members: list[int], sizes: Sequence[int], num_shards: int, no_split:
 def _whole_layout(members: list[int], sizes: Sequence[int], num_shards: int) -> BucketLayout:
     """A layout in which each parameter, the largest first, goes to the shard that has least so far."""
     ends = [0] * num_shards
-    places: dict[int, tuple[int, int]] = {}
+    shard_and_start: dict[int, tuple[int, int]] = {}
     for index in sorted(members, key=lambda index: (-sizes[index], index)):
         shard = ends.index(min(ends))
-        places[index] = (shard, ends[shard])
+        shard_and_start[index] = (shard, ends[shard])
         ends[shard] = _aligned(ends[shard] + sizes[index])
     length = max(ends)
-    starts = tuple(places[index][0] * length + places[index][1] for index in members)
+    starts = tuple(shard_and_start[index][0] * length + shard_and_start[index][1] for index in members)
     return BucketLayout(tuple(members), starts, length * num_shards)
 
 

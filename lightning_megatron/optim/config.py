@@ -28,7 +28,7 @@ class OptimizerConfig:
     """Elements of a gradient bucket, which is reduced in one message; a larger parameter has a bucket of its own."""
     overlap_grad_reduce: bool = False
     """Start to reduce a bucket as soon as the backward of the last microbatch has made its last gradient, so that the
-    message runs beside compute; else reduce all buckets after the last backward."""
+    message overlaps with compute; else reduce all buckets after the last backward."""
     overlap_param_gather: bool = False
     """With the distributed optimizer, return from the step while updated weights are still all-gathered, and let each
     part of the model wait for its own in the next forward; hooks in between must not read weights."""

@@ -1,6 +1,6 @@
-"""Communication of data-parallel ranks in a step: gradients reduced as they are made, parameters gathered as needed.
+"""Communication of data-parallel ranks in a step: gradients reduced as they are ready, parameters gathered as needed.
 
-This is the one object that the schedule of a step talks to; it tells the gradient reducer and the master weights.
+This is the one object that the schedule of a step talks to; it calls the gradient reducer and the master weights.
 """
 
 from collections.abc import Iterable
@@ -45,7 +45,7 @@ class DataParallelComm:
         self.gradients.reducer.expect(stage, parameters)
 
     def grad_ready(self, parameter: Tensor) -> None:
-        """The last gradient of a parameter whose weight gradient was split off is complete."""
+        """The last gradient of a parameter whose weight gradient was deferred is complete."""
         self.gradients.reducer.grad_ready(parameter)
 
     def complete(self, stage: int) -> None:
@@ -90,7 +90,7 @@ class DataParallelComm:
 
     @property
     def has_shards(self) -> bool:
-        """Whether parameters are sharded, so that ranks must communicate to make them whole."""
+        """Whether parameters are sharded, so that ranks must all-gather them."""
         return any(bucket.shards.size > 1 for bucket in self.gradients.buckets)
 
     def release(self) -> None:

@@ -5,7 +5,7 @@ needs is read off its `Shard` and off the pp ranks that hold its name:
 
     over          which parameters                                             why
     sp (tp)       those with `Shard.partial`                                   each rank saw its tokens only
-    dp+cp         all but experts                                              each replica saw its samples only
+    dp+cp         all but experts                                              each dp rank saw its samples only
     edp           experts: the axis that their `Shard` names                   the same
     pp ranks      names held by several of them (tied weights)                 each use adds its part
     pp ranks      modules outside the pipelined model, in a schedule           only one stage ran them
@@ -28,7 +28,7 @@ from lightning_megatron.optim.config import OptimizerConfig
 from lightning_megatron.optim.reductions import extremes, scale_in_place, square, stage_axes
 from lightning_megatron.sharding import Shard, shard_of
 
-# An axis of one rank: a tensor cut over it is whole.
+# An axis of one rank: a tensor cut over it is unsharded.
 ALONE = Axis.alone(0)
 
 
@@ -48,8 +48,8 @@ class Gradients:
 
     `named_parameters` in the same order on all ranks of a stage; `inside` are the names that belong to the pipelined
     model; `stages` the stages of this rank whose backwards make gradients of a name, all of them where a name is
-    absent. `dtype` is the dtype of accumulated gradients, `low` that of matrices beside master weights. `no_split`: the
-    optimizer reads whole parameters. `names_by_rank` are the names on each pp rank; without it ranks gather them.
+    absent. `dtype` is the dtype of accumulated gradients, `low` that of matrices with master weights. `no_split`: the
+    optimizer reads full parameters. `names_by_rank` are the names on each pp rank; without it ranks gather them.
     Construction is collective over pp, and over the world where names are held by several pp ranks.
     """
 
@@ -151,7 +151,7 @@ class Gradients:
         """Reduces every gradient to that of one device, times `factor` [].
 
         `outside_over_stages` says that modules outside the pipelined model ran on one stage only, so that their
-        gradients are to be summed; else each stage has them whole. A parameter with a gradient on some rank gets one on
+        gradients are to be summed; else each stage has full ones. A parameter with a gradient on some rank gets one on
         all; one without any keeps None.
         """
         # With overlap some ranks have begun reductions that others have not: all must begin all before other messages.
@@ -191,13 +191,13 @@ class Gradients:
                 continue
             if self._is_checked:
                 self._loose_extremes.append((param, extremes(gradient)))
-            whole = gradient.contiguous()
+            full = gradient.contiguous()
             if param.shard.partial is not None:
-                collectives.all_reduce_(whole, param.shard.partial)
-            collectives.all_reduce_(whole, param.replicas)
+                collectives.all_reduce_(full, param.shard.partial)
+            collectives.all_reduce_(full, param.replicas)
             if param.holders is not None and (outside_over_stages or not param.is_outside):
-                collectives.all_reduce_(whole, param.holders)
-            param.parameter.grad = whole if factor is None else whole.mul_(factor.to(whole.dtype))
+                collectives.all_reduce_(full, param.holders)
+            param.parameter.grad = full if factor is None else full.mul_(factor.to(full.dtype))
 
     def _hand_over(self) -> None:
         """Gives each master weight its part of the reduced gradients; sharded ones leave the parameter."""
@@ -206,7 +206,7 @@ class Gradients:
             # Lightning's `toggle_optimizer` freezes what other optimizers step.
             if parameter.grad is None or not main.requires_grad:
                 continue
-            # A sparse one of a single replica is not at grad_view.
+            # A sparse gradient of a single data-parallel rank is not at grad_view.
             gradient = parameter.grad if parameter.grad.is_sparse else self.reducer.grad_view(parameter)
             assert gradient is not None
             if not gradient.is_sparse:
@@ -225,15 +225,15 @@ class Gradients:
         trained = [param for param in self.params if param.parameter.requires_grad]
         groups: dict[tuple[int, ...], tuple[Axis, list[int]]] = {}
         others: dict[tuple[int, ...], tuple[Axis, list[int]]] = {}
-        for place, param in enumerate(trained):
-            groups.setdefault(param.replicas.ranks, (param.replicas, []))[1].append(place)
+        for index, param in enumerate(trained):
+            groups.setdefault(param.replicas.ranks, (param.replicas, []))[1].append(index)
             if (leading := param.shard.leading) is not None:
-                others.setdefault(leading.ranks, (leading, []))[1].append(place)
+                others.setdefault(leading.ranks, (leading, []))[1].append(index)
         shared: dict[tuple[int, ...], tuple[Axis, list[int]]] = {}
         # Names give the order: ranks hold shared parameters in orders of their own.
-        for place, param in sorted(enumerate(trained), key=lambda item: item[1].name):
+        for index, param in sorted(enumerate(trained), key=lambda item: item[1].name):
             if param.holders is not None and (outside_over_stages or not param.is_outside):
-                shared.setdefault(param.holders.ranks, (param.holders, []))[1].append(place)
+                shared.setdefault(param.holders.ranks, (param.holders, []))[1].append(index)
         # First data-parallel axes, in the order of the stage's parameters, then axes of experts, then holders, so that
         # all ranks of an axis enter its collectives in one order.
         axes = [group for group in [*groups.values(), *others.values()] if group[0].size > 1]
@@ -242,8 +242,8 @@ class Gradients:
             return
         flags = torch.tensor([param.parameter.grad is not None for param in trained], dtype=torch.int32)
         flags = flags.to(self.device)
-        for axis, places in axes:
-            own = torch.tensor(places, device=flags.device)
+        for axis, indices in axes:
+            own = torch.tensor(indices, device=flags.device)
             flags[own] = collectives.all_reduce(flags[own], axis, "max")
         for param, flag in zip(trained, flags.tolist(), strict=True):
             if flag and param.parameter.grad is None:
@@ -257,7 +257,7 @@ class Gradients:
     # --- the norm ---------------------------------------------------------------------------------------------------
 
     def norm(self, parameters: Iterable[nn.Parameter] | None = None) -> Tensor:
-        """The 2-norm of the whole model's gradient, float64 []: each element of the unsplit model counts once.
+        """The 2-norm of the full model's gradient, float64 []: each element of the unsplit model counts once.
 
         Only `parameters`, as the optimizer has them, count where given. Collective over the world.
         """

@@ -1,6 +1,6 @@
 """Master weights: float32 weights that the user's optimizer steps, and their copy back to the model's parameters.
 
-Under mixed precision they stand beside parameters in 16 bits; with the distributed optimizer each data-parallel rank
+Under mixed precision parameters are in 16 bits; with the distributed optimizer each data-parallel rank
 has only those of its shard. The optimizer object stays the user's own: its parameters are replaced in place, so that
 schedulers and callbacks that hold it go on. After a step the new weights are cast, and shards are all-gathered.
 
@@ -48,18 +48,18 @@ class MasterWeights:
         self._param_shards = {shard.param.parameter: shard for shard in param_shards}
         self._buckets = {param.parameter: bucket for bucket in gradients.buckets for param in bucket.members}
         for optimizer in self._optimizers:
-            self._dp_comm(optimizer)
+            self._replace_params(optimizer)
 
     def _convert(self, bucket: Bucket) -> Iterator[ParamShard]:
         own_dtype = self._dtypes[bucket] = bucket.members[0].parameter.dtype
         dtype = own_dtype if bucket.low is None else bucket.low
         if bucket.shards.size > 1:
             self._flat[bucket] = torch.zeros(bucket.layout.num_elements, dtype=dtype, device=bucket.gradient.device)
-        for place, param in enumerate(bucket.members):
-            parameter, own = param.parameter, bucket.own_range(place)
+        for index, param in enumerate(bucket.members):
+            parameter, own = param.parameter, bucket.own_range(index)
             before = parameter.detach()
             if bucket in self._flat:
-                start = bucket.layout.starts[place]
+                start = bucket.layout.starts[index]
                 self._param_views[parameter] = self._flat[bucket][start : start + before.numel()].view(before.shape)
             else:
                 self._param_views[parameter] = before if dtype == own_dtype else torch.empty_like(before, dtype=dtype)
@@ -67,11 +67,11 @@ class MasterWeights:
             _set_grad_dtype(parameter, bucket.gradient.dtype)
             if own.is_empty and parameter.numel():
                 continue
-            whole = parameter.detach() if dtype == own_dtype else before
-            is_whole = own.end - own.start == parameter.numel()
-            part = whole if is_whole else whole.reshape(-1)[own.start : own.end]
+            full = parameter.detach() if dtype == own_dtype else before
+            is_full = own.end - own.start == parameter.numel()
+            part = full if is_full else full.reshape(-1)[own.start : own.end]
             if dtype != own_dtype and part.untyped_storage().nbytes() > part.numel() * part.element_size():
-                # A copy, so that the whole float32 parameter can be freed, or the bucket of an earlier fit.
+                # A copy, so that the full float32 parameter can be freed, or the bucket of an earlier fit.
                 part = part.clone()
             yield ParamShard(param, nn.Parameter(part), own)
 
@@ -86,20 +86,20 @@ class MasterWeights:
 
     # --- the optimizer ----------------------------------------------------------------------------------------------
 
-    def _dp_comm(self, optimizer: Optimizer) -> None:
+    def _replace_params(self, optimizer: Optimizer) -> None:
         """Replaces parameters of the optimizer by master weights, with the state there is."""
         for group in optimizer.param_groups:
-            places = [
-                place
-                for place, parameter in enumerate(group["params"])
+            indices = [
+                index
+                for index, parameter in enumerate(group["params"])
                 if parameter not in self._buckets or parameter in self._param_shards
             ]
             if "param_names" in group:
-                group["param_names"] = [group["param_names"][place] for place in places]
+                group["param_names"] = [group["param_names"][index] for index in indices]
             states = {parameter: optimizer.state.pop(parameter, None) for parameter in group["params"]}
-            kept = [group["params"][place] for place in places]
-            group["params"] = [self._param_shards[p].tensor if p in self._param_shards else p for p in kept]
-            for parameter, stepped in zip(kept, group["params"], strict=True):
+            params = [group["params"][index] for index in indices]
+            group["params"] = [self._param_shards[p].tensor if p in self._param_shards else p for p in params]
+            for parameter, stepped in zip(params, group["params"], strict=True):
                 if (state := states[parameter]) is not None:
                     shard = self._param_shards.get(parameter)
                     parts = {key: _part_of(value, parameter, shard) for key, value in state.items()}
@@ -126,13 +126,13 @@ class MasterWeights:
         for shard in self._param_shards.values():
             now = self._own_part(shard)
             if now.dtype != shard.tensor.dtype:
-                is_kept = now == shard.tensor.to(now.dtype)
+                is_same = now == shard.tensor.to(now.dtype)
                 # NaN is not equal to itself and counts as unchanged.
-                shard.tensor.copy_(torch.where(is_kept | now.isnan(), shard.tensor, now.to(shard.tensor.dtype)))
+                shard.tensor.copy_(torch.where(is_same | now.isnan(), shard.tensor, now.to(shard.tensor.dtype)))
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Sets master weights from values of this rank's whole parameters, by name, which were just loaded."""
+        """Sets master weights from values of this rank's full parameters, by name, which were just loaded."""
         for shard in self._param_shards.values():
             if (value := state.get(shard.param.name)) is not None:
                 part = value.reshape(-1)[shard.range.start : shard.range.end]
@@ -179,15 +179,15 @@ class MasterWeights:
                 _set_grad_dtype(param.parameter, main_dtype)
             return
         values = bucket.gradient if bucket.gradient.dtype == main_dtype else bucket.gradient.to(main_dtype)
-        for place, param in enumerate(bucket.members):
+        for index, param in enumerate(bucket.members):
             if (shard := self._param_shards.get(param.parameter)) is not None:
-                start = bucket.layout.starts[place]
+                start = bucket.layout.starts[index]
                 values[start + shard.range.start : start + shard.range.end].copy_(shard.tensor.reshape(-1))
                 # The gradient was a view of the memory that the weights take now.
                 shard.tensor.grad = None
         collectives.all_gather_(values, bucket.shards)
-        for place, param in enumerate(bucket.members):
-            start, parameter = bucket.layout.starts[place], param.parameter
+        for index, param in enumerate(bucket.members):
+            start, parameter = bucket.layout.starts[index], param.parameter
             parameter.grad = None
             parameter.grad_dtype = main_dtype
             parameter.data = values[start : start + parameter.numel()].view(parameter.shape)
@@ -201,10 +201,10 @@ class MasterWeights:
 
     def _own_part(self, shard: ParamShard) -> Tensor:
         """The view of a parameter's data that this rank's master weights correspond to."""
-        whole = shard.param.parameter.detach()
-        if whole.shape == shard.tensor.shape:
-            return whole
-        return whole.view(-1)[shard.range.start : shard.range.end].view(shard.tensor.shape)
+        full = shard.param.parameter.detach()
+        if full.shape == shard.tensor.shape:
+            return full
+        return full.view(-1)[shard.range.start : shard.range.end].view(shard.tensor.shape)
 
 
 def _address_of(x: Tensor) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Checks that all ranks make together: non-finite gradients, and replicas of a weight that differ."""
+"""Checks that all ranks make together: non-finite gradients, and copies of a weight that differ."""
 
 from collections.abc import Iterable, Sequence
 
@@ -51,29 +51,29 @@ def differing_copies(gradients: Gradients, mesh: Mesh) -> list[str]:
     """
     params = sorted(gradients.params, key=lambda param: param.name)
     axes: dict[tuple[int, ...], tuple[Axis, list[int]]] = {}
-    for place, param in enumerate(params):
+    for index, param in enumerate(params):
         shared = [param.replicas, *param.shard.replicas]
         if param.holders is not None:
             shared.append(param.holders)
         for axis in shared:
             if axis.size > 1:
-                axes.setdefault(axis.ranks, (axis, []))[1].append(place)
+                axes.setdefault(axis.ranks, (axis, []))[1].append(index)
     prints = [fingerprint(param.parameter.detach()) for param in params]
     differing = set()
-    for axis, places in (axes[ranks] for ranks in sorted(axes)):
-        own = torch.stack([prints[place] for place in places])
+    for axis, indices in (axes[ranks] for ranks in sorted(axes)):
+        own = torch.stack([prints[index] for index in indices])
         least, most = collectives.all_reduce(own, axis, "min"), collectives.all_reduce(own, axis, "max")
-        for place, is_same in zip(places, (least == most).tolist(), strict=True):
+        for index, is_same in zip(indices, (least == most).tolist(), strict=True):
             if not is_same:
-                differing.add(f"{params[place].name} on ranks {', '.join(map(str, axis.ranks))}")
+                differing.add(f"{params[index].name} on ranks {', '.join(map(str, axis.ranks))}")
     return sorted({line for lines in collectives.gather_objects(sorted(differing), mesh.world) for line in lines})
 
 
 def fingerprint(x: Tensor) -> Tensor:
     """A hash of the tensor's bits, int64 []: the sum of all elements as integers, each times its own odd number."""
     bits = x.contiguous().view(-1).view(_INTEGERS.get(x.element_size(), torch.int32)).to(torch.int64)
-    places = torch.arange(1, 2 * bits.numel(), 2, dtype=torch.int64, device=x.device)
-    return (bits * places).sum()
+    factors = torch.arange(1, 2 * bits.numel(), 2, dtype=torch.int64, device=x.device)
+    return (bits * factors).sum()
 
 
 def bullet_list(lines: Iterable[str], limit: int = 20) -> str:

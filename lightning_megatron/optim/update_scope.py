@@ -1,7 +1,7 @@
 """Update scope of an optimizer: whether it reads one element's gradient and state to update it, or more.
 
 The scope decides how weights may be sharded. A part of a weight can be stepped alone only by an optimizer whose update
-is elementwise; a whole weight only by one that reads no other weight.
+is elementwise; a full weight only by one that reads no other weight.
 """
 
 from typing import Literal

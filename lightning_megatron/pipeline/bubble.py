@@ -1,6 +1,6 @@
 """The timeline of a schedule, from which its bubble and its activations are read.
 
-Above `registry`, `lower` and `simulate`: what someone asks before choosing a schedule.
+Above `registry`, `lower` and `simulate`: it serves the choice of a schedule.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def timeline_of(schedule: Schedule, costs: Costs) -> Timeline:
 
 
 def peak_shares(timeline: Timeline, chunks: int) -> tuple[float, ...]:
-    """The most activations that each rank keeps, in those of one microbatch through all of its layers."""
+    """The most activations that each rank saves, in those of one microbatch through all of its layers."""
     return tuple(peak / chunks for peak in timeline.peak_activations)
 
 

@@ -27,12 +27,12 @@ def _is_differentiable(value: Any) -> bool:
 
 
 class _Forward:
-    """`StageWork` of the forward, and the keeper of what the backward needs."""
+    """`StageWork` of the forward; it holds what the backward needs."""
 
     def __init__(self, module: PipelineModule, leaves: list[Any], spec: TreeSpec, num_microbatches: int) -> None:
         self.module = module
         self.last_stage = module.mesh.sizes.num_stages - 1
-        # Own leaves, so that what flows back ends here and can be handed to the caller's graph.
+        # Own leaves, so that gradients end here and can be handed to the caller's graph.
         self.inputs = [leaf.detach().requires_grad_() if _is_differentiable(leaf) else leaf for leaf in leaves]
         self.calls = microbatches.split(tree_unflatten(self.inputs, spec), num_microbatches)
         self.is_recorded = torch.is_grad_enabled()
@@ -40,8 +40,8 @@ class _Forward:
         # By stage and microbatch.
         self.outputs: dict[tuple[int, int], Any] = {}
         self.weights: list[Tensor] = []
-        # Of the weights, those that the model said; the others are rows.
-        self.told: list[Tensor] = []
+        # Weights that the model set; the others are numbers of rows.
+        self.loss_weights: list[Tensor] = []
         self.tallies: list[dict[str, Tensor]] = []
         self.first_sample = module.draws.first_sample
 
@@ -62,7 +62,7 @@ class _Forward:
         if stage == self.last_stage:
             weight = self.module.loss_weight
             if weight is not None:
-                self.told.append(weight)
+                self.loss_weights.append(weight)
             self.weights.append(torch.tensor(float(rows)) if weight is None else weight)
             self.tallies.append(self.module.tallies)
             return None
@@ -112,7 +112,7 @@ class CollectiveCall:
             with torch.set_grad_enabled(work.is_recorded):
                 outputs = [work.outputs[work.last_stage, m] for m in range(len(work.calls))]
                 combined = microbatches.combine(outputs, work.weights)
-        weight = torch.stack(work.told).sum() if work.told else None
+        weight = torch.stack(work.loss_weights).sum() if work.loss_weights else None
         tallies = {name: torch.stack([of[name] for of in work.tallies]).sum() for name in module.tallies}
         output, module.loss_weight, module.tallies = self._share((combined, weight, tallies))
         module.draws.first_sample = work.first_sample
@@ -131,17 +131,17 @@ class CollectiveCall:
         return tree_unflatten(tensors, output_spec)
 
     def _num_microbatches(self, leaves: list[Any]) -> int:
-        """The number of microbatches asked for, where all tensors of the call share their rows; else 1."""
+        """The configured number of microbatches, where all tensors of the call share their rows; else 1."""
         sizes = {leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 0}
         return self._count(sizes.pop()) if len(sizes) == 1 else 1
 
-    def _share(self, told: Any) -> Any:
-        """A value of the last stage, brought to every stage."""
+    def _share(self, value: Any) -> Any:
+        """A value of the last stage, broadcast to every stage."""
         last = self._pp.size - 1
         described, spec = None, None
         leaves: list[Any] = []
         if self._pp.is_last:
-            leaves, spec = tree_flatten(told)
+            leaves, spec = tree_flatten(value)
             described = [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         described, spec = collectives.broadcast_object((described, spec), self._pp, last)
         shared = []

@@ -1,6 +1,6 @@
-"""What can be told of a plan without playing it: is it complete, in an order that each rank can follow, well matched.
+"""Checks of a plan without simulation: is it complete, in an order that each rank can follow, well matched.
 
-The first half of `simulate.check`; the second half, whether ranks wait for each other for ever, needs the play.
+The first half of `simulate.check`; the second half, whether ranks wait for each other for ever, needs the simulation.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
-from lightning_megatron.pipeline.grid import Place, plan_fault
+from lightning_megatron.pipeline.grid import PlanPosition, plan_fault
 from lightning_megatron.pipeline.lower import (
     SENDS,
     Lane,
@@ -27,7 +27,7 @@ from lightning_megatron.pipeline.lower import (
 )
 from lightning_megatron.pipeline.schedule import COMPUTES, MESSAGES, Action, Kind
 
-# What a rank may have in hand of a stage and a microbatch, one bit each.
+# What a rank may hold of a stage and a microbatch, one bit each.
 _OUTPUT, _INPUT, _OUTPUT_GRADIENT, _INPUT_GRADIENT, _WEIGHT_GRADIENT = (1 << bit for bit in range(5))
 _SENT_OUTPUT, _SENT_GRADIENT, _POSTED_INPUT, _POSTED_GRADIENT = (1 << bit for bit in range(5, 9))
 _LEFT_OUTPUT, _LEFT_GRADIENT = (1 << bit for bit in range(9, 11))
@@ -82,7 +82,7 @@ class _Rule:
     """A rule that holds for all microbatches of a kind of action on one stage."""
 
     fault: str = ""
-    """Why it cannot stand there at all."""
+    """Reason why the action cannot be there at all; empty: it can."""
     needs: int = 0
     gives: int = 0
     neighbour: int = 0
@@ -93,7 +93,7 @@ class _Rule:
 def require_consistent(plan: Plan) -> None:
     """Returns only if each rank's steps are complete, once each and after what they need, and all messages are pairs.
 
-    Raises ScheduleError with the place otherwise.
+    Raises ScheduleError with the position otherwise.
     """
     ranks = rank_of_stage(plan)
     computes = [step for steps in plan for step in steps if isinstance(step, Action) and step.kind in COMPUTES]
@@ -110,7 +110,7 @@ def _require_rank(plan: Plan, rank: int, ranks: tuple[int, ...], wanted: int, nu
     """Raises ScheduleError unless the steps of a rank bring what is wanted, each once and after what it needs."""
     rules: dict[tuple[_Role, Kind, int], _Rule] = {}
     done: dict[int, int] = {}
-    # By stage and microbatch: what the rank has in hand.
+    # By stage and microbatch: what the rank holds.
     for index, step in enumerate(plan[rank]):
         for role, action in _events(step):
             rule = rules.get((role, action.kind, action.stage))
@@ -119,16 +119,16 @@ def _require_rank(plan: Plan, rank: int, ranks: tuple[int, ...], wanted: int, nu
             cell = cell_key(action.stage, action.microbatch)
             has = done.get(cell, 0)
             missing = rule.needs & ~has
-            beside = done.get(cell_key(rule.neighbour, action.microbatch), 0) if rule.neighbour_needs else 0
-            missing_beside = rule.neighbour_needs & ~beside
-            if rule.fault or missing or missing_beside or has & rule.gives:
-                reason = rule.fault or _untimely(rank, rule, action, missing, missing_beside)
+            neighbour = done.get(cell_key(rule.neighbour, action.microbatch), 0) if rule.neighbour_needs else 0
+            missing_there = rule.neighbour_needs & ~neighbour
+            if rule.fault or missing or missing_there or has & rule.gives:
+                reason = rule.fault or _untimely(rank, rule, action, missing, missing_there)
                 raise plan_fault(plan, (rank, index), str(action), reason)
             done[cell] = has | rule.gives
     for stage in (stage for stage, owner in enumerate(ranks) if owner == rank):
         for microbatch in range(num_microbatches):
             if missing := wanted & ~done.get(cell_key(stage, microbatch), 0):
-                reason = f"no step of rank {rank} makes {_in_words(missing, stage, microbatch)}"
+                reason = f"no step of rank {rank} makes {_fact_text(missing, stage, microbatch)}"
                 raise plan_fault(plan, (rank, len(plan[rank])), "the end", reason)
 
 
@@ -163,7 +163,7 @@ def _rule_of(role: _Role, action: Action, rank: int, ranks: tuple[int, ...]) -> 
 
 
 def _misplaced(role: _Role, action: Action, rank: int, ranks: tuple[int, ...]) -> str:
-    """Why an action cannot stand where it does; empty if it can."""
+    """Reason why an action cannot be where it is; empty if it can."""
     is_message = action.kind in MESSAGES
     if is_message != (role is not _Role.ALONE):
         return "messages, and nothing else, stand in an P2PBatch"
@@ -180,18 +180,18 @@ def _misplaced(role: _Role, action: Action, rank: int, ranks: tuple[int, ...]) -
     return ""
 
 
-def _untimely(rank: int, rule: _Rule, action: Action, missing: int, missing_beside: int) -> str:
-    """Why an action cannot be the next of a rank: it misses something, or gives what the rank has."""
+def _untimely(rank: int, rule: _Rule, action: Action, missing: int, missing_there: int) -> str:
+    """Reason why an action cannot be the next of a rank: it misses something, or gives what the rank has."""
     if missing:
-        return f"no step of rank {rank} before it brings {_in_words(missing, action.stage, action.microbatch)}"
-    if missing_beside:
-        told = _in_words(missing_beside, rule.neighbour, action.microbatch)
-        return f"no step of rank {rank} before it brings {told}"
-    return f"an earlier step of rank {rank} has brought {_in_words(rule.gives, action.stage, action.microbatch)}"
+        return f"no step of rank {rank} before it brings {_fact_text(missing, action.stage, action.microbatch)}"
+    if missing_there:
+        fact = _fact_text(missing_there, rule.neighbour, action.microbatch)
+        return f"no step of rank {rank} before it brings {fact}"
+    return f"an earlier step of rank {rank} has brought {_fact_text(rule.gives, action.stage, action.microbatch)}"
 
 
-def _in_words(facts: int, stage: int, microbatch: int) -> str:
-    """The first of the facts."""
+def _fact_text(facts: int, stage: int, microbatch: int) -> str:
+    """Text of the first of the facts."""
     return next(f"{word} of stage {stage}, microbatch {microbatch}" for bit, word in _WORDS.items() if facts & bit)
 
 
@@ -211,25 +211,25 @@ def _require_pairs(plan: Plan, ranks: tuple[int, ...]) -> None:
     for name in sorted(sends.keys() | receives.keys()):
         sent, received = list(map(message_key, sends[name])), list(map(message_key, receives[name]))
         if sent != received:
-            _tell_unpaired(plan, sends[name], receives[name], name[0])
+            _raise_unpaired(plan, sends[name], receives[name], name[0])
 
 
-def _tell_unpaired(plan: Plan, sends: list[Action], receives: list[Action], sender: int) -> None:
-    """Raises ScheduleError for the first message of a lane that has no other end, or another one at its place."""
+def _raise_unpaired(plan: Plan, sends: list[Action], receives: list[Action], sender: int) -> None:
+    """Raises ScheduleError for the first message of a lane that has no other end, or another one at its position."""
     for mine, theirs in ((sends, receives), (receives, sends)):
         keys = set(map(message_key, theirs))
         for message in mine:
             if message_key(message) not in keys:
                 reason = f"its other end, {other_end(message)}, is not in the plan"
-                raise plan_fault(plan, _place_of(plan, message), str(message), reason)
+                raise plan_fault(plan, _position_of(plan, message), str(message), reason)
     for sent, received in zip(sends, receives, strict=True):
         if message_key(sent) != message_key(received):
             reason = f"rank {sender} sends {sent} before {other_end(received)}, and messages of one lane match in order"
-            raise plan_fault(plan, _place_of(plan, received), str(received), reason)
+            raise plan_fault(plan, _position_of(plan, received), str(received), reason)
 
 
-def _place_of(plan: Plan, message: Action) -> Place:
-    """The place at which a message is posted."""
+def _position_of(plan: Plan, message: Action) -> PlanPosition:
+    """The position at which a message is posted."""
     return next(
         (rank, index)
         for rank, steps in enumerate(plan)

@@ -2,7 +2,7 @@
 
 The runtime runs a forward and a backward so where a schedule pairs them. Whoever waits for a message of a layer calls
 `yield_to_peer` first; the message travels while the other task computes. One of the two runs at a time, and turns
-change at places that the program says, so all ranks that run the same pair start their messages in one order.
+change at points that the program fixes, so all ranks that run the same pair start their messages in one order.
 
 Note: one engine for a GPU. Autograd runs all backwards of a device in one thread of its own. While the second task is a
 backward that waits for its turn there, a first task that differentiates anything by itself would wait for ever.
@@ -27,9 +27,9 @@ class ForwardBackwardOverlap:
         self._device = device
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="overlap")
         self._changed = threading.Condition()
-        # While two tasks run.
+        # Whether two tasks run.
         self._first_thread: int | None = None
-        # Whose it is.
+        # Task whose turn it is.
         self._turn = 0
         self._ended = [False, False]
         self._has_failed = False
@@ -49,7 +49,7 @@ class ForwardBackwardOverlap:
             raise error
 
     def yield_to_peer(self) -> None:
-        """Lets the other task go on until it gives way itself or ends; nothing where no two tasks run."""
+        """Lets the other task go on until it yields itself or ends; does nothing where no two tasks run."""
         if self._first_thread is None:
             return
         # A backward may run in a thread of autograd's.

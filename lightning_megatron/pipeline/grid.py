@@ -1,4 +1,4 @@
-"""Plans as text, in errors: a line for each rank, a column for each step, and the place of an error marked."""
+"""Plans as text, in errors: a line for each rank, a column for each step, and the position of an error marked."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from itertools import zip_longest
 from lightning_megatron.pipeline.lower import Plan
 from lightning_megatron.pipeline.schedule import ScheduleError
 
-Place = tuple[int, int]
+PlanPosition = tuple[int, int]
 """A rank and the index of one of its steps."""
 
 _MARGIN = 6
-"""How many steps to show on either side of a mark."""
+"""Number of steps to show on either side of a mark."""
 
 
-def plan_fault(plan: Plan, place: Place, action: str, reason: str) -> ScheduleError:
-    """The error that names a place and an action, and shows the place among the steps of all ranks."""
-    rank, index = place
+def plan_fault(plan: Plan, position: PlanPosition, action: str, reason: str) -> ScheduleError:
+    """The error that names a position and an action, and shows the position among the steps of all ranks."""
+    rank, index = position
     return ScheduleError(f"rank {rank}, step {index}, {action}: {reason}\n{plan_grid(plan, {rank: index})}")
 
 

@@ -46,8 +46,8 @@ def assign(symbols: Sequence[str], costs: Sequence[float], stages: int, layout: 
     num_layers, has_embedding, has_head = order.count("t"), "E" in order, "L" in order
     if faults := layout_faults(num_layers, has_embedding, has_head, stages, layout):
         raise ValueError("\n".join(faults))
-    places = [place for place, symbol in enumerate(symbols) if symbol]
-    starts = [0, *places[1:], len(symbols)]
+    indices = [index for index, symbol in enumerate(symbols) if symbol]
+    starts = [0, *indices[1:], len(symbols)]
     if layout.text:
         lengths = [len(stage) for stage in parse(layout.text)]
     else:

@@ -2,8 +2,8 @@
 
 Between `schedule`, which knows only computes, and the runtime, which does nothing that its plan does not name.
 
-    add_messages      sends behind the computes that make them, receives ahead of the computes that need them
-    add_reductions    `RG` behind the last backward of each stage
+    add_messages      sends after the computes that make them, receives before the computes that need them
+    add_reductions    `RG` after the last backward of each stage
     add_gathers       `GP` before the first forward of each stage
 
 Note: posting never waits. A message is posted at both of its ends and lands later; a rank waits only for a receive
@@ -72,7 +72,7 @@ _TO_RECEIVER = {
     Kind.SEND_BACKWARD: (False, -1),
     Kind.RECV_BACKWARD: (False, 0),
 }
-# What a key has beside its message's own stage and microbatch: the way to the receiver, and whether it goes forward.
+# What a key adds to its message's own stage and microbatch: the way to the receiver, and whether it goes forward.
 _KEY_OF_KIND = {kind: (to_receiver << 33) + is_forward for kind, (is_forward, to_receiver) in _TO_RECEIVER.items()}
 
 _INPUT_GRADIENTS = frozenset({Kind.BACKWARD, Kind.BACKWARD_INPUT})
@@ -86,7 +86,7 @@ class ScheduledProgram:
     plan: Plan
     ranks: tuple[int, ...]
     overlapped: frozenset[Action] = frozenset()
-    """Forwards that run side by side with the backward right behind them."""
+    """Forwards that overlap with the backward right after them."""
 
 
 def rank_of_stage(plan: Plan) -> tuple[int, ...]:
@@ -154,42 +154,42 @@ def add_messages(order: Order, overlapped: frozenset[Action] = frozenset(), *, a
     """The plan of an order: sends and receives between its computes.
 
     A send is posted right after the compute that makes it. A receive is awaited right before the compute that needs it
-    and posted `ahead` computes earlier, so that it can travel behind them; earlier still where its lane's order asks
-    for it, but a gradient not before its forward. Two neighbouring stages on one rank hand over without a message.
-    Forwards in `overlapped` run side by side with the compute behind them: such two count as one, nothing in between.
+    and posted `ahead` computes earlier, so that it overlaps with them; earlier still where its lane's order demands it,
+    but a gradient not before its forward. Two neighbouring stages on one rank hand over without a message.
+    Forwards in `overlapped` overlap with the compute after them: such two count as one, nothing in between.
     """
     ranks = rank_of_stage(order)
     groups = [_grouped(actions, overlapped) for actions in order]
     gaps = [_Gaps(len(of_rank)) for of_rank in groups]
-    places = _Places()
+    events = _GapsOfEvents()
     lanes: defaultdict[Lane, list[MessageKey]] = defaultdict(list)
     for gap, of_rank in zip(gaps, groups, strict=True):
-        _place_messages(gap, of_rank, ranks, places, lanes)
+        _add_sends_and_waits(gap, of_rank, ranks, events, lanes)
     for (_, receiver, _), sent in lanes.items():
-        _post_receives(gaps[receiver], sent, places, ahead)
+        _post_receives(gaps[receiver], sent, events, ahead)
     for gap in gaps:
-        _release_sends(gap, places, ranks)
+        _release_sends(gap, events, ranks)
     return tuple(_joined(of_rank, gap) for of_rank, gap in zip(groups, gaps, strict=True))
 
 
 def add_reductions(plan: Plan) -> Plan:
-    """The plan with `REDUCE_GRADS` of each stage right behind the last step that adds to its weights' gradients."""
-    return tuple(_beside(steps, Kind.REDUCE_GRADS, _WEIGHT_GRADIENTS, is_last=True) for steps in plan)
+    """The plan with `REDUCE_GRADS` of each stage right after the last step that adds to its weights' gradients."""
+    return tuple(_with_actions(steps, Kind.REDUCE_GRADS, _WEIGHT_GRADIENTS, is_last=True) for steps in plan)
 
 
 def add_gathers(plan: Plan) -> Plan:
     """The plan with `GATHER_PARAMS` of each stage right before its first forward."""
-    return tuple(_beside(steps, Kind.GATHER_PARAMS, frozenset({Kind.FORWARD}), is_last=False) for steps in plan)
+    return tuple(_with_actions(steps, Kind.GATHER_PARAMS, frozenset({Kind.FORWARD}), is_last=False) for steps in plan)
 
 
 class _Gaps:
-    """The parts of the exchange that will stand before each group of a rank, and behind the last."""
+    """Messages that come before each group of a rank, and after the last."""
 
     def __init__(self, num_groups: int) -> None:
-        # What the group before makes.
+        # Sends of what the group before makes.
         self.sent: list[tuple[Action, ...]] = [()] * (num_groups + 1)
         self.received = self.sent[:]
-        # What the group behind needs.
+        # Receives that the group after needs.
         self.awaited = self.sent[:]
         self.released = self.sent[:]
 
@@ -206,8 +206,8 @@ class _Traffic:
 
 
 @dataclass
-class _Places:
-    """In which gap of its rank something happens."""
+class _GapsOfEvents:
+    """Gap of its rank in which something happens, by message or forward."""
 
     made: dict[MessageKey, int] = field(default_factory=dict)
     """The posting of a send."""
@@ -216,7 +216,7 @@ class _Places:
     receives: dict[MessageKey, Action] = field(default_factory=dict)
     """The receive itself."""
     forwards: dict[int, int] = field(default_factory=dict)
-    """The forward behind the gap, by stage and microbatch."""
+    """The forward after the gap, by stage and microbatch."""
 
 
 def _grouped(actions: tuple[Action, ...], overlapped: frozenset[Action]) -> list[tuple[Action, ...]]:
@@ -247,32 +247,32 @@ def _receive_of(action: Action, ranks: tuple[int, ...]) -> Action | None:
     return None
 
 
-def _place_messages(
+def _add_sends_and_waits(
     gaps: _Gaps,
     groups: list[tuple[Action, ...]],
     ranks: tuple[int, ...],
-    places: _Places,
+    events: _GapsOfEvents,
     lanes: defaultdict[Lane, list[MessageKey]],
 ) -> None:
-    """Puts the sends of a rank behind their computes and the waits ahead of theirs."""
+    """Puts the sends of a rank after their computes and the waits before theirs."""
     traffic: dict[tuple[Kind, int], _Traffic] = {}
-    for place, action in ((place, action) for place, group in enumerate(groups) for action in group):
+    for index, action in ((index, action) for index, group in enumerate(groups) for action in group):
         kind, stage, microbatch = action.kind, action.stage, action.microbatch
         ends = traffic.get((kind, stage))
         if ends is None:
             ends = traffic[kind, stage] = _traffic_of(Action(kind, stage, 0), ranks, lanes)
         if kind is Kind.FORWARD:
-            places.forwards[cell_key(stage, microbatch)] = place
+            events.forwards[cell_key(stage, microbatch)] = index
         if ends.send is not None:
             key = ends.send_key + 2 * microbatch
-            gaps.sent[place + 1] += (Action(ends.send, stage, microbatch),)
-            places.made[key] = place + 1
+            gaps.sent[index + 1] += (Action(ends.send, stage, microbatch),)
+            events.made[key] = index + 1
             ends.lane.append(key)
         if ends.receive is not None:
             key = ends.receive_key + 2 * microbatch
-            receive = places.receives[key] = Action(ends.receive, stage, microbatch)
-            gaps.awaited[place] += (receive,)
-            places.needed[key] = place
+            receive = events.receives[key] = Action(ends.receive, stage, microbatch)
+            gaps.awaited[index] += (receive,)
+            events.needed[key] = index
 
 
 def _traffic_of(action: Action, ranks: tuple[int, ...], lanes: defaultdict[Lane, list[MessageKey]]) -> _Traffic:
@@ -286,38 +286,38 @@ def _traffic_of(action: Action, ranks: tuple[int, ...], lanes: defaultdict[Lane,
     )
 
 
-def _post_receives(gaps: _Gaps, sent: list[MessageKey], places: _Places, ahead: int) -> None:
-    """Posts the receives of one lane in the order of its sends: ahead of their computes, none later than it may be."""
-    # Sends that no compute reads have no receive; `check` tells.
-    keys = [key for key in sent if key in places.receives]
+def _post_receives(gaps: _Gaps, sent: list[MessageKey], events: _GapsOfEvents, ahead: int) -> None:
+    """Posts the receives of one lane in the order of its sends: before their computes, none later than it may be."""
+    # Sends that no compute reads have no receive; `check` reports them.
+    keys = [key for key in sent if key in events.receives]
     latest = len(gaps.received)
     wanted: list[int] = []
     for key in reversed(keys):
-        latest = min(latest, max(0, places.needed[key] - ahead))
+        latest = min(latest, max(0, events.needed[key] - ahead))
         wanted.append(latest)
     earliest = 0
-    for key, place in zip(keys, reversed(wanted), strict=True):
-        receive = places.receives[key]
-        earliest = max(earliest, place)
+    for key, gap in zip(keys, reversed(wanted), strict=True):
+        receive = events.receives[key]
+        earliest = max(earliest, gap)
         if receive.kind is Kind.RECV_BACKWARD:
             # The shape of a gradient is known once its forward has run.
-            earliest = max(earliest, places.forwards.get(cell_key(receive.stage, receive.microbatch), -1) + 1)
+            earliest = max(earliest, events.forwards.get(cell_key(receive.stage, receive.microbatch), -1) + 1)
         gaps.received[earliest] += (receive,)
 
 
-def _release_sends(gaps: _Gaps, places: _Places, ranks: tuple[int, ...]) -> None:
+def _release_sends(gaps: _Gaps, events: _GapsOfEvents, ranks: tuple[int, ...]) -> None:
     """Marks where a rank knows that a send has left: it has awaited something that the receiver posted afterwards."""
     in_flight: defaultdict[int, list[tuple[int, int, int, Action]]] = defaultdict(list)
     # By receiver: the gap in which it waits for the message, that of the send, its turn there, and the message; the
     # first gap first.
     for at, (sends, receives) in enumerate(zip(gaps.sent, gaps.awaited, strict=True)):
         for turn, send in enumerate(sends):
-            needed_at = places.needed.get(message_key(send))
+            needed_at = events.needed.get(message_key(send))
             if needed_at is not None:
                 heappush(in_flight[ranks[peer_stage(send)]], (needed_at, at, turn, send))
         for receive in receives:
             on_the_way = in_flight[ranks[peer_stage(receive)]]
-            made_at = places.made.get(message_key(receive), -1)
+            made_at = events.made.get(message_key(receive), -1)
             while on_the_way and on_the_way[0][0] < made_at:
                 gaps.released[at] += (heappop(on_the_way)[3],)
 
@@ -333,13 +333,13 @@ def _joined(groups: list[tuple[Action, ...]], gaps: _Gaps) -> tuple[Step, ...]:
     return tuple(steps)
 
 
-def _beside(steps: tuple[Step, ...], kind: Kind, near: frozenset[Kind], *, is_last: bool) -> tuple[Step, ...]:
-    """The steps with one action of `kind` for each stage, behind its last (or before its first) action in `near`."""
-    places: dict[int, int] = {}
-    for place, step in enumerate(steps):
-        if isinstance(step, Action) and step.kind in near and (is_last or step.stage not in places):
-            places[step.stage] = place
+def _with_actions(steps: tuple[Step, ...], kind: Kind, near: frozenset[Kind], *, is_last: bool) -> tuple[Step, ...]:
+    """The steps with one action of `kind` for each stage, after its last (or before its first) action in `near`."""
+    indices: dict[int, int] = {}
+    for index, step in enumerate(steps):
+        if isinstance(step, Action) and step.kind in near and (is_last or step.stage not in indices):
+            indices[step.stage] = index
     result = list(steps)
-    for stage, place in sorted(places.items(), key=lambda item: -item[1]):
-        result.insert(place + is_last, Action(kind, stage, WHOLE_STAGE))
+    for stage, index in sorted(indices.items(), key=lambda item: -item[1]):
+        result.insert(index + is_last, Action(kind, stage, WHOLE_STAGE))
     return tuple(result)

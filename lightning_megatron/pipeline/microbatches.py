@@ -1,4 +1,4 @@
-"""Cutting a batch into microbatches along its rows, and putting their results together again."""
+"""Split of a batch into microbatches along its rows, and combination of their results."""
 
 from collections.abc import Mapping, Sequence
 from copy import copy
@@ -30,8 +30,8 @@ def num_rows(batch: Any) -> int:
 
 
 def _entries(value: Any) -> dict[Any, Any] | None:
-    """What a record holds that is a single leaf to pytree: a dataclass, or a mapping of somebody's own (as of
-    transformers); None for anything else."""
+    """Entries of a record that is a single leaf to pytree: a dataclass, or a user's own mapping (as of transformers);
+    None for anything else."""
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: getattr(value, field.name) for field in fields(value)}
     return dict(value) if isinstance(value, Mapping) else None
@@ -60,7 +60,7 @@ def split(batch: Any, num_microbatches: int) -> list[Any]:
     """The batch as microbatches of nearly equal rows, the larger ones first; fewer where there are fewer rows.
 
     Tensors are cut along dim 0 (as views), lists as long as the batch likewise, inside of dataclasses and mappings too;
-    everything else goes to each whole.
+    everything else goes to each microbatch uncut.
     """
     if num_microbatches == 1:
         return [batch]
@@ -95,7 +95,7 @@ def split(batch: Any, num_microbatches: int) -> list[Any]:
 
 
 def combine(outputs: Sequence[Any], weights: Sequence[Tensor]) -> Any:
-    """One output for the whole batch from those of its microbatches: tensors of rows are joined, scalars averaged.
+    """One output for the full batch from those of its microbatches: tensors of rows are joined, scalars averaged.
 
     `weights` [] each say what the scalars of each microbatch are means over.
     """

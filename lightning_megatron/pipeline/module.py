@@ -22,7 +22,7 @@ from lightning_megatron.pipeline.layout import assign
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """One step of a model's forward, small enough that a stage is made of whole parts."""
+    """One step of a model's forward, which is never split over stages."""
 
     name: str
     """Name of the part's module in the unsplit model, dots allowed."""
@@ -47,13 +47,13 @@ class StagePart(NamedTuple):
 
 
 class StageRunner(Protocol):
-    """Decides how the parts of a stage run: in turn, and perhaps again in the backward."""
+    """Decides how the parts of a stage run: in turn, and perhaps recomputed in the backward."""
 
     def __call__(self, parts: Sequence[StagePart], hidden: Any) -> Any: ...
 
 
 def run_in_turn(parts: Sequence[StagePart], hidden: Any) -> Any:
-    """The runner that keeps everything for the backward."""
+    """The runner that saves all activations for backward."""
     for part in parts:
         hidden = part.run(hidden)
     return hidden
@@ -83,7 +83,7 @@ class PipelineModule(nn.Module):
         # Note: the ambient mesh. The one look-up that the design allows: layers below get their axes as arguments.
         self.mesh = mesh if mesh is not None else ambient_mesh()
         self.draws = Draws(seed=torch.initial_seed() if seed is None else seed)
-        # The ranks that share the next call's sequences, where these are not cp's; the owner of the step loop says it.
+        # The ranks that share the next call's sequences, where these are not cp's; the owner of the step loop sets it.
         self.context_group: Axis | None = None
         self.part_names = tuple(part.name for part in parts)
         self.layer_names = frozenset(part.name for part in parts if part.symbol == "t")
@@ -96,18 +96,18 @@ class PipelineModule(nn.Module):
         # Names of other parts' modules that each part uses.
         self.shared_modules = {part.name: tuple(part.shares) for part in parts}
         self.runner: StageRunner = run_in_turn
-        # What the last call's loss is a mean over (number of valid tokens, []), where the model knows it.
+        # Divisor of the last call's mean loss (number of valid tokens, []), where the model knows it.
         self.loss_weight: Tensor | None = None
-        # What the last call without gradients added up beside its loss, [] by name, where the model does.
+        # Sums of the last call without gradients besides its loss, [] by name, where the model has some.
         self.tallies: dict[str, Tensor] = {}
         self._follows_optimizers = False
         own = [parts[i] for stage in self.mesh.own_stages for i in self.stages[stage]]
         for part in own:
-            self._place(part.name, part.build())
+            self._register(part.name, part.build())
         for part in own:
             for name, build in part.shares.items():
                 if not self._has(name):
-                    self._place(name, build())
+                    self._register(name, build())
 
     @classmethod
     def from_modules(cls, modules: Mapping[str, nn.Module], *, mesh: Mesh | None = None) -> "PipelineModule":
@@ -127,7 +127,7 @@ class PipelineModule(nn.Module):
             return False
         return True
 
-    def _place(self, name: str, module: nn.Module) -> None:
+    def _register(self, name: str, module: nn.Module) -> None:
         """Registers `module` under a dotted name, making the containers on the way."""
         *path, last = name.split(".")
         parent: nn.Module = self
@@ -166,12 +166,12 @@ class PipelineModule(nn.Module):
         return False
 
     def end_step(self, *, is_skipped: bool, replicas: Axis | None = None) -> None:
-        """Hook for what a model learns from a step beside its gradients.
+        """Hook for what a model learns from a step besides its gradients.
 
         The owner of the step loop calls it once after each optimizer step, on all ranks, and says whether the step was
-        left out, and over which axis there are data-parallel ranks (that of the model's own mesh, unless it was built
-        before the ranks were known). Of a model that nobody drives (see `run_alone`) torch's optimizers tell when they
-        have stepped its weights."""
+        left out, and which axis, `replicas`, has the data-parallel ranks (that of the model's own mesh, unless it was
+        built before the ranks were known). For a model without a driver (see `run_alone`) hooks of torch's optimizers
+        call it after a step of its weights."""
 
     @torch.compiler.disable
     def _follow_optimizers(self) -> None:
@@ -210,7 +210,7 @@ _FOLLOWING: dict[int, "weakref.ref[PipelineModule]"] = {}
 
 def _end_steps(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Tells models that run alone that an optimizer has stepped weights of theirs."""
-    # A copy: while it is gone through a model may go, or on another thread come.
+    # A copy: meanwhile models may be deleted, or created on another thread.
     alone = [model for known in list(_FOLLOWING.values()) if (model := known()) and model.driver is run_alone]
     stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]} if alone else set()
     for model in alone:
@@ -218,15 +218,15 @@ def _end_steps(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             model.end_step(is_skipped=False)
 
 
-# Once, and not for each model: torch goes through its hooks themselves, and would end in an error where garbage
-# collection took one of a model that is gone away just then.
+# Once, and not for each model: torch iterates over its hooks, and would raise where garbage collection removes one of a
+# deleted model meanwhile.
 register_optimizer_step_post_hook(_end_steps)
 
 
 def _require_unshared(modules: Sequence[tuple[str, nn.Module]], stages: Sequence[range], sizes: Sizes) -> None:
     holders: dict[nn.Parameter, tuple[int, str]] = {}
-    for stage, places in enumerate(stages):
-        for name, module in (modules[place] for place in places):
+    for stage, indices in enumerate(stages):
+        for name, module in (modules[index] for index in indices):
             for parameter in module.parameters():
                 first_stage, first_name = holders.setdefault(parameter, (stage, name))
                 if sizes.pp_rank_of(first_stage) != sizes.pp_rank_of(stage):
@@ -255,7 +255,7 @@ def run_alone(module: PipelineModule, args: tuple[Any, ...], kwargs: dict[str, A
         )
     is_step = module.training and torch.is_grad_enabled()
     if is_step and module.learns_from_steps:
-        # Nobody who drives the model tells when a step is over.
+        # No driver of the model reports the end of a step.
         module._follow_optimizers()
     hidden, context = module.prepare(*args, **kwargs)
     output = module.run_stage(0, hidden, context)

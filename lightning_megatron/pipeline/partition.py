@@ -1,4 +1,4 @@
-"""Which parts of a model sit on which pipeline stage, so that the slowest stage is as fast as it can be.
+"""Partition of a model's parts over pipeline stages, so that the slowest stage is as fast as it can be.
 
 Before a step: the model is an ordered list of parts, each with a cost, and a stage is a run of neighbouring parts.
 The time of a pipeline is that of its slowest stage, so the largest stage cost is made as small as possible first.
@@ -18,7 +18,7 @@ def partition(costs: Sequence[float], stages: int) -> tuple[range, ...]:
     first stage, those at the end to the last, any other to the stage of the costly part before it.
     Of all such splits the one with the smallest sum of squared stage costs is taken (the most even one), and of those
     the one whose first stage is shortest, then the second, and so on: what does not divide evenly falls to late stages,
-    because an early stage keeps the activations of more microbatches. Sums are exact, so equal costs are true ties.
+    because an early stage saves the activations of more microbatches. Sums are exact, so equal costs are true ties.
     Raises ValueError for a negative or infinite cost, and when there are fewer costly parts than stages.
     """
     weights = _exact(costs)

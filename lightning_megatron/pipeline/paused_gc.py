@@ -1,4 +1,4 @@
-"""`paused_gc`: Python's garbage collector stands still while a plan is made or played.
+"""`paused_gc`: Python's garbage collector is paused while a plan is made or simulated.
 
 A large plan is millions of objects, none of them garbage: looking for some takes half of the time.
 """

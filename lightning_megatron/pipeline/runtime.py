@@ -17,7 +17,7 @@ from lightning_megatron.pipeline.schedule import Action, Kind
 from lightning_megatron.pipeline.step_hooks import StepHook, hooked
 
 OutputMetas = dict[tuple[int, int], TensorMeta]
-"""What the output of each (stage, microbatch) was like."""
+"""Tensor metadata of the output of each (stage, microbatch)."""
 
 
 class StageWork(Protocol):
@@ -32,11 +32,11 @@ class StageWork(Protocol):
         ...
 
     def backward_input(self, stage: int, microbatch: int, grad: Payload | None) -> Payload | None:
-        """The gradient of what was received, with gradients of weights put off as far as the modules can (dgrad)."""
+        """The gradient of what was received, with weight gradients deferred as far as the modules can (dgrad)."""
         ...
 
     def backward_weight(self, stage: int, microbatch: int) -> None:
-        """Adds the gradients of weights that were put off (wgrad)."""
+        """Adds the weight gradients that were deferred (wgrad)."""
         ...
 
     def reduce_gradients(self, stage: int) -> None:
@@ -62,9 +62,9 @@ class Runtime:
         self._mailbox = mailbox
         self._overlap = overlap
         self.step_hook: StepHook | None = None
-        # What the computes to come will read, by the receive that brings it or would bring it from another rank.
+        # Inputs of later computes, by the receive that brings them or would bring them from another rank.
         self._inputs: dict[Action, Payload] = {}
-        # What waits for its send to be posted.
+        # Outputs that wait for their send to be posted.
         self._outputs: dict[Action, Payload] = {}
         self._output_metas: OutputMetas = {}
 
@@ -72,26 +72,26 @@ class Runtime:
         """Takes the steps in order; `output_metas` describes outputs that an earlier plan made, where this one runs
         backwards.
 
-        An error in a step carries a note that names stage, microbatch and action and shows the place in the plan.
+        An error in a step carries a note that names stage, microbatch and action and shows the position in the plan.
         """
         self._inputs.clear()
         self._outputs.clear()
         self._output_metas = dict(output_metas or {})
-        places = iter(range(len(program.plan[self._pp.rank])))
-        for place in places:
-            if program.plan[self._pp.rank][place] in program.overlapped:
+        indices = iter(range(len(program.plan[self._pp.rank])))
+        for index in indices:
+            if program.plan[self._pp.rank][index] in program.overlapped:
                 assert self._overlap is not None
                 self._overlap.run(
-                    partial(self._take, place, work, program), partial(self._take, next(places), work, program)
+                    partial(self._take, index, work, program), partial(self._take, next(indices), work, program)
                 )
             else:
-                self._take(place, work, program)
+                self._take(index, work, program)
         with hooked(self.step_hook, self.SENDS):
             self._mailbox.finish()
 
-    def _take(self, place: int, work: StageWork, program: ScheduledProgram) -> None:
-        """Takes the step at a place of this rank's plan."""
-        step = program.plan[self._pp.rank][place]
+    def _take(self, index: int, work: StageWork, program: ScheduledProgram) -> None:
+        """Takes the step at an index of this rank's plan."""
+        step = program.plan[self._pp.rank][index]
         try:
             if isinstance(step, P2PBatch):
                 self._exchange(step, program)
@@ -99,8 +99,8 @@ class Runtime:
                 with hooked(self.step_hook, step):
                     self._compute(step, work, program)
         except Exception as error:
-            grid = plan_grid(program.plan, {self._pp.rank: place})
-            error.add_note(f"in {_in_words(step, len(program.ranks))}\n{grid}")
+            grid = plan_grid(program.plan, {self._pp.rank: index})
+            error.add_note(f"in {_step_text(step, len(program.ranks))}\n{grid}")
             raise
 
     def _compute(self, action: Action, work: StageWork, program: ScheduledProgram) -> None:
@@ -125,7 +125,7 @@ class Runtime:
             work.gather_parameters(stage)
 
     def _hand_on(self, send: Action, payload: Payload, program: ScheduledProgram) -> None:
-        """Keeps a result for its send, or gives it to the neighbouring stage on this rank."""
+        """Stores a result for its send, or gives it to the neighbouring stage on this rank."""
         if program.ranks[peer_stage(send)] != self._pp.rank:
             self._outputs[send] = payload
         else:
@@ -159,7 +159,7 @@ def _detached(payload: Payload) -> Payload:
     return {name: tensor.detach() for name, tensor in payload.items()}
 
 
-def _in_words(step: Action | P2PBatch, num_stages: int) -> str:
+def _step_text(step: Action | P2PBatch, num_stages: int) -> str:
     if isinstance(step, P2PBatch):
         return f"exchange {step}"
     return f"action {step}: stage {step.stage} of {num_stages}, microbatch {step.microbatch}"

@@ -6,9 +6,9 @@ runtime executes it. Nothing here needs a stage, a tensor or a process: anyone m
 | text     | meaning                                                                          |
 |----------|----------------------------------------------------------------------------------|
 | `2F0`    | stage 2 runs the forward of microbatch 0                                         |
-| `2B0`    | stage 2 runs the whole backward of microbatch 0                                  |
-| `2I0`    | the half of that backward which makes the gradient of the stage's input          |
-| `2W0`    | the half of that backward which makes the gradients of the stage's weights       |
+| `2B0`    | stage 2 runs the full backward of microbatch 0                                   |
+| `2I0`    | dgrad: the part of that backward which makes the gradient of the stage's input   |
+| `2W0`    | wgrad: the part of that backward which makes the gradients of the stage's weights |
 | `2SF0`   | stage 2 sends its output to stage 3; `3RF0` is the receive at the other end      |
 | `2SB0`   | stage 2 sends the gradient of its input to stage 1; `1RB0` is the receive        |
 | `2RG`    | the gradients of stage 2's weights are reduced                                   |
@@ -49,7 +49,7 @@ WHOLE_STAGE = -1
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One thing that one rank does for one stage (a model chunk, counted over the whole model) and one microbatch."""
+    """One thing that one rank does for one stage (a model chunk, counted over the full model) and one microbatch."""
 
     kind: Kind
     stage: int

@@ -30,7 +30,7 @@ Task = tuple[Tensor, Callable[[], None]]
 
 
 class OpenGradients(Protocol):
-    """Inside the block linears add the gradients of their weights, or put that off as tasks in `queue`."""
+    """Inside the block linears add the gradients of their weights, or defer that as tasks in `queue`."""
 
     def __call__(self, queue: list[Task] | None = None) -> AbstractContextManager[None]: ...
 
@@ -43,7 +43,7 @@ class DataParallelHooks(Protocol):
         ...
 
     def grad_ready(self, parameter: Tensor) -> None:
-        """The last gradient of a parameter that was put off is complete."""
+        """The last deferred gradient of a parameter is complete."""
         ...
 
     def complete(self, stage: int) -> None:
@@ -80,7 +80,7 @@ class _SavedStage:
     def __init__(self, received: Payload | None, output: Payload | None, loss: Tensor | None) -> None:
         self.received = received
         self.loss = loss
-        # Edges and not tensors: once an output has been sent, only what autograd kept of it stays in memory.
+        # Edges and not tensors: once an output has been sent, only what autograd saved of it stays in memory.
         self.edges: dict[str, GradientEdge] = {
             name: get_gradient_edge(tensor) for name, tensor in named(output).items() if tensor.requires_grad
         }
@@ -90,8 +90,8 @@ class ScheduledCall:
     """Runs model calls as microbatches of a schedule; serves as `PipelineModule.driver` and as `StageWork`.
 
     `enter_step(microbatch)` enters the caller's step and returns the loss, scaled as it shall be differentiated;
-    `differentiate(loss)` runs its backward; `first_samples` are the places of the microbatches' first rows within the
-    global batch; within `opened` the linears look after the gradients of their weights; `data_parallel` hears when
+    `differentiate(loss)` runs its backward; `first_samples` are the indices of the microbatches' first samples in the
+    global batch; within `opened` the linears handle the gradients of their weights; `data_parallel` is called when
     gradients are complete and weights are needed. With one stage a step may call its models as often as it likes, or
     not at all; with several it calls one model once.
     """
@@ -180,13 +180,13 @@ class ScheduledCall:
         return self._run_backward(stage, microbatch, grad, None)
 
     def backward_input(self, stage: int, microbatch: int, grad: Payload | None) -> Payload | None:
-        """Runs the backward without the weight gradients of linears that can put theirs off."""
+        """Runs the backward without the weight gradients of linears that can defer theirs."""
         queue = self._weight_tasks[stage, microbatch] = []
         return self._run_backward(stage, microbatch, grad, queue)
 
     @torch.no_grad()
     def backward_weight(self, stage: int, microbatch: int) -> None:
-        """Adds the gradients of the weights that were put off."""
+        """Adds the weight gradients that were deferred."""
         tasks = self._weight_tasks.pop((stage, microbatch))
         is_last = self._is_last(microbatch)
         if is_last:
@@ -199,11 +199,11 @@ class ScheduledCall:
                 self._data_parallel.grad_ready(weight)
 
     def reduce_gradients(self, stage: int) -> None:
-        """Tells that the gradients of a stage are complete."""
+        """Signals that the gradients of a stage are complete."""
         self._data_parallel.complete(stage)
 
     def gather_parameters(self, stage: int) -> None:
-        """Tells that the weights of a stage are needed."""
+        """Signals that the weights of a stage are needed."""
         self._data_parallel.gather(stage)
 
     def _is_last(self, microbatch: int) -> bool:

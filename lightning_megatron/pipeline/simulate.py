@@ -1,4 +1,4 @@
-"""Plays and checks a pipeline plan on paper: what would run when, how much stands idle, and what would hang.
+"""Simulates and checks a pipeline plan: what would run when, how much is idle, and what would hang.
 
 After `schedule` and `lower`, before the runtime: no stage, tensor or process is needed.
 
@@ -47,11 +47,11 @@ class Costs:
     forward: float = 1.0
     """The forward of one microbatch through one stage."""
     backward: float = 2.0
-    """Its whole backward."""
+    """The full backward of one microbatch through one stage."""
     backward_input: float = 1.0
-    """The half of a backward that makes the gradient of the stage's input."""
+    """dgrad: the part of a backward that makes the gradient of the stage's input."""
     backward_weight: float = 1.0
-    """The half of a backward that makes the gradients of the stage's weights."""
+    """wgrad: the part of a backward that makes the gradients of the stage's weights."""
     message: float = 0.0
     """From the moment that both ends have posted a message until it has landed."""
 
@@ -89,14 +89,14 @@ class Timeline:
     bubble: float
     """Their mean."""
     peak_activations: tuple[int, ...]
-    """The most (stage, microbatch) pairs whose activations a rank keeps at one time."""
+    """The most (stage, microbatch) pairs whose activations a rank saves at one time."""
 
 
 @paused_gc()
 def check(plan: Plan) -> None:
     """Returns only if the plan runs to its end, each compute once and on inputs that have arrived.
 
-    Raises ScheduleError with the rank, the step, the action and a grid of all ranks with the place marked, when a stage
+    Raises ScheduleError with the rank, the step, the action and a grid of all ranks with the step marked, when a stage
     lacks a forward, or a backward in a plan that has backwards; when an action stands twice, before what it needs, or
     on another rank than its stage; when a send lacks its receive or the reverse; when the two ends of a lane post its
     messages in different orders; when a send is held to have left before it is certain; when ranks wait for each other
@@ -137,12 +137,12 @@ def play(plan: Plan, costs: Costs | Sequence[Costs] | None = None) -> Timeline:
 
 def _peak_activations(computes: list[Action]) -> int:
     """The most activations alive at one time; without a backward an activation lives as long as its forward."""
-    kept_until_backward = {cell_key(c.stage, c.microbatch) for c in computes if c.kind in _LAST_USE}
+    saved_until_backward = {cell_key(c.stage, c.microbatch) for c in computes if c.kind in _LAST_USE}
     alive, peak = 0, 0
     for compute in computes:
         if compute.kind is Kind.FORWARD:
             peak = max(peak, alive + 1)
-            alive += cell_key(compute.stage, compute.microbatch) in kept_until_backward
+            alive += cell_key(compute.stage, compute.microbatch) in saved_until_backward
         elif compute.kind in _LAST_USE:
             alive -= 1
     return peak
@@ -249,7 +249,7 @@ class _Walk:
                 continue
             if step.kind not in COMPUTES:
                 if step.kind in MESSAGES:
-                    # No place for it: `check` tells.
+                    # There is no such receive: `check` reports it.
                     self.positions[rank] = position
                     yield
                 continue

@@ -1,6 +1,6 @@
 """Step hooks: two calls around each activity of a rank in a step, made only where a hook is set.
 
-The runtime calls the hook around the actions of a schedule, the trainer around what it does beside a schedule.
+The runtime calls the hook around the actions of a schedule, the trainer around what it does outside of a schedule.
 """
 
 from collections.abc import Iterator

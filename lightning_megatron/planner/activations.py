@@ -36,7 +36,7 @@ def stage_bytes(run: Run, stage: Stage) -> float:
 def parts_after_layers(stage: Stage) -> Stage:
     """The parts after the last layer of a stage that has any: a backward frees them before it comes to the layers."""
     parts = list(stage.items())
-    last = max((place for place, (part, _) in enumerate(parts) if part.layer is not None), default=len(parts))
+    last = max((index for index, (part, _) in enumerate(parts) if part.layer is not None), default=len(parts))
     return dict(parts[last + 1 :])
 
 
@@ -70,7 +70,7 @@ def layer_groups(recompute: RecomputeConfig, stage: Stage) -> list[tuple[list[Mo
     if recompute.granularity != "full":
         return [(layers, False)]
     ranges = groups_of(recompute, [part.is_layer for part in layers])
-    return [([layers[place] for place in places], is_recomputed) for places, is_recomputed in ranges]
+    return [([layers[index] for index in indices], is_recomputed) for indices, is_recomputed in ranges]
 
 
 def within_layers(recompute: RecomputeConfig) -> RecomputeConfig:
@@ -96,7 +96,7 @@ def _end_bytes(run: Run, part: ModelPart) -> float:
         # The rank holds the tower's last norm and does not run it.
         return 0.0
     is_norm = part.symbol != "L" and part.replicated == cost.norm_parameters(run.model)
-    # Sequence parallelism saves a shard of the head's input and gathers it anew.
+    # Sequence parallelism saves a shard of the head's input and regathers it.
     return tokens * hidden * (norm_input_width(run) if is_norm else width) / run.sp
 
 

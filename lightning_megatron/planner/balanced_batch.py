@@ -44,7 +44,7 @@ class BalancedBatch:
 
     @cached_property
     def lines(self) -> dict[int, tuple[RankGroup, ...]]:
-        """Microbatches of dp x cp ranks by place, for the first of the ranks that run equal ones."""
+        """Microbatches of dp x cp ranks by index, for the first of the ranks that run equal ones."""
         first: dict[tuple[RankGroup, ...], int] = {}
         for rank in range(self.plan.num_ranks):
             first.setdefault(self.plan.groups_of(rank), rank)

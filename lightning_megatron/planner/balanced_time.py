@@ -24,7 +24,7 @@ def balanced_time(run: Run, gpu: Gpu, constants: Constants) -> StepTime:
     clocks = [0.0] * step.plan.num_ranks
     for slot in step.plan.slots:
         for group in slot:
-            end = max(clocks[place] for place in group.ranks) + seconds[group]
+            end = max(clocks[rank] for rank in group.ranks) + seconds[group]
             clocks[group.first : group.first + group.size] = [end] * group.size
     own = max(step.lines.values(), key=lambda groups: sum(map(seconds.__getitem__, groups)))
     longest = times[max(seconds, key=seconds.__getitem__)]

@@ -324,13 +324,13 @@ class FullModel:
     def names_by_rank(self, stages: Sequence[range], sizes: Sizes) -> list[list[str]]:
         """Names of the parameters on each rank of pp, for stages of these parts."""
         by_rank: list[list[str]] = [[] for _ in range(sizes.pp)]
-        for number, places in enumerate(stages):
-            by_rank[sizes.pp_rank_of(number)] += [name for place in places for name in self._names[place]]
+        for number, indices in enumerate(stages):
+            by_rank[sizes.pp_rank_of(number)] += [name for index in indices for name in self._names[index]]
         return by_rank
 
     def output_metas(self, stages: Sequence[range]) -> dict[int, TensorMeta]:
         """Shapes of the tensors that each stage but the last sends to the next."""
-        return {number: self._output_metas[places.stop - 1] for number, places in enumerate(stages[:-1])}
+        return {number: self._output_metas[indices.stop - 1] for number, indices in enumerate(stages[:-1])}
 
 
 def resized(meta: TensorMeta, num_tokens: int) -> TensorMeta:

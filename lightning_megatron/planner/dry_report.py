@@ -22,7 +22,7 @@ def dry_text(found: Sequence[DryRun], notes: Sequence[str] = ()) -> str:
 def _rank_lines(one: DryRun) -> list[str]:
     stages = ", ".join(map(str, one.stages))
     lines = [f"rank {one.rank}, stage {stages}: {one.parameters:,} parameters"]
-    lines.append(f"  peak memory      {one.peak_bytes / GIGA:10.3f} GB, in {one.peak_place}")
+    lines.append(f"  peak memory      {one.peak_bytes / GIGA:10.3f} GB, in {one.peak_action}")
     lines += [f"    {kind:<22} {size / GIGA:8.3f} GB" for kind, size in one.peak_by_kind.items()]
     total = sum(one.flops.values())
     lines.append(f"  FLOPs of a step  {total / TERA:10.1f} TFLOP ({EXECUTED.name})")
@@ -55,7 +55,7 @@ def dry_record(found: Sequence[DryRun], notes: Sequence[str] = ()) -> dict[str, 
                 "parameters": one.parameters,
                 "peak_bytes": one.peak_bytes,
                 "peak_by_kind": dict(one.peak_by_kind),
-                "peak_place": one.peak_place,
+                "peak_place": one.peak_action,
                 "flops": dict(one.flops),
                 "messages": [
                     {"axis": axis, "kind": kind, **asdict(messages)}

@@ -48,8 +48,8 @@ def _microbatch_flops(run: Run) -> float:
     walk, flops, images = _Walk(run), 0.0, run.lengths.images
     for parts in stages_with_gradients(run.model_parts, run.sizes.num_stages, run.sizes.stage_layout):
         stage = [shared_over_context(part, images, run.micro_batch_size, run.sizes.cp) for part in parts]
-        for places, is_recomputed in groups_of(run.recompute, [part.is_layer for part in stage]):
-            passed = [walk.through(stage[place]) for place in places]
+        for indices, is_recomputed in groups_of(run.recompute, [part.is_layer for part in stage]):
+            passed = [walk.through(stage[index]) for index in indices]
             flops += sum(part.forward + part.backward for part in passed)
             if is_recomputed and walk.is_needed:
                 flops += sum(part.forward for part in passed)

@@ -50,7 +50,7 @@ class Messages:
         )
 
 
-Place = tuple[int, int] | None
+MicrobatchKey = tuple[int, int] | None
 """Batch of a step and microbatch within it; None: the step itself."""
 
 
@@ -61,7 +61,7 @@ class Ledger:
         self.batch = 0
         # None stands for the step itself.
         self.microbatch: int | None = None
-        self.entries: dict[Place, dict[tuple[str, str], Messages]] = {}
+        self.entries: dict[MicrobatchKey, dict[tuple[str, str], Messages]] = {}
 
     def add(self, axis: str, kind: str, tensor_bytes: float, share: float, microbatch: int | None = None) -> None:
         """Counts one message; this rank sends `share` of its bytes."""
@@ -131,7 +131,7 @@ def fake_mesh(sizes: Sizes, rank: int, ledger: Ledger | None = None) -> Iterator
 
     def new_group(ranks: tuple[int, ...]) -> FakeProcessGroup:
         group = FakeProcessGroup(tuple(ranks), rank, ledger)
-        table[group] = {member: place for place, member in enumerate(ranks)}
+        table[group] = {member: index for index, member in enumerate(ranks)}
         made.append(group)
         return group
 

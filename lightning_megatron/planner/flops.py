@@ -42,7 +42,7 @@ class Convention:
     counts_recompute: bool = False
     """Whether recomputation counts."""
     by_parameters: bool = False
-    """6 N a token in the place of products; attention's pairs as above."""
+    """6 N a token instead of products; attention's pairs as above."""
     by_execution: bool = False
     """All products that this package executes, needed or not; they depend on the run's layout."""
 

@@ -122,7 +122,7 @@ def _end(part: ModelPart, model_parts: ModelParts, sizes: Sizes, micro_batch: in
     moved, gathered = 0.0, 0.0
     if part.logit_tokens:
         flops += 2 * tokens * hidden * columns
-        # Logits are written and read for their maximum; exponentials in float32 are written, changed in place and
+        # Logits are written and read for their maximum; exponentials in float32 are written, modified in place and
         # summed. The backward moves twice as much, its casts included.
         moved = tokens * columns * (2 * width + 10)
         gathered = tokens * hidden * width

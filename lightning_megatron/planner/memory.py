@@ -87,8 +87,8 @@ def rank_memory(run: Run, rank: int) -> Memory:
 
 
 def fullest(run: Run, rank: int, line: int | None = None) -> tuple[int, Memory]:
-    """Place and memory of the fullest rank among the dp x cp ranks of a pipeline rank, where microbatches differ; of
-    the rank at place `line`, if that is given."""
+    """Index and memory of the fullest rank among the dp x cp ranks of a pipeline rank, where microbatches differ; of
+    the rank with index `line`, if that is given."""
     found = [
         (moment.line, _memory_at(moment.run, rank, moment.saved, moment.split_steps))
         for moment in moments_of(run, rank, line)
@@ -139,10 +139,10 @@ def _up_weight(run: Run, config: TransformerConfig) -> int:
 def _states(run: Run, held_by_kind: tuple[int, int], trained_by_kind: tuple[int, int]) -> dict[str, float]:
     """Bytes that a rank holds from step to step, by kind, for its dense and its expert parameters, all and trained."""
     # AdamW has two moments.
-    main, moments = run.stepped_bytes * run.is_mixed, 2 * run.stepped_bytes
+    master, moments = run.stepped_bytes * run.is_mixed, 2 * run.stepped_bytes
     sharding = run.framework.shards_weights
     # Sharded weights are the master weights; low-precision ones are gathered for one layer at a time.
-    low = 0 if sharding == "always" and main else run.bytes_per_element
+    low = 0 if sharding == "always" and master else run.bytes_per_element
     held = {"weights": 0.0, "gradients": 0.0, "master_weights": 0.0, "moments": 0.0}
     for every, number, ranks in zip(held_by_kind, trained_by_kind, (run.dp_cp, run.sizes.edp), strict=True):
         own = number / ranks
@@ -151,7 +151,7 @@ def _states(run: Run, held_by_kind: tuple[int, int], trained_by_kind: tuple[int,
         stepped = own if run.optimizer.kind == "distributed" or sharding != "none" else number
         held["weights"] += low * (own if sharding == "always" else number) + frozen
         held["gradients"] += run.gradient_bytes * (own if sharding != "none" else number)
-        held["master_weights"] += main * stepped
+        held["master_weights"] += master * stepped
         held["moments"] += moments * stepped
     return held
 

@@ -46,7 +46,7 @@ class MemoryTracker(TorchDispatchMode):
         self.peak_by_kind: dict[str, int] = {}
         self._live_by_kind: Counter[str] = Counter()
         # The current action, in words.
-        self.place, self.peak_place = "", ""
+        self.action, self.peak_action = "", ""
         # By kind of product.
         self.flops: Counter[str] = Counter()
         # Integers, by address of the storage on the device.
@@ -92,7 +92,7 @@ class MemoryTracker(TorchDispatchMode):
             self._live_by_kind[kind] -= size
 
     def _note_peak(self) -> None:
-        self.peak_bytes, self.peak_place = self.live_bytes, self.place
+        self.peak_bytes, self.peak_action = self.live_bytes, self.action
         named = {kind: size for kind, size in self._live_by_kind.items() if size}
         self.peak_by_kind = {**named, OTHERS: self.live_bytes - sum(named.values())}
 
@@ -133,7 +133,7 @@ class MemoryTracker(TorchDispatchMode):
             return
         if func._schema.is_mutable:
             self._from_host.pop(output.untyped_storage()._cdata, None)
-        elif func is _ATEN._to_copy.default and _is_whole(args[0]) and not args[0].is_meta:
+        elif func is _ATEN._to_copy.default and _is_integer(args[0]) and not args[0].is_meta:
             held = torch.empty_strided(output.shape, output.stride(), dtype=output.dtype)
             self._from_host[output.untyped_storage()._cdata] = held.copy_(args[0])
 
@@ -145,13 +145,13 @@ class MemoryTracker(TorchDispatchMode):
         return None if held is None else held.as_strided(x.shape, x.stride(), x.storage_offset())
 
     @contextmanager
-    def at(self, place: str) -> Iterator[None]:
-        """A block in which a peak counts at this place."""
-        before, self.place = self.place, place
+    def at(self, action: str) -> Iterator[None]:
+        """A block in which a peak counts for this action."""
+        before, self.action = self.action, action
         try:
             yield
         finally:
-            self.place = before
+            self.action = before
 
 
 # --- answers of a device for meta tensors -----------------------------------------------------------------------
@@ -161,7 +161,7 @@ _Named = dict[str, Any]
 _Numbers = Callable[[Tensor], Tensor | None]
 
 
-def _is_whole(x: Tensor) -> bool:
+def _is_integer(x: Tensor) -> bool:
     return x.dtype in (torch.int32, torch.int64)
 
 
@@ -194,7 +194,7 @@ _ANSWERS: dict[Any, Callable[[_Arguments, _Named], tuple[Any, ...] | None]] = {
 
 
 def _pairs(queries: int, keys: int, is_causal: bool) -> float:
-    """Needed pairs of queries and keys; a causal query is aligned with the key at its place, from either end."""
+    """Needed pairs of queries and keys; a causal query is aligned with the key at its position, from either end."""
     if not is_causal:
         return queries * keys
     return min(queries, keys) ** 2 / 2 if keys <= queries else queries * keys - queries**2 / 2
@@ -232,7 +232,7 @@ def _in_band(queries: int, keys: int, window: int) -> float:
 
 
 def _attention(first: int, causal: int, times: int = 1, flops: Any = _by_head) -> Callable[..., float]:
-    """FLOPs of a kernel by the places of its arguments: queries (keys follow) and `is_causal`."""
+    """FLOPs of a kernel by the indices of its arguments: queries (keys follow) and `is_causal`."""
 
     def flops_of(args: _Arguments, kwargs: _Named) -> float:
         is_causal = args[causal] if len(args) > causal else kwargs.get("is_causal")

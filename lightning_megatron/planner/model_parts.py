@@ -287,7 +287,7 @@ def ordered_stages(model_parts: ModelParts, num_stages: int, layout: StageLayout
     if layout.balance == "cost":
         costs = [float(part_flops(part, model_parts.config, batch=1)) for part in parts]
     ranges = assign([part.symbol for part in parts], costs, num_stages, layout)
-    return tuple(parts[places.start : places.stop] for places in ranges)
+    return tuple(parts[indices.start : indices.stop] for indices in ranges)
 
 
 @lru_cache(maxsize=65536)

@@ -22,7 +22,7 @@ class Moment:
     run: Run
     """A run in which all microbatches are like the current one."""
     line: int
-    """Place of the rank among dp x cp."""
+    """Index of the rank within dp x cp."""
     saved: tuple[float, ...]
     """Saved microbatches of each chunk, in units of the current one's tokens."""
     split_steps: tuple[SplitBackwardStep, ...] = ()
@@ -57,7 +57,7 @@ def of_documents(run: Run, documents: tuple[int, ...], size: int) -> Run:
 
 
 def moments_of(run: Run, rank: int, line: int | None = None) -> list[Moment]:
-    """Moments of a pipeline rank, over all ranks that share its stages, or on the one at place `line` among them."""
+    """Moments of a pipeline rank, over all ranks that share its stages, or on the one with index `line` among them."""
     assert run.balanced is not None
     batch = run.balanced
     lines = batch.lines if line is None else {line: batch.plan.groups_of(line)}
@@ -74,16 +74,16 @@ def moments_of(run: Run, rank: int, line: int | None = None) -> list[Moment]:
     most: dict[tuple[Kind, int] | None, int] = {}
     for line, groups, step, microbatch in sorted(moments, key=lambda one: -sum(one[2].saved + one[2].waiting)):
         tokens = batch.tokens_of(groups[microbatch])
-        place = (step.kind, step.chunk) if splits_backward(run.schedule) else None
-        if tokens <= most.get(place, 0):
+        key = (step.kind, step.chunk) if splits_backward(run.schedule) else None
+        if tokens <= most.get(key, 0):
             continue
-        most[place] = tokens
+        most[key] = tokens
         alike = replace(
             of_group(run, groups[microbatch]), held_tokens=sum(sum(batch.lengths_of(group)) for group in groups)
         )
         saved, waiting = (tuple(own / tokens for own in held) for held in (step.saved, step.waiting))
         split_steps: tuple[SplitBackwardStep, ...] = ()
-        if place is not None:
+        if key is not None:
             split_steps = (replace(step, saved=saved, waiting=waiting, in_flight=step.in_flight / tokens),)
             saved = tuple(held / tokens for held in fullest[line])
         found.append(Moment(run=alike, line=line, saved=saved, split_steps=split_steps))

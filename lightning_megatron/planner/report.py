@@ -169,9 +169,9 @@ def estimate_text(found: Estimate, *, num_tokens: float | None = None) -> str:
         f"step         {found.step_seconds:.4g} s, {found.tokens_per_second:,.0f} tokens/s, "
         f"{found.tokens_per_second / sizes.world:,.0f} on each GPU",
     ]
-    for place, (convention, name) in enumerate(_conventions(run)):
+    for index, (convention, name) in enumerate(_conventions(run)):
         lines.append(
-            f"{'' if place else 'MFU':<12} {found.share_of_peak(convention):.1%} of the peak, "
+            f"{'' if index else 'MFU':<12} {found.share_of_peak(convention):.1%} of the peak, "
             f"{found.flops_per_second(convention) / TERA:.4g} TFLOP/s on each GPU ({name})"
         )
     lines.append(f"{'':<12} the peak: {_peak_text(found)}")

@@ -47,9 +47,9 @@ def stages_of(model_parts: ModelParts, num_stages: int, layout: StageLayout) -> 
 
 
 def recomputed_parts(stage: Sequence[ModelPart], recompute: RecomputeConfig) -> Counter[ModelPart]:
-    """The layers of a stage that full recomputation runs anew, with their counts; the stage's parts are in order."""
+    """The layers of a stage that full recomputation covers, with their counts; the stage's parts are in order."""
     groups = groups_of(recompute, [part.is_layer for part in stage])
-    return Counter(stage[place] for places, is_recomputed in groups if is_recomputed for place in places)
+    return Counter(stage[index] for indices, is_recomputed in groups if is_recomputed for index in indices)
 
 
 def _with_gradients(part: ModelPart, stream: bool, memory: bool) -> ModelPart:

@@ -55,7 +55,7 @@ class Run:
     cuts_by_rows: bool = False
     """Whether the strategy's microbatch_size cuts the batch: then a single microbatch runs under a schedule too."""
     precision: str = "bf16-mixed"
-    """The Trainer's precision."""
+    """Precision of the Trainer."""
     fp8: Fp8Config | None = None
     """FP8 recipe of the layers' linears; None: no FP8."""
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
@@ -112,7 +112,7 @@ class Run:
 
     @cached_property
     def recomputed(self) -> tuple[tuple[Stage, ...], ...]:
-        """Layers of each stage that full recomputation runs anew."""
+        """Layers of each stage that full recomputation covers."""
         stages = stages_with_gradients(self.model_parts, self.sizes.num_stages, self.sizes.stage_layout)
         return self._by_rank([recomputed_parts(stage, self.recompute) for stage in stages])
 

@@ -173,7 +173,7 @@ def _walked_back(run: Run, stage: Stage, *, is_split: bool) -> Iterator[float]:
         for saved in reversed(each):
             part = parts.pop()
             if recomputed:
-                # Dropout masks are drawn anew.
+                # Dropout masks are redrawn.
                 yield more + transient.drawing_bytes(run, part)
             yield more + transient.layer_work(run, part)
             work = max(transient.scores_bytes(run, part), transient.exchanged_bytes(run, part), _tile_bytes(run, part))

@@ -123,10 +123,10 @@ def _passes(run: Run, rank: int, gpu: Gpu, constants: Constants) -> tuple[Pass, 
     exposed: tuple[dict[str, float], dict[str, float]] = ({}, {})
     for part, is_recomputed, count in _timed_parts(run, rank):
         work = layer_work_of(part, run.model_parts, run.sizes, run.micro_batch_size, run.bytes_per_element)
-        for place, one in enumerate(_part_passes(run, part, work, gpu, constants, is_recomputed=is_recomputed)):
-            compute[place] += count * one.compute
+        for index, one in enumerate(_part_passes(run, part, work, gpu, constants, is_recomputed=is_recomputed)):
+            compute[index] += count * one.compute
             for axis, seconds in one.exposed.items():
-                exposed[place][axis] = exposed[place].get(axis, 0.0) + count * seconds
+                exposed[index][axis] = exposed[index].get(axis, 0.0) + count * seconds
     if run.sizes.pp > 1:
         tokens = run.micro_batch_size * run.model_parts.tokens / run.sizes.cp
         num_bytes, groups = tokens * run.model.hidden_size * run.bytes_per_element, groups_of(run.sizes)

@@ -88,15 +88,15 @@ def backward_part(stage: Stage) -> Stage:
 def _with_frozen_parts(parts: tuple[ModelPart, ...], frozen: set[str]) -> Iterable[ModelPart]:
     """Parts of a LLaVA, trained or frozen. The first one reads pixels; layers and a norm without images never train."""
     tower, projector, language = ("vision" not in frozen, "projector" not in frozen, "language" not in frozen)
-    for place, part in enumerate(parts):
+    for index, part in enumerate(parts):
         is_used = bool(part.products) or (part.layer is not None and part.layer.repeats > 0)
         match part.component:
             case "vision":
                 own = tower and is_used
-                yield replace(part, is_trained=own, passes_gradient=own and place > 0)
+                yield replace(part, is_trained=own, passes_gradient=own and index > 0)
             case "projector":
                 # The projector's first linear reads the tower's output.
-                is_first = parts[place - 1].component == "vision"
+                is_first = parts[index - 1].component == "vision"
                 yield replace(part, is_trained=projector, passes_gradient=tower or (projector and not is_first))
             case _:
                 yield replace(part, is_trained=language, passes_gradient=tower or projector or language)

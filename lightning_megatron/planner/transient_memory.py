@@ -107,10 +107,10 @@ def work_bytes(
         peaks.append(inside + max(attention, default=0.0))
         if logits:
             peaks += [held + logits, held + gradient + head_work(run, stage, matrix)]
-        if places := [place for place, part in enumerate(stage) if part.embedded_tokens and part.is_trained]:
+        if indices := [index for index, part in enumerate(stage) if part.embedded_tokens and part.is_trained]:
             # A decoder's embedding comes after the encoder's layers, and a LLaVA's after the tower's: its backward
             # runs before theirs.
-            after = dict(list(stage.items())[places[-1] + 1 :])
+            after = dict(list(stage.items())[indices[-1] + 1 :])
             made = unmade + through if unmade else 0.0
             if is_gpipe and chunk < len(stages) - 1:
                 # All backwards of later chunks are over by then.
@@ -333,7 +333,7 @@ def layer_work(run: Run, part: ModelPart) -> float:
     elif part.is_trained:
         down = gathered + inner + (weight * width if is_widened(run) else 0.0)
     else:
-        # No linear saves the features, and the weight is cast anew.
+        # No linear saves the features, and the weight is cast a second time.
         cast = weight * width * run.is_mixed
         # So is the first weight, twice as large where it is gated; the activation's saved input is freed by then.
         down = gathered + max(2 * inner + cast, moved + cast * (2 if config.is_gated else 1))

@@ -169,14 +169,14 @@ def left_out() -> AbstractContextManager[None]:
 _FORMER_NAMES = {"recipe": "fp8_recipe", "amax_reduction_group": "fp8_group"}
 
 
-def _autocast(**asked: Any) -> AbstractContextManager[None]:
+def _autocast(**arguments: Any) -> AbstractContextManager[None]:
     """Transformer Engine's autocast, which older releases have under another name that newer ones warn of."""
     pytorch = _transformer_engine().pytorch
     context: AbstractContextManager[None]
     if hasattr(pytorch, "autocast"):
-        context = pytorch.autocast(**asked)
+        context = pytorch.autocast(**arguments)
     else:
-        context = pytorch.fp8_autocast(**{_FORMER_NAMES.get(name, name): value for name, value in asked.items()})
+        context = pytorch.fp8_autocast(**{_FORMER_NAMES.get(name, name): value for name, value in arguments.items()})
     return context
 
 
@@ -208,14 +208,14 @@ def attention(
     Under causal attention a token sees the last `window`, itself among them, or all where that is 0.
     """
     mask = "causal" if is_causal else "no_mask"
-    behind, ahead = window - 1 if window else -1, 0 if is_causal else -1
+    left, right = window - 1 if window else -1, 0 if is_causal else -1
     return _build(
         "DotProductAttention",
         num_heads,
         head_dim,
         num_gqa_groups=num_groups,
         attn_mask_type=mask,
-        window_size=(behind, ahead),
+        window_size=(left, right),
         **_parallel(tp, sp),
         **rest,
     )

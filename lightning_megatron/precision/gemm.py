@@ -55,12 +55,12 @@ class CastWeight:
 
     def __init__(self, weight: Tensor, operand_OI: Operand) -> None:
         self.operand_OI = operand_OI
-        self._version, self._place = weight._version, weight.data_ptr()
+        self._version, self._data_ptr = weight._version, weight.data_ptr()
         self._transposed_IO: Tensor | None = None
 
     def is_of(self, weight: Tensor) -> bool:
         """Whether the weight is unchanged since the cast, as far as torch counts changes in place."""
-        return self._version == weight._version and self._place == weight.data_ptr()
+        return self._version == weight._version and self._data_ptr == weight.data_ptr()
 
     @property
     def transposed_IO(self) -> Tensor:
@@ -75,11 +75,11 @@ class Fp8Gemm:
 
     def __init__(self, *, x: Scaling, weight: Scaling, gradient: Scaling) -> None:
         self._x, self._weight, self._gradient = x, weight, gradient
-        self._kept: CastWeight | None = None
+        self._cached: CastWeight | None = None
 
     def forget(self) -> None:
         """Drops the cached weight, because it changes: the next GEMM casts it anew."""
-        self._kept = None
+        self._cached = None
 
     def cast_input(self, x_TI: Tensor, *, is_training: bool) -> Operand:
         return self._x.cast(x_TI, is_training=is_training)
@@ -124,11 +124,11 @@ class Fp8Gemm:
     def cast_weight(self, weight: Tensor, *, is_training: bool) -> CastWeight:
         """The weight in float8. Outside of training it is cast anew, because between steps weights are replaced in ways
         that torch does not count."""
-        if is_training and self._kept is not None and self._kept.is_of(weight):
-            return self._kept
+        if is_training and self._cached is not None and self._cached.is_of(weight):
+            return self._cached
         cast = CastWeight(weight, self._weight.cast(weight.detach().flatten(0, -2), is_training=is_training))
         if is_training:
-            self._kept = cast
+            self._cached = cast
         return cast
 
 

@@ -1,4 +1,4 @@
-"""Every rule that crosses configurations, as one small function of the facts of a run; all faults are told at once."""
+"""Every rule that crosses configurations, as one small function of the facts of a run; errors are listed together."""
 
 import math
 from collections.abc import Callable
@@ -32,19 +32,19 @@ class Facts:
     sizes: Sizes
     """Ranks on each axis."""
     num_microbatches: int = 1
-    """Per step and replica."""
+    """Microbatches of a step on each data-parallel rank."""
     microbatch_size: int = 0
     """Rows of a microbatch, where their number follows from the batch."""
     model: TransformerConfig | None = None
-    """The architecture, where the module says it."""
+    """The architecture, where the module has it."""
     global_batch_size: int | None = None
-    """Samples of a step over all replicas, where the data module says it."""
+    """Samples of a step over all data-parallel ranks, where the data module has it."""
     batch_unit: int | None = None
     """The greatest number that divides the sizes of all batches, where they grow."""
     sequence_length: int | None = None
-    """Tokens of a sample, where the data module says it."""
+    """Tokens of a sample, where the data module has it."""
     decoder_sequence_length: int | None = None
-    """Tokens of a sample's decoder sequence, where there is one beside an encoder."""
+    """Tokens of a sample's decoder sequence, where there are an encoder and a decoder."""
     schedule: Schedule | None = None
     """Pipeline schedule of training steps, where there is one."""
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
@@ -52,7 +52,7 @@ class Facts:
     fp8: Fp8Config | None = None
     """FP8 recipe of linears; None: no FP8."""
     precision: str = "32-true"
-    """The Trainer's."""
+    """Precision of the Trainer."""
     context: ContextConfig = field(default_factory=ContextConfig)
     """Communication of attention under context parallelism."""
     dynamic_context: DynamicContextConfig | None = None
@@ -60,8 +60,8 @@ class Facts:
 
 
 def faults(facts: Facts) -> list[str]:
-    """One sentence for each rule that the facts break; of numbers that no run has, with which others would count, those
-    alone."""
+    """One sentence for each rule that the facts break; only for numbers above any run's, where there are such, as the
+    other rules compute with them."""
     return _limits(facts) or [fault for rule in _RULES for fault in rule(facts)]
 
 
@@ -88,7 +88,7 @@ def _sizes(facts: Facts) -> list[str]:
 
 
 def _cutting_sizes(facts: Facts) -> Sizes | None:
-    """The sizes that cut a model, where they fit each other: in the smallest world of theirs, whatever the run's."""
+    """The sizes that cut a model, where they fit each other, in the smallest world that holds them."""
     sizes = facts.sizes
     world = math.lcm(sizes.pp * sizes.cp * sizes.tp, sizes.pp * sizes.ep * sizes.etp)
     alone = replace(sizes, world=world, context_groups=())
@@ -138,17 +138,17 @@ def _joint(facts: Facts) -> list[str]:
     if recompute.granularity == "full" or is_selective:
         what = "granularity ('full')" if not is_selective else "part 'moe'"
         faults.append(
-            f"recompute {what} would run layers of experts again while overlap_expert_exchange runs a forward beside "
-            "it, and take its random state; leave one of them out"
+            f"recompute {what} would recompute layers of experts while overlap_expert_exchange runs a forward at the "
+            "same time, and take its random state; leave one of them out"
         )
     if facts.model is not None and facts.model.moe is None:
         faults.append(
-            "overlap_expert_exchange hides the way of tokens to experts, and the model has none; leave it out"
+            "overlap_expert_exchange hides the dispatch of tokens to experts, and the model has none; leave it out"
         )
     is_one = facts.schedule.microbatches == 1 and not facts.microbatch_size
     if facts.schedule.pp == 1 and is_one and facts.dynamic_context is None:
         faults.append(
-            "overlap_expert_exchange runs the forward of one microbatch beside the backward of another, and "
+            "overlap_expert_exchange overlaps the forward of one microbatch with the backward of another, and "
             "num_microbatches is 1; use 2 or more, or leave it out"
         )
     if facts.fp8 is not None and facts.fp8.engine == "transformer_engine":
@@ -181,15 +181,15 @@ def _batch(facts: Facts) -> list[str]:
         count, name = facts.microbatch_size, "microbatch_size"
     if batch is None or count < 1 or facts.sizes.faults():
         return []
-    replicas = facts.sizes.dp
-    step = replicas * count
+    dp = facts.sizes.dp
+    step = dp * count
     if batch >= 1 and batch % step == 0:
         return []
     below, above = max(batch, 0) // step * step, (max(batch, 0) // step + 1) * step
     fits = " or ".join(str(size) for size in (below, above) if size)
     return [
         f"global_batch_size ({batch}) must be a multiple of data-parallel size x {name} "
-        f"({replicas} x {count} = {step}); use {fits}"
+        f"({dp} x {count} = {step}); use {fits}"
     ]
 
 
@@ -197,12 +197,12 @@ def _growing_batch(facts: Facts) -> list[str]:
     unit = facts.batch_unit
     if unit is None or facts.sizes.faults() or facts.microbatch_size < 0:
         return []
-    replicas, rows = facts.sizes.dp, max(facts.microbatch_size, 1)
-    if unit % (replicas * rows) == 0:
+    dp, rows = facts.sizes.dp, max(facts.microbatch_size, 1)
+    if unit % (dp * rows) == 0:
         return []
     return [
         f"batch_ramp leads to batches that have {unit} as their greatest divisor, which must be a multiple of "
-        f"data-parallel size x microbatch_size ({replicas} x {rows} = {replicas * rows}); choose first_size and "
+        f"data-parallel size x microbatch_size ({dp} x {rows} = {dp * rows}); choose first_size and "
         "step_size so"
     ]
 
@@ -226,7 +226,7 @@ def _context(facts: Facts) -> list[str]:
     if sizes is None or sizes.pads_uneven:
         return []
     outer = sizes.cp // sizes.cp_ulysses
-    # Of causal attention a rank has two pieces, so that all have as much to do; of the other it has one.
+    # Under causal attention a rank has two chunks, which balances the work; without it a rank has one.
     causal_step = (2 * outer if outer > 1 else 1) * sizes.cp_ulysses
     step = sizes.cp if facts.model is not None and facts.model.sees_both_ways else causal_step
     return [
@@ -344,7 +344,7 @@ def _dynamic_experts(facts: Facts) -> list[str]:
     return faults
 
 
-# In these the rest of a model may run beside products in FP8.
+# In these precisions the rest of a model may run with FP8 GEMMs.
 _AROUND_FP8 = ("bf16-mixed", "bf16-true", "32-true", "transformer-engine")
 
 
@@ -354,7 +354,7 @@ def _fp8(facts: Facts) -> list[str]:
     faults = engine_faults(facts.fp8)
     if facts.precision not in _AROUND_FP8:
         faults.append(
-            f"precision ({facts.precision!r}) must be one of {', '.join(_AROUND_FP8)} beside fp8; use 'bf16-mixed'"
+            f"precision ({facts.precision!r}) must be one of {', '.join(_AROUND_FP8)} with fp8; use 'bf16-mixed'"
         )
     if facts.fp8.engine == "transformer_engine" and facts.recompute.granularity != "none":
         faults.append(

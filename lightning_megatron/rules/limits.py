@@ -1,7 +1,7 @@
-"""Numbers that no run has: told before anything is counted with them, which would take hours or overflow.
+"""Numbers that no run has: refused before anything is computed with them, which would take hours or overflow.
 
 Each limit is far above what is known to be trained: of 2026 about 128 layers, 1e5 GPUs, 1e7 tokens of a sample, and
-some thousand microbatches of a replica.
+some thousand microbatches of a data-parallel rank.
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,9 +13,9 @@ MOST = 10**12
 """Largest of any number."""
 MOST_LAYERS = 4096
 MOST_OF_A_KIND = 65_536
-"""Heads, experts and their like."""
+"""Largest number of heads, experts and the like."""
 MOST_STAGES = 16_384
-"""Ranks of a pipeline x chunks on each."""
+"""Largest number of ranks of a pipeline x chunks on each."""
 MOST_MICROBATCHES = 100_000
 """Largest number of microbatches in a batch on a data-parallel rank."""
 MOST_TOKENS = 10**8

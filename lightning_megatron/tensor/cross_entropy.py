@@ -3,7 +3,7 @@
     m = max over V of x        s = sum over V of exp(x - m)        u = (1 - e) (x_label - m) + e mean over V of (x - m)
     loss = ln s - u            dloss/dx = exp(x - m)/s - (1 - e) [is label] - e/V        e: label smoothing
 
-Two sums over `tp`: one for m, one for s and u together. V is the whole vocabulary without padding; padded columns take
+Two sums over `tp`: one for m, one for s and u together. V is the full vocabulary without padding; padded columns take
 no part. Dims: T tokens, V vocabulary columns of this rank, padding included.
 Source: Shoeybi et al., arXiv 1909.08053, section 3; label smoothing as in torch.nn.functional.cross_entropy.
 """
@@ -34,7 +34,7 @@ def vocab_parallel_cross_entropy(
     """Loss of each token [T], 0 where the label is -100; float32, or float64 for float64 logits.
 
     Waits for `tp` twice in forward. `scratch_TV` is room for the exponentials, contiguous and of the losses' dtype; it
-    may be that of the logits, where nobody reads them again. A label outside of the vocabulary raises, on CPU, as in
+    may be that of the logits, where nobody reads them later. A label outside of the vocabulary raises, on CPU, as in
     torch. Backward overwrites what forward saved, so it can run only once: a second one raises RuntimeError.
     """
     losses: Tensor = _CrossEntropy.apply(logits_TV, labels_T, tp, vocab_size, label_smoothing, scratch_TV)
@@ -55,7 +55,7 @@ class _CrossEntropy(torch.autograd.Function):
         length = logits_TV.shape[1]
         valid = num_own(vocab_size, length, tp)
         is_ignored_T = labels_T == IGNORED
-        place_T, is_own_T = own_entries(labels_T.masked_fill(is_ignored_T, 0), vocab_size, length, tp)
+        index_T, is_own_T = own_entries(labels_T.masked_fill(is_ignored_T, 0), vocab_size, length, tp)
 
         dtype = torch.promote_types(logits_TV.dtype, torch.float32)
         exps_TV = scratch_TV
@@ -68,13 +68,13 @@ class _CrossEntropy(torch.autograd.Function):
         max_T = own_logits_TV.amax(1) if valid else logits_TV.new_full((len(logits_TV),), -torch.inf)
         max_T = collectives.all_reduce(max_T, tp, "max").to(dtype)
         torch.sub(own_logits_TV, max_T.unsqueeze(1), out=own_exps_TV)
-        wanted_T = (1.0 - smoothing) * exps_TV.gather(1, place_T.unsqueeze(1)).squeeze(1).masked_fill_(~is_own_T, 0.0)
+        wanted_T = (1.0 - smoothing) * exps_TV.gather(1, index_T.unsqueeze(1)).squeeze(1).masked_fill_(~is_own_T, 0.0)
         if smoothing:
             wanted_T += own_exps_TV.sum(1).mul_(smoothing / vocab_size)
         own_exps_TV.exp_()
         wanted_T, sum_T = collectives.all_reduce(torch.stack((wanted_T, own_exps_TV.sum(1))), tp)
 
-        ctx.save_for_backward(exps_TV, sum_T, place_T, is_own_T, is_ignored_T)
+        ctx.save_for_backward(exps_TV, sum_T, index_T, is_own_T, is_ignored_T)
         ctx.valid, ctx.vocab_size, ctx.smoothing, ctx.dtype = valid, vocab_size, smoothing, logits_TV.dtype
         losses_T: Tensor = sum_T.log() - wanted_T
         return losses_T.masked_fill_(is_ignored_T, 0.0)
@@ -82,11 +82,11 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_T: Tensor) -> tuple[Tensor | None, ...]:
-        exps_TV, sum_T, place_T, is_own_T, is_ignored_T = ctx.saved_tensors
+        exps_TV, sum_T, index_T, is_own_T, is_ignored_T = ctx.saved_tensors
         grad_T = grad_T.masked_fill(is_ignored_T, 0.0)
         grad_TV = exps_TV.mul_((grad_T / sum_T).unsqueeze(1))
         if ctx.smoothing:
             grad_TV.narrow(1, 0, ctx.valid).sub_((grad_T * (ctx.smoothing / ctx.vocab_size)).unsqueeze(1))
         target_T = (grad_T * (ctx.smoothing - 1.0)).masked_fill_(~is_own_T, 0.0)
-        grad_TV.scatter_add_(1, place_T.unsqueeze(1), target_T.unsqueeze(1))
+        grad_TV.scatter_add_(1, index_T.unsqueeze(1), target_T.unsqueeze(1))
         return grad_TV.to(ctx.dtype), None, None, None, None, None

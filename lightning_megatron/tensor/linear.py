@@ -53,7 +53,7 @@ class TokenKeys(Protocol):
 
     @property
     def stream_keys(self) -> Tensor:
-        """Keys of the whole stream: int64 [T]."""
+        """Keys of the full stream: int64 [T]."""
         ...
 
 
@@ -137,7 +137,7 @@ def column_parallel_linear(
     """Column-parallel product [T, *weight.shape[:-1]] of [T/sp, I] and a weight, which may be tied to another layer.
 
     The gradient of the weight goes where `gradients` says. Only the T/sp tokens are saved for backward, which gathers
-    them again.
+    them once more.
     """
     x_TI = as_gemm_input(x_TI)
     y_TO: Tensor = _Column.apply(x_TI, weight, bias, _Call(tp, sp, gradients, gemm, torch.is_grad_enabled()))
@@ -168,7 +168,7 @@ def as_gemm_input(x: Tensor) -> Tensor:
 
 
 class _Call(NamedTuple):
-    """Arguments of a linear's Function beside its tensors."""
+    """Arguments of a linear's Function besides its tensors."""
 
     tp: Axis
     sp: Axis
@@ -243,16 +243,16 @@ class _Row(torch.autograd.Function):
         grad_work = collectives.all_gather(own.values, sp, wait=False)
         # Under sequence parallelism this is a partial sum over this rank's tokens.
         grad_bias = grad.sum(0).to(weight.dtype) if needs_bias else None
-        whole = own._replace(values=grad_work.wait())
-        grad_x = gemm.input_gradient(whole, weight, ctx.dtype) if needs_x else None
+        full = own._replace(values=grad_work.wait())
+        grad_x = gemm.input_gradient(full, weight, ctx.dtype) if needs_x else None
         if needs_weight:
             owner: Tensor = ctx.owner
             mode = gradients.mode(owner)
             if mode is WeightGradientMode.DEFER:
                 x = x.without_graph()
-                gradients.defer(owner, lambda: gemm.add_weight_gradient(owner, whole, x, gradients.grad_view(owner)))
+                gradients.defer(owner, lambda: gemm.add_weight_gradient(owner, full, x, gradients.grad_view(owner)))
             else:
-                grad_weight = _weight_gradient(mode, gradients, gemm, owner, whole, x)
+                grad_weight = _weight_gradient(mode, gradients, gemm, owner, full, x)
         return grad_x, grad_weight, grad_bias, None
 
 

@@ -29,7 +29,7 @@ from lightning_megatron.tensor.linear import (
 )
 from lightning_megatron.tensor.weight_gradients import WeightGradientLayer
 
-# An axis of this rank alone: what is cut over it is whole.
+# An axis of this rank alone: what is cut over it is unsharded.
 _ALONE = Axis.alone(0)
 
 

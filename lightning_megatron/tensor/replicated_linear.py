@@ -13,8 +13,8 @@ from lightning_megatron.sharding import Initial, shard_parameter
 class ReplicatedLinear(nn.Module):
     """Replicated linear, [T, in_features] to [T, out_features]; weight [out, in].
 
-    `partial` is the axis whose ranks see different rows, so that gradients are partial sums over it; None where all
-    ranks of `tp` see the same rows.
+    `partial` is the axis whose ranks see different tokens, so that gradients are partial sums over it; None where all
+    ranks of `tp` see the same tokens.
     """
 
     def __init__(

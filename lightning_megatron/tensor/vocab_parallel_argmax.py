@@ -19,8 +19,8 @@ def vocab_parallel_argmax(logits_TV: Tensor, *, tp: Axis, vocab_size: int) -> Te
     length = logits_TV.shape[1]
     valid = num_own(vocab_size, length, tp)
     max_T = logits_TV.new_full((len(logits_TV),), -torch.inf)
-    place_T = torch.zeros(len(logits_TV), dtype=torch.int64, device=logits_TV.device)
+    index_T = torch.zeros(len(logits_TV), dtype=torch.int64, device=logits_TV.device)
     if valid:
-        max_T, place_T = logits_TV.narrow(1, 0, valid).max(dim=1)
+        max_T, index_T = logits_TV.narrow(1, 0, valid).max(dim=1)
     is_largest_T = max_T == collectives.all_reduce(max_T, tp, "max")
-    return collectives.all_reduce(torch.where(is_largest_T, tp.rank * length + place_T, vocab_size), tp, "min")
+    return collectives.all_reduce(torch.where(is_largest_T, tp.rank * length + index_T, vocab_size), tp, "min")

@@ -14,7 +14,7 @@ def num_own(vocab_size: int, local_length: int, tp: Axis) -> int:
 def own_entries(ids_T: Tensor, vocab_size: int, local_length: int, tp: Axis) -> tuple[Tensor, Tensor]:
     """Local row of each id [T] (0 for ids of other ranks), and whether this rank holds it [T].
 
-    An id outside of the vocabulary gets place -1, so that the look-up which follows fails on every rank.
+    An id outside of the vocabulary gets index -1, so that the look-up which follows fails on every rank.
     """
     local_T = ids_T - tp.rank * local_length
     is_own_T = (local_T >= 0) & (local_T < num_own(vocab_size, local_length, tp))

@@ -65,8 +65,8 @@ class WeightGradients:
         self._queue.append((weight, task))
 
     @torch.no_grad()
-    def add_rows(self, weight: Tensor, place_T: Tensor, rows_TI: Tensor) -> None:
-        """Adds each row to row `place_T` of the weight's `.grad`; places may repeat.
+    def add_rows(self, weight: Tensor, index_T: Tensor, rows_TI: Tensor) -> None:
+        """Adds each row to row `index_T` of the weight's `.grad`; indices may repeat.
 
         The order of additions is not fixed on a GPU.
         """
@@ -74,7 +74,7 @@ class WeightGradients:
         if grad is None:
             grad_view = self.grad_view(weight)
             grad = weight.grad = torch.zeros_like(weight) if grad_view is None else grad_view.zero_()
-        grad.index_add_(0, place_T, rows_TI.to(grad.dtype))
+        grad.index_add_(0, index_T, rows_TI.to(grad.dtype))
 
 
 class WeightGradientLayer(nn.Module):

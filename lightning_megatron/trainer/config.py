@@ -1,4 +1,4 @@
-"""Configuration of the pipeline, and the error that tells all faults of a configuration at once."""
+"""Configuration of the pipeline, and the error that lists all faults of a configuration at once."""
 
 from collections.abc import Sequence
 from dataclasses import field

@@ -76,7 +76,7 @@ class MegatronPrecision(Precision):
         self.has_skipped = False
         # Norm of the whole model's gradient before the last clipping, [], float64.
         self.gradient_norm: Tensor | None = None
-        # It hears what is done with the gradients of a step.
+        # Its hooks run around what is done with the gradients of a step.
         self.step_hook: StepHook | None = None
 
     def begin(self, dp_comm: DataParallelComm, config: LossScaleConfig) -> None:
@@ -168,7 +168,7 @@ class MegatronPrecision(Precision):
         self.gradient_norm = self.dp_comm.gradients.clip(float(clip_val), self.main_params(optimizer))
 
     def low_dtype(self) -> torch.dtype | None:
-        """The dtype of weights beside master weights in float32; None where weights are stepped as they are."""
+        """The dtype of weights that have float32 master weights; None where weights are stepped as they are."""
         return _LOW.get(self.precision)
 
     def gradient_dtype(self, config: OptimizerConfig) -> torch.dtype | None:

@@ -58,7 +58,7 @@ class ActiveRun:
     watch: FailureWatch | None = None
     """Watch for failures of other ranks; None on a single rank, and once this rank has failed."""
     has_agreed_to_load: bool = False
-    """Whether all ranks have told each other by now if they load a checkpoint."""
+    """Whether all ranks have exchanged whether they load a checkpoint."""
     document_prefetch: DynamicContext | None = None
     dp_comm: DataParallelComm | None = None
     stepped_models: list[set[str]] = field(default_factory=list)
@@ -68,7 +68,7 @@ class ActiveRun:
     skipped_step_schedulers: SkippedStepSchedulers = field(default_factory=SkippedStepSchedulers)
     steps: Steps | None = None
     is_synchronised: bool = True
-    """Whether the next backward ends an optimizer step, so that its gradients are summed over replicas."""
+    """Whether the next backward ends an optimizer step, so that its gradients are summed over data-parallel ranks."""
 
     @property
     def is_leaving(self) -> bool:
@@ -115,7 +115,7 @@ class ActiveRun:
             )
 
     def fail(self, exception: BaseException) -> None:
-        """Tells the other ranks of this rank's failure, once what is being written has had its time to land."""
+        """Publishes this rank's failure to the others, once the save in flight has had time to complete."""
         if self.is_leaving:
             return
         # The others must not hear of the failure yet: they are needed to finish what is being written.
@@ -130,7 +130,7 @@ class ActiveRun:
             exception.add_note(f"this rank failed after another one; the first failure:\n{first}")
 
     def end(self, module: pl.LightningModule | None, fit: FitRecord) -> None:
-        """Gives back all that the run took: of the module, of the Trainer's callbacks and of the process.
+        """Releases all that the run took of the module, of the Trainer's callbacks and of the process.
 
         It is not collective after a failure: a rank may be gone.
         """

@@ -122,7 +122,7 @@ class MegatronStrategy(ParallelStrategy):
             virtual_pipeline_model_parallel_size: Model chunks (stages) on each pipeline rank; 1 is no interleaving.
             context_parallel_size: Ranks over which each sequence is cut.
             expert_model_parallel_size: Ranks over which the experts of a layer are divided. The expert sizes fold the
-                ranks of a stage anew: processes / (pipeline x expert x expert tensor) ranks hold a copy of an expert.
+                ranks of a stage differently: processes / (pipeline x expert x expert tensor) ranks hold one expert.
             expert_tensor_parallel_size: Ranks over which the weight matrices of each expert are cut.
             sequence_parallel: Whether tensor-parallel ranks also divide the tokens of norms, dropout and residuals.
             num_microbatches: Microbatches of a data-parallel rank's batch in one training step.
@@ -131,7 +131,7 @@ class MegatronStrategy(ParallelStrategy):
             pipeline: Schedule, placement of layers and mode of the pipeline; None is PipelineConfig().
             context: How context-parallel ranks exchange keys and values, and the attention kernel; None is
                 ContextConfig().
-            dynamic_context: How documents are packed and cut for each microbatch anew; None cuts every sequence over
+            dynamic_context: How the documents of each microbatch are packed and cut; None cuts every sequence over
                 context_parallel_size ranks.
             optimizer: How gradients, optimizer states and master weights are sharded and communicated over
                 data-parallel ranks; None is OptimizerConfig().
@@ -165,7 +165,7 @@ class MegatronStrategy(ParallelStrategy):
         self.microbatch_size = microbatch_size
         self.pipeline = pipeline if pipeline is not None else PipelineConfig()
         self.context = context if context is not None else ContextConfig()
-        # How microbatches are packed and cut, each anew; none: as the sizes say.
+        # How each microbatch is packed and cut; None: by the sizes.
         self.dynamic_context = dynamic_context
         self.optimizer = optimizer if optimizer is not None else OptimizerConfig()
         # It is used with precision 16-mixed.
@@ -175,7 +175,7 @@ class MegatronStrategy(ParallelStrategy):
         self.checkpoint = checkpoint if checkpoint is not None else CheckpointConfig()
         self._groups = Groups(timedelta(seconds=timeout_seconds))
         self._num_nodes = 1
-        # Made by the first run and kept for the later ones.
+        # Made by the first run and reused by the later ones.
         self._connections: Connections | None = None
         # It lives from `setup_environment` to `teardown`.
         self._run: ActiveRun | None = None
@@ -237,7 +237,7 @@ class MegatronStrategy(ParallelStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """Whether data is read by several replicas; Lightning adds samplers and syncs metrics only then."""
+        """Whether several data-parallel ranks read data; Lightning adds samplers and syncs metrics only then."""
         return not self.sizes.faults() and self.sizes.dp > 1
 
     @property
@@ -309,7 +309,7 @@ class MegatronStrategy(ParallelStrategy):
         return arguments
 
     def set_world_ranks(self) -> None:
-        """Tells Lightning's environment and its rank-zero helpers who this process is."""
+        """Sets the ranks of this process in Lightning's environment and its rank-zero helpers."""
         if self.cluster_environment is not None:
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
@@ -420,7 +420,7 @@ class MegatronStrategy(ParallelStrategy):
             self._plugin.begin(run.dp_comm, self.loss_scale)
         self.setup_precision_plugin()
         if not self.is_distributed:
-            # The ranks of one replica log the same values, but Lightning sees several processes and advises to sync.
+            # Model-parallel ranks log the same values, but Lightning sees several processes and advises to sync.
             warnings.filterwarnings("ignore", "It is recommended to use .*sync_dist=True", PossibleUserWarning)
         run.synced_metrics += metric_sync.sync_metrics_over(module, self.mesh.dp)
         run.steps = Steps(
@@ -479,7 +479,7 @@ class MegatronStrategy(ParallelStrategy):
         assert self.lightning_module is not None
         checks.require_cuttable(self.lightning_module.trainer, dataloader, self.num_microbatches, self.microbatch_size)
         trainer = self.lightning_module.trainer
-        dataloader = initial_sync.seed_workers_by_replica(dataloader, self.mesh.dp)
+        dataloader = initial_sync.seed_workers_by_dp_rank(dataloader, self.mesh.dp)
         if trainer.state.fn == TrainerFn.FITTING:
             dataloader = run_state.wrap(
                 dataloader, trainer, self.mesh, self._last_fit.resume_state, self._require_run().document_prefetch
@@ -554,13 +554,13 @@ class MegatronStrategy(ParallelStrategy):
         return result
 
     def _has_stepped(self, result: Any) -> bool:
-        """Whether the optimizer's step was done, by what its closure returned: None where training_step left it out."""
+        """Whether the optimizer's step was done; its closure returns None where training_step skipped the batch."""
         is_left_out = result is None and self._require_module().automatic_optimization
         return not (self._plugin.has_skipped or is_left_out)
 
     @override
     def batch_to_device(self, *args: Any, **kwargs: Any) -> Any:
-        # The first that Lightning asks of a strategy after it has stepped, or not stepped, the schedulers. Not the
+        # Lightning's first call of a strategy after it has stepped, or not stepped, the schedulers. Not the
         # batches of a validation in between: some schedulers are stepped after it.
         if self._run is not None and self._require_module().trainer.training:
             self._run.skipped_step_schedulers.let_go()
@@ -583,7 +583,7 @@ class MegatronStrategy(ParallelStrategy):
         return self._plugin.gradient_norm
 
     def set_step_hook(self, step_hook: StepHook | None) -> None:
-        """Has a step hook hear what this rank does in a training step, and when; none: nobody does."""
+        """Sets the hook that is called around what this rank does in a training step; None: no hook."""
         self._plugin.step_hook = step_hook
         self.steps.set_step_hook(step_hook)
 
@@ -593,7 +593,7 @@ class MegatronStrategy(ParallelStrategy):
     def barrier(self, name: str | None = None) -> None:
         self._refuse_in_schedule("barrier")
         if name == "run-stage" and self._run is not None and self._run.preemption is not None:
-            # The first that Lightning asks of a strategy after it has registered its signal handlers.
+            # Lightning's first call of a strategy after it has registered its signal handlers.
             self._run.preemption.take_over()
         if self._connections is not None:
             collectives.barrier(self.mesh.world)
@@ -605,7 +605,7 @@ class MegatronStrategy(ParallelStrategy):
 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """The tensor reduced over the replicas: the other ranks of a replica hold copies, not further terms."""
+        """The tensor reduced over data-parallel ranks: model-parallel ranks hold copies, not further terms."""
         self._refuse_in_schedule("reduce")
         if not isinstance(tensor, Tensor) or self._connections is None or group is REDUCED:
             return tensor
@@ -621,7 +621,7 @@ class MegatronStrategy(ParallelStrategy):
 
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        """The tensors of all replicas: [dp, *shape]."""
+        """The tensors of all data-parallel ranks: [dp, *shape]."""
         self._refuse_in_schedule("all_gather")
         axis = self.mesh.dp if self._connections is not None else Mesh.single().dp
         if axis.size == 1:
@@ -688,7 +688,7 @@ class MegatronStrategy(ParallelStrategy):
         if compute_dtype(str(self.precision_plugin.precision)) == torch.float64:
             # Lightning converts the module after this; what it has as float32 would be rounded to that.
             self.precision_plugin.convert_module(module)
-        # Lightning's batch size finder names its checkpoint by chance, on every rank anew.
+        # Lightning's batch size finder draws the name of its checkpoint at random, another one on each rank.
         path, world = self.broadcast(str(checkpoint_path)), self._saver.world
         self._saver.wait()
         strict = module.strict_loading
@@ -760,9 +760,9 @@ class MegatronStrategy(ParallelStrategy):
 
     @override
     def teardown(self) -> None:
-        """Not collective after a failure: a rank may be gone."""
+        """Ends the run. Not collective after a failure: a rank may be gone."""
         if self._plugin.fp8_layers is not None:
-            # Kept: a checkpoint may still be saved.
+            # Not dropped: a checkpoint may still be saved.
             self._plugin.fp8_layers.release()
         if self._run is not None:
             self._run.end(self.lightning_module, self._last_fit)

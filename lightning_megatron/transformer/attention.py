@@ -2,7 +2,7 @@
 row-parallel projection.
 
 The rows of the fused weight are G groups, each of R query heads, one key head and one value head: [G * (R + 2) * D, H].
-Where tp divides G a rank holds whole groups. Where G divides tp a rank's rows are part of a group: the output is
+Where tp divides G a rank holds full groups. Where G divides tp a rank's rows are part of a group: the output is
 gathered over tp, and the rank takes its share of one group's queries with that group's key and value; the gradients of
 key and value are summed by the backward of the gather.
 
@@ -86,9 +86,9 @@ def local_heads(config: TransformerConfig, tp: Axis) -> Heads:
 
 
 class _SplitHeads(torch.autograd.Function):
-    """Queries, keys and values, rotated by their positions, out of the fused output; the backward fuses again.
+    """Queries, keys and values, rotated by their positions, out of the fused output; the backward fuses gradients.
 
-    They are either all views of the fused output or all copies: a mixture would keep it alive beside the copies.
+    They are either all views of the fused output or all copies: a mixture would keep it alive besides the copies.
     `is_copied` where what follows would copy some.
     """
 
@@ -159,7 +159,7 @@ class SelfAttention(RecomputeLayer):
         self.name = name
         self.scale = 1.0 / math.sqrt(config.head_dim) if config.scales_scores else 1.0
         self.mask_spec = mask_spec
-        # Who attends where nothing stands in the way.
+        # Used without documents, context parallelism, bias or dropout.
         self.core_attention: CoreAttention = TorchCoreAttention(mask_spec=mask_spec, scale=self.scale)
         self.heads = local_heads(config, tp)
         # Fewer groups than ranks: every rank needs rows that others hold.
@@ -197,7 +197,7 @@ class SelfAttention(RecomputeLayer):
         queries, keys, values = self._split(fused_TC, tokens)
         past = tokens.past
         if past is not None:
-            past.keep(self.name, keys, values)
+            past.update(self.name, keys, values)
         if past is not None and not past.is_first:
             attended = past.attend(self.name, queries, mask_spec=self.mask_spec, scale=self.scale, bias=bias)
         elif not tokens.is_whole or bias is not None:
@@ -219,7 +219,7 @@ class SelfAttention(RecomputeLayer):
                 fused_TC, cos_BSR, sin_BSR, tokens.batch, tokens.num_rows, self.heads
             )
             return split
-        # Norms come before the turn.
+        # Norms come before the rotation.
         no_rotation = cos_BSR[..., :0]
         queries, keys, values = _SplitHeads.apply(
             fused_TC, no_rotation, no_rotation, tokens.batch, tokens.num_rows, self.heads, True
@@ -233,7 +233,7 @@ class SelfAttention(RecomputeLayer):
     def _attend_in_context(
         self, queries: Tensor, keys: Tensor, values: Tensor, tokens: Tokens, bias: RelativePositionBias | None
     ) -> Tensor:
-        """Attention within documents, whose tokens other ranks may hold too. Nothing of the size S^2 is kept."""
+        """Attention within documents, whose tokens other ranks may hold too. Nothing of the size S^2 is saved."""
         return attend(
             queries,
             keys,

@@ -1,7 +1,7 @@
-"""What a transformer is: the sizes and choices of its layers, and nothing about who runs them.
+"""Architecture of a transformer: the sizes and choices of its layers, and nothing about who runs them.
 
-Read by the layers, by the cost model and by checkpoints. Faults of a configuration are told all at once; those that
-only a layout has are told by its `layout_faults`, before any process group is needed.
+Read by the layers, by the cost model and by checkpoints. Faults of a configuration are reported all at once; those
+that only a layout has are reported by its `layout_faults`, before any process group is needed.
 """
 
 import math
@@ -105,7 +105,7 @@ class TransformerConfig:
             raise ValueError("\n".join(faults))
 
     def _check_share(self, name: str) -> None:
-        """Only a head size that follows from others can fail to come out even."""
+        """Raises ValueError where hidden_size / num_attention_heads is no integer and head_dim is not given."""
         if name == "head_dim" and self.num_attention_heads > 0 and self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f"hidden_size ({self.hidden_size}) must be a multiple of num_attention_heads "
@@ -235,7 +235,7 @@ class TransformerConfig:
         return faults
 
     def has_experts(self, layer: int) -> bool:
-        """Whether a layer, counted from 0, has experts in the place of a dense MLP."""
+        """Whether a layer, counted from 0, has experts instead of a dense MLP."""
         return self.moe is not None and self.moe.has_experts(layer)
 
     @property
@@ -316,12 +316,12 @@ class LanguageModelConfig(TransformerConfig):
         return self.init_std
 
 
-_MOST_TOLD = 65_536
-# Above it no value is looked for, which is told to a reader.
+# Largest value that an error suggests.
+_MOST_SUGGESTED = 65_536
 
 
 def _fitting(largest: int, fits: Callable[[int], bool]) -> list[int]:
-    return [n for n in range(1, min(largest, _MOST_TOLD) + 1) if fits(n)]
+    return [n for n in range(1, min(largest, _MOST_SUGGESTED) + 1) if fits(n)]
 
 
 def _list(values: list[int]) -> str:

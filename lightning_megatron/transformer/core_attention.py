@@ -1,5 +1,4 @@
-"""Who computes attention of whole sequences, all of whose tokens are here, without a bias or dropout: a value that a
-`SelfAttention` holds.
+"""Core attention of unsharded sequences, without a bias or dropout: a value that a `SelfAttention` holds.
 
     TorchCoreAttention    torch's kernels                 everywhere
     TECoreAttention       Transformer Engine's kernels    layers that multiply in FP8 by that engine (`te_attention`)
@@ -21,7 +20,7 @@ class CoreAttention(Protocol):
     """Attention of queries [B, A, S, D] to keys and values [B, G, S, D]: [B, A, S, D]."""
 
     def __call__(self, queries: Tensor, keys: Tensor, values: Tensor, masks: Masks) -> Tensor:
-        """`masks` keeps what several layers of a call may share."""
+        """Attention output; `masks` caches what several layers of a call may share."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""What a model costs, by formula: parameters, FLOPs and kept activations, before anything is built.
+"""Cost of a model by formula: parameters, FLOPs and saved activations, before anything is built.
 
 Stage balancing, the planner and MFU read it. Everything is per layer or per model, on one rank where `sizes` is given.
 
@@ -6,7 +6,7 @@ Stage balancing, the planner and MFU read it. Everything is per layer or per mod
                   with experts E (c F H + H) + c S H in the place of c F H
     FLOPs         training = 3 * forward; a multiply-add counts 2; matrix products alone count
                   with experts those of the K that a token chooses, and of the router and the shared expert
-    activations   what the backward of a layer keeps, with attention that never lays its weights out
+    activations   what a layer saves for backward, with attention that never materialises its weights
 
 Functions of one layer take its place in the stack, `layer`: layers of experts are alike, and so are dense ones.
 
@@ -36,14 +36,14 @@ def layer_parameters(config: TransformerConfig, sizes: Sizes = ONE, *, layer: in
     query = config.num_attention_heads * config.head_dim
     qkv = query + 2 * config.num_query_groups * config.head_dim
     cut = qkv * hidden + query * hidden + qkv * config.has_qkv_bias
-    whole = hidden * config.add_bias_linear + 2 * norm_parameters(config) + 2 * config.head_dim * config.qk_norm
-    attention = cut // tp + whole
+    replicated = hidden * config.add_bias_linear + 2 * norm_parameters(config) + 2 * config.head_dim * config.qk_norm
+    attention = cut // tp + replicated
     if config.moe is None or not config.has_experts(layer):
         return attention + _mlp_parameters(config, config.ffn_hidden_size, tp)
     num_experts, shared = config.moe.router.num_experts, config.moe.shared_expert_intermediate_size
     own = num_experts // sizes.ep * _mlp_parameters(config, _expert_width(config, config.moe), sizes.etp)
-    beside = _mlp_parameters(config, shared, tp) + hidden * config.moe.shared_expert_gate if shared else 0
-    return attention + num_experts * hidden + own + beside
+    of_shared = _mlp_parameters(config, shared, tp) + hidden * config.moe.shared_expert_gate if shared else 0
+    return attention + num_experts * hidden + own + of_shared
 
 
 def layer_expert_parameters(config: TransformerConfig, sizes: Sizes = ONE, *, layer: int = 0) -> int:
@@ -150,7 +150,7 @@ def training_flops(config: LanguageModelConfig, *, batch: int, sequence: int, is
     Convention: matrix products alone, a multiply-add is 2, the backward is twice the forward, causal attention counts
     half. Without that half it is 72 B S L H^2 (1 + S / 6H + V / 12LH) for F = 4H and one head of keys for each of
     queries. Source: Narayanan et al., arXiv 2104.04473, section 5.1 and appendix, less their recomputation (a factor
-    of 4/3 on the layers), which counts attention whole; the half as in Dao, arXiv 2307.08691, section 4.1.
+    of 4/3 on the layers), which counts attention in full; the half as in Dao, arXiv 2307.08691, section 4.1.
     """
     num_tokens = batch * sequence
     layers = sum(
@@ -178,13 +178,13 @@ def layer_activation_bytes(
     """Bytes that one layer saves of a microbatch for its backward, on one rank, its input included and its output not.
 
     With sequence parallelism and D = H/A, F = 4H, bf16, no dropout it is 32 batch * sequence * H / tp bytes and the
-    statistics of norms and softmax (float32); each residual dropout adds a mask of one byte. Attention dropout lays
-    weights out: 5 + bytes_per_element bytes for each pair of tokens and head. Under full recomputation it is what a
-    recomputed layer keeps, the first of its group; the others of the group keep nothing.
-    A `window` below the sequence keeps keys and values for each query head, past two windows those of the block before
-    beside a block's own; its mask is one for all layers and not counted.
-    With `is_packed` sequences are documents, of which other replicas have others.
-    Experts keep 2 K batch * sequence (H + 3 F) / tp bytes more where they are gated, and the router 4 batch * sequence
+    statistics of norms and softmax (float32); each residual dropout adds a mask of one byte. Attention dropout
+    materialises weights: 5 + bytes_per_element bytes for each pair of tokens and head. Under full recomputation it is
+    what a recomputed layer saves, the first of its group; the others of the group save nothing.
+    A `window` below the sequence saves keys and values for each query head, past two windows those of the block before
+    besides a block's own; its mask is one for all layers and not counted.
+    With `is_packed` sequences are documents, which differ between data-parallel ranks.
+    Experts save 2 K batch * sequence (H + 3 F) / tp bytes more where they are gated, and the router 4 batch * sequence
     * H / tp: as if each expert got equally many tokens. The indices of their ways are counted, masks are not.
     Source: Korthikanti et al., arXiv 2205.05198, sections 4 and 5.
     """
@@ -197,60 +197,60 @@ def layer_activation_bytes(
     if recompute.granularity == "full":
         num_ranks = tp if recompute.shard_saved_inputs and sp == 1 else 1
         return -(-shard * config.hidden_size // num_ranks) * bytes_per_element
-    again = recompute.recomputed_parts
+    recomputed = recompute.recomputed_parts
     has_experts = config.has_experts(layer)
-    is_again = ("moe" if has_experts else "mlp") in again
+    is_recomputed = ("moe" if has_experts else "mlp") in recomputed
     # Residual stream and norm output, before attention and before the MLP.
-    kept = (2 if "norm" in again else 4) * shard * config.hidden_size * bytes_per_element
-    num_norms = 1 if "norm" in again and is_again else 2
-    kept += num_norms * shard * statistics * (2 if config.normalization == "layernorm" else 1)
-    materialises = config.attention_dropout > 0 and "core_attention" not in again
+    saved = (2 if "norm" in recomputed else 4) * shard * config.hidden_size * bytes_per_element
+    num_norms = 1 if "norm" in recomputed and is_recomputed else 2
+    saved += num_norms * shard * statistics * (2 if config.normalization == "layernorm" else 1)
+    materialises = config.attention_dropout > 0 and "core_attention" not in recomputed
     if config.qk_norm:
         # What the norms of queries and keys read.
-        kept += real * (heads + keys) * (head_dim * bytes_per_element + statistics)
+        saved += real * (heads + keys) * (head_dim * bytes_per_element + statistics)
     is_windowed = 0 < window < sequence and config.attention_dropout == 0
     is_blocked = is_windowed and sequence > 2 * window
     if materialises or is_blocked or (is_windowed and keys > 1):
         # One key and value for each query head; those of a single group are one to a mask, too.
         keys = heads
     # Queries, keys and values; what attention gives to the projection; the MLP around its activation.
-    kept += real * (heads + 2 * keys) * head_dim * bytes_per_element
+    saved += real * (heads + 2 * keys) * head_dim * bytes_per_element
     if is_blocked:
         past = -(-sequence // window) * window - window
         # The blocks past the first, at full length: keys and values once more, and what attention gives.
         padding = past - (sequence - window)
-        kept += batch * (2 * past + 3 * padding) * heads * head_dim * bytes_per_element
-        kept += batch * (past + window) * heads * head_dim * bytes_per_element
-    # Padding copies what attention gives, which the kernel keeps too; weights that are materialised have no use for it.
+        saved += batch * (2 * past + 3 * padding) * heads * head_dim * bytes_per_element
+        saved += batch * (past + window) * heads * head_dim * bytes_per_element
+    # Padding copies what attention gives, which the kernel saves too; weights that are materialised have no use for it.
     num_attended = padded if padded == real or config.attention_dropout > 0 else real + padded
-    kept += num_attended * heads * head_dim * bytes_per_element
+    saved += num_attended * heads * head_dim * bytes_per_element
     num_inputs = 2 if config.is_gated else 1
     if config.moe is not None and has_experts:
-        own, whole = -(-padded // tp), sequence * sizes.cp
-        sent = math.ceil(expert_rows(config.moe, sizes, own=own, batch=batch, sequence=whole, is_packed=is_packed))
+        own, full = -(-padded // tp), sequence * sizes.cp
+        sent = math.ceil(expert_rows(config.moe, sizes, own=own, batch=batch, sequence=full, is_packed=is_packed))
         rows = sent * sizes.etp
         # Where rows come from and go to, before they leave and, from other ranks, when they have come: as if blocks of
         # several experts came from several ranks.
-        kept += 8 * (own * config.moe.router.top_k + 2 * sent + 2 * rows * (sizes.ep * sizes.etp > 1))
-        if not is_again:
-            kept += _router_bytes(config, config.moe, sizes, padded, bytes_per_element)
-            kept += _expert_bytes(config, config.moe, sizes, padded, rows, bytes_per_element)
-            # What the norm gives is read by the shared expert alone, and is never made again where experts are not.
+        saved += 8 * (own * config.moe.router.top_k + 2 * sent + 2 * rows * (sizes.ep * sizes.etp > 1))
+        if not is_recomputed:
+            saved += _router_bytes(config, config.moe, sizes, padded, bytes_per_element)
+            saved += _expert_bytes(config, config.moe, sizes, padded, rows, bytes_per_element)
+            # The shared expert alone reads the norm's output, which is never recomputed where experts are not.
             reads_norm = config.moe.shared_expert_intermediate_size > 0
-            kept += (reads_norm - ("norm" not in again)) * shard * config.hidden_size * bytes_per_element
-    elif not is_again:
-        # ReLU keeps what it gives, as the linear behind it does; others what they read.
-        widths = 1 if config.activation == "relu" else num_inputs + (0 if "activation" in again else 1)
-        kept += padded * widths * (config.ffn_hidden_size // tp) * bytes_per_element
+            saved += (reads_norm - ("norm" not in recomputed)) * shard * config.hidden_size * bytes_per_element
+    elif not is_recomputed:
+        # ReLU saves its output, as the linear after it does; others save their input.
+        widths = 1 if config.activation == "relu" else num_inputs + (0 if "activation" in recomputed else 1)
+        saved += padded * widths * (config.ffn_hidden_size // tp) * bytes_per_element
         if config.ffn_dropout > 0:
-            kept += padded * (config.ffn_hidden_size // tp)
+            saved += padded * (config.ffn_hidden_size // tp)
     if config.hidden_dropout > 0:
-        kept += 2 * shard * config.hidden_size
+        saved += 2 * shard * config.hidden_size
     if materialises:
-        kept += real * sequence * heads * (statistics + 1 + bytes_per_element)
+        saved += real * sequence * heads * (statistics + 1 + bytes_per_element)
     elif config.attention_dropout == 0:
-        kept += real * heads * statistics
-    return kept
+        saved += real * heads * statistics
+    return saved
 
 
 def cross_attention_activation_bytes(
@@ -264,15 +264,15 @@ def cross_attention_activation_bytes(
     shard, statistics = -(-batch * sequence // sp), 4 * max(bytes_per_element // 4, 1)
     heads, keys = config.num_attention_heads // tp, max(config.num_query_groups // tp, 1)
     pairs = batch * sequence * memory * heads
-    kept = 2 * shard * config.hidden_size * bytes_per_element
-    kept += shard * statistics * (2 if config.normalization == "layernorm" else 1)
+    saved = 2 * shard * config.hidden_size * bytes_per_element
+    saved += shard * statistics * (2 if config.normalization == "layernorm" else 1)
     # Queries and what attention gives; keys and values.
-    kept += batch * (2 * sequence * heads + 2 * memory * keys) * config.head_dim * bytes_per_element
+    saved += batch * (2 * sequence * heads + 2 * memory * keys) * config.head_dim * bytes_per_element
     if config.attention_dropout > 0:
-        kept += pairs * (statistics + 1 + bytes_per_element)
+        saved += pairs * (statistics + 1 + bytes_per_element)
     else:
-        kept += batch * sequence * heads * statistics
-    return kept + shard * config.hidden_size * (config.hidden_dropout > 0)
+        saved += batch * sequence * heads * statistics
+    return saved + shard * config.hidden_size * (config.hidden_dropout > 0)
 
 
 def expert_rows(
@@ -281,8 +281,8 @@ def expert_rows(
     """Rows that a rank sends to experts for `own` tokens of its part of `batch` sequences of `sequence` tokens, which
     its ranks of tp and cp share: as if all experts were equally busy. Each expert's rows are then on all of its etp.
 
-    A capacity drops what is above it, and one that pads fills up to it; `is_packed` says that replicas may have
-    sequences of different lengths, and then ranks that share experts with other replicas do not pad.
+    A capacity drops what is above it, and one that pads fills up to it; `is_packed` says that data-parallel ranks may
+    have sequences of different lengths, and then those that share experts do not pad.
     """
     top_k, num_experts = moe.router.top_k, moe.router.num_experts
     if moe.capacity is None:
@@ -305,9 +305,9 @@ def _router_bytes(config: TransformerConfig, moe: MoEConfig, sizes: Sizes, padde
         + (not weighs_logits or bool(router.aux_losses))
         + any(loss.scope == "sequence" for loss in router.aux_losses)
     )
-    kept = own * (config.hidden_size + num_experts * num_scores + router.top_k) * wide + 8 * own * router.top_k
+    saved = own * (config.hidden_size + num_experts * num_scores + router.top_k) * wide + 8 * own * router.top_k
     # In half precision its weight too, made wider.
-    return kept + num_experts * config.hidden_size * wide * (bytes_per_element < wide)
+    return saved + num_experts * config.hidden_size * wide * (bytes_per_element < wide)
 
 
 def _expert_bytes(
@@ -317,13 +317,13 @@ def _expert_bytes(
     tp, wide, hidden = sizes.tp, max(bytes_per_element, 4), config.hidden_size
     num_inputs = 2 if config.is_gated else 1
     width = _expert_width(config, moe) // sizes.etp
-    # Rows, what the activation reads, for gated ones twice as much, and what it gives, for gated ones made again, times
-    # the router's weight.
+    # Rows, what the activation reads, for gated ones twice as much, and what it gives, for gated ones recomputed, times
+    # the router probability.
     num_activated = 1 if config.is_gated or config.activation == "relu" else 2
-    kept = rows * ((hidden + (num_inputs + num_activated) * width) * bytes_per_element + wide)
-    kept += padded * (num_inputs + 1) * (moe.shared_expert_intermediate_size // tp) * bytes_per_element
+    saved = rows * ((hidden + (num_inputs + num_activated) * width) * bytes_per_element + wide)
+    saved += padded * (num_inputs + 1) * (moe.shared_expert_intermediate_size // tp) * bytes_per_element
     if moe.shared_expert_gate:
         shard = padded // tp if sizes.sequence_parallel else padded
         # What is gated, what the gate reads if that is made wider, and the gates.
-        kept += shard * (hidden * (bytes_per_element + wide * (bytes_per_element < wide)) + wide)
-    return kept
+        saved += shard * (hidden * (bytes_per_element + wide * (bytes_per_element < wide)) + wide)
+    return saved

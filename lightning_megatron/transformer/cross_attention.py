@@ -1,10 +1,10 @@
 """Attention of a decoder to what an encoder made: queries of one stream, keys and values of another.
 
 The rows of the fused key-value weight are G groups, each of one key head and one value head: [G * 2 * D, H]. Where tp
-divides G a rank holds whole groups; where G divides tp the output is gathered over tp and a rank takes its group, as in
+divides G a rank holds full groups; where G divides tp the output is gathered over tp and a rank takes its group, as in
 self-attention.
 
-B batch, N rows of this rank of each sample, T tokens, H hidden, A query heads here, G groups, D head size.
+B batch, N tokens of each sample on this rank, T tokens, H hidden, A query heads here, G groups, D head size.
 """
 
 import math
@@ -48,13 +48,13 @@ class CachedEncoderMemory:
     past: CachedCall
     """Cache of one call, whose queries are the decoder's tokens."""
     own_BC: Tensor
-    """Places of each sample's tokens in this rank's part of the encoder's stream, all in one row, int64; -1 for none.
+    """Index of each sample's tokens in this rank's part of the encoder's stream, all in one row, int64; -1 for none.
     """
 
-    def keep(self, layer: str, keys: Tensor, values: Tensor) -> None:
-        """Keeps keys and values of this rank's stream [1, G, M, D]."""
+    def update(self, layer: str, keys: Tensor, values: Tensor) -> None:
+        """Caches keys and values of this rank's stream [1, G, M, D]."""
         own = self.own_BC.clamp(min=0)
-        self.past.keep(
+        self.past.update(
             layer,
             *(x[0].index_select(1, own.flatten()).unflatten(1, own.shape).transpose(0, 1) for x in (keys, values)),
         )
@@ -64,7 +64,7 @@ class CrossAttention(nn.Module):
     """Attention of a stream to the encoder's: [T/sp, H] and the encoder's [M/sp, H] to [T/sp, H].
 
     `name` is its name in the model. A token whose document has nothing in the other stream gets 0 before the
-    projection. Where keys and values are `kept` they need no memory but in the call that makes them.
+    projection. Where keys and values are `cached`, `memory` is needed only in the call that makes them.
     """
 
     def __init__(self, config: TransformerConfig, *, tp: Axis, sp: Axis, name: str) -> None:
@@ -97,13 +97,13 @@ class CrossAttention(nn.Module):
         )
 
     def forward(
-        self, hidden_TH: Tensor, tokens: Tokens, memory: EncoderMemory | None, kept: CachedEncoderMemory | None = None
+        self, hidden_TH: Tensor, tokens: Tokens, memory: EncoderMemory | None, cached: CachedEncoderMemory | None = None
     ) -> Tensor:
         queries = self._by_head(self.query(hidden_TH, tokens), tokens).transpose(1, 2)
-        if kept is not None:
+        if cached is not None:
             if memory is not None:
-                kept.keep(self.name, *self._keys_and_values(memory))
-            attended = kept.past.attend(self.name, queries, mask_spec=BIDIRECTIONAL, scale=self.scale)
+                cached.update(self.name, *self._keys_and_values(memory))
+            attended = cached.past.attend(self.name, queries, mask_spec=BIDIRECTIONAL, scale=self.scale)
         else:
             assert memory is not None
             attended = self._attend(queries, tokens, memory)
@@ -122,7 +122,7 @@ class CrossAttention(nn.Module):
     def _attend(self, queries: Tensor, tokens: Tokens, memory: EncoderMemory) -> Tensor:
         assert memory.source is not None
         keys, values = self._keys_and_values(memory)
-        # What attends keeps no scores: there is nothing to make again.
+        # Core attention saves no scores: there is nothing to recompute.
         return attend(
             queries,
             keys,

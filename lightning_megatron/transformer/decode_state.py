@@ -1,8 +1,8 @@
-"""What a model call is told that shall say what follows the last token of each row, and the stream that it works on.
+"""State of a model call that gives logits of the next token of each row, and the stream that it works on.
 
-The first call of a cache is an ordinary one, cut over cp, whose attention layers keep their keys and values beside.
-Every later one works on new tokens alone, which all ranks of cp have: there are too few to share. Rows go on from
-places of their own.
+The first call of a cache is an ordinary one, cut over cp, whose attention layers also cache their keys and values.
+Every later one works on new tokens alone, which all ranks of cp have: there are too few to share. Each row continues
+from its own position.
 
 B rows, S tokens of a row in this call, T tokens of the stream, H hidden.
 """
@@ -24,14 +24,14 @@ from lightning_megatron.transformer.tokens import Tokens, unsplit_stream
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DecodeState:
-    """State of generation that a call is given: it asks for logits [B, V] of what follows each row. A batch of rows may
-    be cut into microbatches, this with it.
+    """State of generation that a call gets in order to return logits [B, V] of what follows each row. A batch of rows
+    may be cut into microbatches, this with it.
 
     Of a row of no token in this call the logits mean nothing.
     """
 
     lengths_B: Tensor
-    """Number of tokens of each row in this call, int64 on the host; those behind them are padding."""
+    """Number of tokens of each row in this call, int64 on the host; those after them are padding."""
     seen_B: Tensor
     """Number of tokens of each row that the cache has already, int64 on the host."""
     rows_B: Tensor
@@ -50,14 +50,14 @@ class DecodeState:
         return slice(first, first + len(self.rows_B))
 
     def positions_BS(self, num_tokens: int) -> Tensor:
-        """The place of each token in its row, -1 for padding: int64 [B, S]."""
-        places_S = torch.arange(num_tokens)
-        return torch.where(places_S < self.lengths_B.unsqueeze(1), places_S + self.seen_B.unsqueeze(1), PADDING)
+        """Position of each token in its row, -1 for padding: int64 [B, S]."""
+        index_S = torch.arange(num_tokens)
+        return torch.where(index_S < self.lengths_B.unsqueeze(1), index_S + self.seen_B.unsqueeze(1), PADDING)
 
 
 def caching_stream(tokens: Tokens, decode_state: DecodeState) -> Tokens:
-    """The stream of an ordinary call whose keys and values are kept."""
-    assert decode_state.cache is not None and tokens.index_X is None, "rows are kept as they are, not packed"
+    """The stream of an ordinary call whose keys and values are cached."""
+    assert decode_state.cache is not None and tokens.index_X is None, "rows are cached as they are, not packed"
     places_N = tokens.layout.places(tokens.context.rank)
     is_token_BN = (places_N != PADDING) & (places_N < decode_state.lengths_B.unsqueeze(1))
     positions_BN = torch.where(is_token_BN, places_N, PADDING).to(tokens.device)
@@ -92,7 +92,7 @@ def last_tokens(hidden_TH: Tensor, tokens: Tokens, lengths_B: Tensor) -> Tensor:
         torch.arange(sequence) == lengths_B.unsqueeze(1) - 1, torch.arange(1, batch + 1).unsqueeze(1), 0
     )
     numbers_T = tokens.shard(tokens.flat(numbers_BS.to(hidden_TH.device)))
-    # All others land in row 0, which nobody reads.
+    # All others are written to row 0, which nobody reads.
     num_rows = -(-batch // tokens.sp.size) * tokens.sp.size
     picked_BH = hidden_TH.new_zeros(1 + num_rows, hidden_TH.shape[1]).index_copy(0, numbers_T, hidden_TH)[1:]
     # Each row is one rank's, and zeros on the others.

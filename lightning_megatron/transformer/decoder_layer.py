@@ -28,8 +28,8 @@ class DecoderLayer(TransformerLayer):
         tokens: Tokens,
         bias: RelativePositionBias | None = None,
         memory: EncoderMemory | None = None,
-        kept: CachedEncoderMemory | None = None,
+        cached: CachedEncoderMemory | None = None,
     ) -> Tensor:
         hidden_TH = self.attend(hidden_TH, tokens, bias)
-        crossed_TH = self._norm_and(self.cross_norm, lambda x: self.cross_attention(x, tokens, memory, kept), hidden_TH)
-        return self.feed_forward(hidden_TH + self.after_cross(crossed_TH, tokens), tokens)
+        cross_TH = self._norm_and(self.cross_norm, lambda x: self.cross_attention(x, tokens, memory, cached), hidden_TH)
+        return self.feed_forward(hidden_TH + self.after_cross(cross_TH, tokens), tokens)

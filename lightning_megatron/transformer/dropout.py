@@ -1,6 +1,6 @@
-"""Dropout whose masks are a function of what is dropped (step, sample, place, layer, feature), not of who drops it.
+"""Dropout whose masks are a function of what is dropped (step, sample, position, layer, feature), not of the rank.
 
-Each rank draws only the rows that it holds. One byte per element is kept for the backward.
+Each rank draws only the masks of its own tokens. One byte per element is saved for backward.
 """
 
 from typing import Any

@@ -1,7 +1,7 @@
-"""FP8 under the layers of a model that stands: which linears, who multiplies, and what they are told between steps.
+"""FP8 in the layers of a built model: which linears use it, which engine multiplies, and what is updated between steps.
 
 Runs at set-up, once the model is on its device. Chosen are the linears of transformer layers, and the matrices of their
-experts, but for those of the first and last layers that the configuration leaves alone, counted over the whole model
+experts, but for those of the first and last layers that the configuration leaves alone, counted over the full model
 and not over a stage; in a model with several stacks (encoder, decoder) over each of them. Routers and gates never are.
 Both engines leave parameters, their names and shards as they are.
 """
@@ -33,15 +33,15 @@ from lightning_megatron.transformer.te_layers import TELayer
 def chosen_layers(model: nn.Module, part_names: Sequence[str], config: Fp8Config) -> Iterator[tuple[str, PreNormLayer]]:
     """The transformer layers on this rank that are to multiply in FP8, with their names.
 
-    `part_names` are those of the whole model's parts in order, of all stages.
+    `part_names` are those of the full model's parts in order, of all stages.
     """
     for name, module in model.named_modules():
         if not isinstance(module, PreNormLayer):
             continue
         stack = name.rpartition(".")[0]
-        row = [part for part in part_names if part.rpartition(".")[0] == stack]
-        place = row.index(name)
-        if config.num_first_layers_bf16 <= place < len(row) - config.num_last_layers_bf16:
+        layers = [part for part in part_names if part.rpartition(".")[0] == stack]
+        index = layers.index(name)
+        if config.num_first_layers_bf16 <= index < len(layers) - config.num_last_layers_bf16:
             yield name, module
 
 
@@ -150,8 +150,8 @@ def use_torch(
 ) -> TorchFp8Layers:
     """Lets torch multiply the chosen linears of these models (with the names of all their parts) in FP8.
 
-    `replicas` is dp+cp: what a delayed scale looks back on is agreed over it and over tp at the end of each step, a
-    current scale over tp alone, in each cast of a tensor that tp cuts.
+    `replicas` is dp+cp: amaxes of delayed scaling are all-reduced over it and over tp at the end of each step, those of
+    current scaling over tp alone, in each cast of a tensor that tp cuts.
     """
     matrices = [
         matrix
@@ -167,12 +167,12 @@ def use_torch(
     if config.scaling == "delayed":
         history = AmaxHistory(names, dtypes * len(matrices), config, device)
     gemms = []
-    for place, matrix in enumerate(matrices):
+    for index, matrix in enumerate(matrices):
         agreements = (_agreement(axis) for axis in matrix.axes)
         x, weight, gradient = (
             CurrentScaling(dtype, config.margin, agree)
             if history is None
-            else DelayedScaling(dtype, config.margin, agree, history, 3 * place + tensor)
+            else DelayedScaling(dtype, config.margin, agree, history, 3 * index + tensor)
             for tensor, (dtype, agree) in enumerate(zip(dtypes, agreements, strict=True))
         )
         gemms.append(matrix.use(x, weight, gradient))
@@ -192,10 +192,10 @@ def _matrices(name: str, module: nn.Module) -> Iterator[_Matrix]:
         yield _Matrix(name, (module.input_axis, module.tp, module.gradient_axis), module, "gemm")
     elif isinstance(module, Experts):
         etp = module.axes.etp
-        # Ranks of etp have the same rows. What ranks of ep have are other experts' rows, scaled by themselves.
-        whole = Axis.alone(etp.ranks[etp.rank])
-        yield _Matrix(f"{name}.up", (whole, etp, etp), module, "up_gemm")
-        yield _Matrix(f"{name}.down", (etp, etp, whole), module, "down_gemm")
+        # Ranks of etp have the same tokens. Ranks of ep have tokens of other experts, which are scaled separately.
+        alone = Axis.alone(etp.ranks[etp.rank])
+        yield _Matrix(f"{name}.up", (alone, etp, etp), module, "up_gemm")
+        yield _Matrix(f"{name}.down", (etp, etp, alone), module, "down_gemm")
 
 
 def _agreement(axis: Axis) -> Callable[[Tensor], Tensor]:
@@ -206,7 +206,7 @@ def _agreement(axis: Axis) -> Callable[[Tensor], Tensor]:
 
 
 class EngineFp8Layers:
-    """Transformer layers whose linears Transformer Engine runs. It keeps its amaxes to itself."""
+    """Transformer layers whose linears Transformer Engine runs. Its amaxes are its own."""
 
     def __init__(self, layers: Sequence[TELayer], config: Fp8Config, stage: ProcessGroup | None) -> None:
         self._layers, self._config, self._stage = layers, config, stage

@@ -11,8 +11,8 @@ _TP = "tensor_model_parallel_size"
 def fp8_faults(fp8: Fp8Config, config: TransformerConfig, sizes: Sizes) -> list[str]:
     """Every rule that FP8 breaks in this architecture on that many ranks, one sentence each."""
     faults = tile_faults(fp8, config, sizes)
-    kept = fp8.num_first_layers_bf16 + fp8.num_last_layers_bf16
-    if kept >= config.num_layers:
+    num_bf16 = fp8.num_first_layers_bf16 + fp8.num_last_layers_bf16
+    if num_bf16 >= config.num_layers:
         faults.append(
             f"fp8 num_first_layers_bf16 + num_last_layers_bf16 ({fp8.num_first_layers_bf16} + "
             f"{fp8.num_last_layers_bf16}) must be below num_layers ({config.num_layers}): no layer would be left for "

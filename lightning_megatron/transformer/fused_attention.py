@@ -1,8 +1,10 @@
-"""Torch's own attention of whole sequences: one kernel that keeps no weights, where the device has one.
+"""Torch's own attention of unsharded sequences: one kernel that saves no weights, where the device has one.
 
-Torch takes no kernel for meta tensors and would lay their weights out. Here they stand for tensors on a current GPU,
-and get the kernel that torch would take there: flash attention in 16 bits without a mask, else the memory-efficient
-one, which takes no grouped queries. B batch, A query heads, G key heads, Q query rows, K key rows, D head size.
+Torch takes no kernel for meta tensors and would materialise their weights. Here they stand for tensors on a current
+GPU, and get the kernel that torch would take there: flash attention in 16 bits without a mask, else the
+memory-efficient one, which takes no grouped queries.
+
+B batch, A query heads, G key heads, Q query rows, K key rows, D head size.
 """
 
 import torch

@@ -1,6 +1,6 @@
 """Initial values that do not depend on the mesh: each rank draws its slice of what one device would have drawn.
 
-The constructor of a whole model calls `initialise` once its parts stand; layers are born unfilled.
+The constructor of a full model calls `initialise` once its parts are built; layers are built unfilled.
 """
 
 import torch
@@ -14,7 +14,7 @@ from lightning_megatron.sharding import Shard, sharded_parameters
 def initialise(module: nn.Module, seed: int, prefix: str = "") -> nn.Module:
     """Fills every sharded parameter with its initial values, which depend on seed, name and position alone.
 
-    `prefix` goes before the names that `module` knows, so that a part of a model draws what the whole model would.
+    `prefix` goes before the names that `module` knows, so that a part of a model draws what the full model would.
     """
     for name, parameter, shard in sharded_parameters(module):
         fill_initial_(parameter, shard, seed, prefix + name)

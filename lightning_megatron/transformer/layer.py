@@ -37,7 +37,7 @@ class PreNormLayer(RecomputeLayer):
         self.after_mlp = Dropout(config.hidden_dropout, f"{name}.mlp")
 
     def attend(self, hidden_TH: Tensor, tokens: Tokens, bias: RelativePositionBias | None = None) -> Tensor:
-        """The residual stream behind attention."""
+        """The residual stream after attention."""
         attended_TH = self._norm_and(self.attention_norm, lambda x: self.attention(x, tokens, bias), hidden_TH)
         stream_TH: Tensor = hidden_TH + self.after_attention(attended_TH, tokens)
         return stream_TH
@@ -52,7 +52,7 @@ class PreNormLayer(RecomputeLayer):
 
 
 class TransformerLayer(PreNormLayer):
-    """A dense layer: behind attention x + drop(mlp(norm(x))); [T/sp, H] to [T/sp, H]."""
+    """A dense layer: after attention x + drop(mlp(norm(x))); [T/sp, H] to [T/sp, H]."""
 
     recomputable = frozenset({"norm", "mlp"})
 
@@ -66,7 +66,7 @@ class TransformerLayer(PreNormLayer):
         return self.feed_forward(self.attend(hidden_TH, tokens, bias), tokens)
 
     def feed_forward(self, hidden_TH: Tensor, tokens: Tokens) -> Tensor:
-        """The residual stream behind the MLP."""
+        """The residual stream after the MLP."""
         output_TH: Tensor = hidden_TH + self.after_mlp(self._norm_and_mlp(hidden_TH, tokens), tokens)
         return output_TH
 
@@ -81,7 +81,7 @@ class TransformerLayer(PreNormLayer):
 
 
 class ExpertLayer(PreNormLayer):
-    """A layer of experts: behind attention x + drop(moe(norm(x))); [T/sp, H] to [T/sp, H] and its auxiliary losses, a
+    """A layer of experts: after attention x + drop(moe(norm(x))); [T/sp, H] to [T/sp, H] and its auxiliary losses, a
     sum over this rank's tokens, []."""
 
     recomputable = frozenset({"norm", "moe"})
@@ -117,7 +117,7 @@ class ExpertLayer(PreNormLayer):
 
 
 def build_layer(config: TransformerConfig, mesh: Mesh, index: int, name: str) -> TransformerLayer | ExpertLayer:
-    """The causal pre-norm layer of that index, counted from 0: dense or of experts, with the window of its place."""
+    """The causal pre-norm layer of that index, counted from 0: dense or of experts, with the window of that layer."""
     tp, sp, mask_spec = mesh.tp, mesh.sp, MaskSpec(is_causal=True, window=config.window_of(index))
     if config.moe is None or not config.has_experts(index):
         return TransformerLayer(config, tp=tp, sp=sp, name=name, mask_spec=mask_spec)

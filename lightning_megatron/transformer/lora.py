@@ -1,12 +1,12 @@
-"""LoRA: the weights of a model are frozen, and chosen linears of its layers get a low-rank path that is trained.
+"""LoRA: the weights of a model are frozen, and chosen linears of its layers get an adapter that is trained.
 
     add_lora(model, LoraConfig(rank=16, alpha=32))    # before training, on every rank
     with merged_lora(model):                          # after it: inside, a model like the one that came
         ...
 
 A fused linear (query-key-value, gate and up) has one A for all that it makes, and a B with the rows of its weight.
-In layers of experts attention and the shared expert get paths; the experts and their router stay frozen. Layers that
-never run (`TransformerConfig.idle_parts`) get none.
+In layers of experts attention and the shared expert get adapters; the experts and their router stay frozen. Layers
+that never run (`TransformerConfig.idle_parts`) get none.
 Source: Hu et al., arXiv 2106.09685, sections 4.1 and 4.2.
 """
 
@@ -33,7 +33,7 @@ LoraScaling = Literal["rank", "root_of_rank"]
 
 @config_dataclass
 class LoraConfig:
-    """LoRA adapters beside frozen weights. Raises ValueError, telling all faults at once."""
+    """LoRA adapters of frozen weights. Raises ValueError that lists all faults at once."""
 
     rank: int = 16
     """Rank of the adapters: features between A and B."""
@@ -84,10 +84,10 @@ class LoraConfig:
 
 
 def add_lora(model: nn.Module, config: LoraConfig, *, seed: int | None = None) -> None:
-    """Freezes every parameter of a model and adds the paths, of this rank's layers and slices.
+    """Freezes every parameter of a model and adds the adapters, of this rank's layers and slices.
 
     Initial values depend on seed (torch's, where none is given) and names alone. Raises ValueError where the layers of
-    the model have no linear of a target's name, or have paths already, and where the model is none of this package.
+    the model have no linear of a target's name, or have adapters already, and where the model is none of this package.
     """
     linears = {
         name: module
@@ -122,7 +122,7 @@ def add_lora(model: nn.Module, config: LoraConfig, *, seed: int | None = None) -
 
 @torch.no_grad()
 def merge_lora(model: nn.Module) -> None:
-    """Adds what the paths make to the weights beside them and takes the paths away; the weights stay frozen."""
+    """Merges the adapters into the weights and removes them; the weights stay frozen."""
     for linear, path in _paths(model):
         linear.weight.add_(path.product().to(linear.weight.dtype))
         linear.lora = None
@@ -130,9 +130,9 @@ def merge_lora(model: nn.Module) -> None:
 
 @contextmanager
 def merged_lora(model: nn.Module) -> Iterator[None]:
-    """Inside the block the model is one without paths whose weights have them added; after it all is as before.
+    """Inside the block the adapters are merged into the weights; after it all is as before.
 
-    The weights as they were lie in host memory meanwhile, so that they come back bit by bit.
+    The former weights are in host memory meanwhile, so that they are restored bit by bit.
     """
     before = [(linear, path, linear.weight.detach().to("cpu", copy=True)) for linear, path in _paths(model)]
     merge_lora(model)

@@ -43,7 +43,7 @@ class MoELayer(nn.Module):
     """Maps hidden states [T/sp, H] to hidden states and the sum of this rank's auxiliary losses.
 
     `name` is the layer's name in the model and seeds its router. Talks over ep and etp, and over the axes that cut
-    sequences where routing, a loss or a capacity needs whole ones. Raises ValueError under the all-gather dispatcher
+    sequences where routing, a loss or a capacity needs full ones. Raises ValueError under the all-gather dispatcher
     where ranks may have different numbers of tokens.
     """
 

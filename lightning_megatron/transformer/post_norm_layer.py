@@ -3,7 +3,7 @@
     x = norm(x + drop(attention(x)))
     x = norm(x + drop(mlp(x)))
 
-What travels is normed already; there is no norm behind the last layer. Names of the modules are those of a pre-norm
+The residual stream is normed already; there is no norm after the last layer. Module names are those of a pre-norm
 layer. Dims: T tokens, H hidden.
 """
 

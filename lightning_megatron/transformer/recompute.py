@@ -1,17 +1,17 @@
-"""Recomputation: what is not kept for the backward, and made again there from what is.
+"""Activation recomputation: what is not saved for backward, and recomputed there from what is.
 
-Loss and gradients are those of a run that keeps everything, to the bit: dropout masks are functions of the tokens
-(see `dropout`), and the generators that a user's own layers draw from are put back.
+Loss and gradients are those of a run that saves everything, to the bit: dropout masks are functions of the tokens
+(see `dropout`), and the states of generators that a user's own layers draw from are restored.
 
-    granularity   what is made again                           what is kept of it
+    granularity   what is recomputed                           what is saved of it
     none          nothing                                      all
     selective     core_attention: scores, softmax, dropout     queries, keys, values
-                  norm: the outputs of a layer's two norms     hidden states, which the norms keep anyway; of a layer
+                  norm: the outputs of a layer's two norms     hidden states, which the norms save anyway; of a layer
                                                                of experts the second output stays, without "moe"
                   activation: that of the MLP                  what it reads
-                  mlp: the whole MLP                           its input
+                  mlp: the full MLP                            its input
                   moe: the expert layers                       their input
-    full          layers, whole                                the input of each group of layers
+    full          full layers                                  the input of each group of layers
 
 Source: Korthikanti et al., arXiv 2205.05198, section 5 (selective); Chen et al., arXiv 1604.06174 (full).
 """
@@ -46,12 +46,12 @@ class RecomputeConfig:
     """Activation recomputation (checkpointing): what the backward recomputes in order to save memory."""
 
     granularity: Granularity = "none"
-    """Granularity of activation recomputation: none, selective (parts of each layer), or full (whole layers)."""
+    """Granularity of activation recomputation: none, selective (parts of each layer), or full (entire layers)."""
     parts: tuple[RecomputePart, ...] = ("core_attention",)
     """Parts of each layer that are recomputed under selective granularity. core_attention acts only with attention
-    dropout, where scores are materialised: the fused kernel keeps none."""
+    dropout, where scores are materialised: the fused kernel saves none."""
     method: Method = "uniform"
-    """Layers that are recomputed under full granularity: all, in groups that keep their first input (uniform), or the
+    """Layers that are recomputed under full granularity: all, in groups that save their first input (uniform), or the
     first num_layers of each stage, one by one (block)."""
     num_layers: int = 1
     """Full granularity: layers of a group (uniform), or recomputed layers of each stage (block)."""
@@ -115,7 +115,7 @@ class RecomputeLayer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        # Parts that it makes again.
+        # Parts that it recomputes.
         self.recomputed: frozenset[str] = frozenset()
 
 
@@ -133,7 +133,7 @@ def recomputable_parts(module: nn.Module) -> set[str]:
 
 
 def part_faults(config: RecomputeConfig, offered: set[str]) -> list[str]:
-    """One sentence for each part that is asked for and that no layer of the whole model knows."""
+    """One sentence for each configured part that no layer of the full model knows."""
     missing = [part for part in config.recomputed_parts if part not in offered]
     may_be = f"parts may be {_listed(sorted(offered))}" if offered else "use granularity='full'"
     what = {"moe": "has no expert layers"}
@@ -180,7 +180,7 @@ class _Restored:
 def apply_recomputed(make: Callable[[Tensor], Tensor], use: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """`use(make(x))`; where `use` would save its input for backward, that is recomputed there.
 
-    For a `make` that is cheap and draws no random numbers, and a `use` that keeps what it takes as it is.
+    For a `make` that is cheap and draws no random numbers, and a `use` that saves its input as it is.
     """
     made = make(x)
     if not torch.is_grad_enabled():
@@ -207,7 +207,7 @@ def _name_of(tensor: Tensor) -> tuple[object, ...]:
     return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride()
 
 
-# Full: whole layers
+# Full: entire layers
 
 
 class RecomputablePart(Protocol):
@@ -232,36 +232,36 @@ class RecomputeRunner:
         self._is_sharding = config.shard_saved_inputs and tp.size > 1 and sp.size == 1
 
     def __call__(self, parts: Sequence[RecomputablePart], hidden: Any) -> Any:
-        for places, is_recomputed in groups_of(self._config, [part.is_layer for part in parts]):
-            group = [parts[place] for place in places]
-            hidden = self._run_again_later(group, hidden) if is_recomputed else _run_in_turn(group, hidden)
+        for indices, is_recomputed in groups_of(self._config, [part.is_layer for part in parts]):
+            group = [parts[index] for index in indices]
+            hidden = self._run_recomputed(group, hidden) if is_recomputed else _run_in_turn(group, hidden)
         return hidden
 
-    def _run_again_later(self, group: Sequence[RecomputablePart], hidden: Any) -> Any:
+    def _run_recomputed(self, group: Sequence[RecomputablePart], hidden: Any) -> Any:
         tensors, spec = tree_flatten(hidden)
         buffers = [buffer for part in group for buffer in part.module.buffers()]
-        # What a user's own layers hand on may differ between the ranks of tp; hidden states of ours do not.
+        # Outputs of a user's own layers may differ between the ranks of tp; hidden states of ours do not.
         is_alike = all(isinstance(part.module, RecomputeLayer) for part in group)
-        with _kept_in_shards(self._tp) if self._is_sharding and is_alike else nullcontext():
+        with _saved_in_shards(self._tp) if self._is_sharding and is_alike else nullcontext():
             return checkpoint(
                 lambda *given: _run_in_turn(group, tree_unflatten(given, spec)), *tensors, buffers=buffers
             )
 
 
 def groups_of(config: RecomputeConfig, are_layers: Sequence[bool]) -> list[tuple[range, bool]]:
-    """The parts of a stage in order, as runs of places and whether each is recomputed, with its first input kept."""
+    """Ranges of a stage's parts in order, and whether each is recomputed from its first input."""
     groups: list[tuple[range, bool]] = []
     num_layers = 0
-    for place, is_layer in enumerate(are_layers):
+    for index, is_layer in enumerate(are_layers):
         num_layers += is_layer
         is_full = is_layer and config.granularity == "full"
         is_recomputed = is_full and (config.method == "uniform" or num_layers <= config.num_layers)
         before, was_recomputed = groups[-1] if groups else (range(0), False)
         longest = config.num_layers if config.method == "uniform" else 1
         if is_recomputed and was_recomputed and len(before) < longest:
-            groups[-1] = (range(before.start, place + 1), True)
+            groups[-1] = (range(before.start, index + 1), True)
         else:
-            groups.append((range(place, place + 1), is_recomputed))
+            groups.append((range(index, index + 1), is_recomputed))
     return groups
 
 
@@ -271,25 +271,25 @@ def _run_in_turn(parts: Sequence[RecomputablePart], hidden: Any) -> Any:
     return hidden
 
 
-class _Kept(NamedTuple):
+class _SavedShard(NamedTuple):
     """This rank's shard of a saved tensor that all ranks share."""
 
     shard: Tensor
     shape: torch.Size
 
 
-def _kept_in_shards(axis: Axis) -> saved_tensors_hooks:
-    """A block in which saved tensors that are alike on all ranks of the axis are cut over it, and gathered again."""
+def _saved_in_shards(axis: Axis) -> saved_tensors_hooks:
+    """Hooks that shard saved tensors, alike on all ranks of the axis, over it, and all-gather them in the backward."""
 
-    def pack(saved: Tensor) -> Tensor | _Kept:
+    def pack(saved: Tensor) -> Tensor | _SavedShard:
         if not saved.is_floating_point():
             return saved
         flat = F.pad(saved.detach().flatten(), (0, -saved.numel() % axis.size))
-        return _Kept(collectives.shard_slice(flat, axis).clone(), saved.shape)
+        return _SavedShard(collectives.shard_slice(flat, axis).clone(), saved.shape)
 
-    def unpack(kept: Tensor | _Kept) -> Tensor:
-        if isinstance(kept, Tensor):
-            return kept
-        return collectives.all_gather(kept.shard, axis)[: kept.shape.numel()].view(kept.shape)
+    def unpack(saved: Tensor | _SavedShard) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        return collectives.all_gather(saved.shard, axis)[: saved.shape.numel()].view(saved.shape)
 
     return saved_tensors_hooks(pack, unpack)

@@ -19,8 +19,8 @@ from lightning_megatron.sharding import Initial, shard_parameter
 def relative_position_bucket(distance: Tensor, *, num_buckets: int, max_distance: int, is_causal: bool) -> Tensor:
     """The bucket, int64, of each distance (position of the key less that of the query).
 
-    Keys before the query and behind it have half of the buckets each, unless `is_causal`: then all are for those
-    before, and those behind count as the query itself.
+    Keys before the query and after it have half of the buckets each, unless `is_causal`: then all are for those
+    before, and those after it count as the query itself.
     """
     first: Tensor | int = 0
     if is_causal:
@@ -45,7 +45,7 @@ class RelativePositionEmbedding(nn.Module):
         self.bucket = partial(
             relative_position_bucket, num_buckets=num_buckets, max_distance=max_distance, is_causal=is_causal
         )
-        # Each rank of tp sees all tokens of its heads: its gradients are whole.
+        # Each rank of tp sees all tokens of its heads: it has full gradients.
         self.weight = shard_parameter((num_buckets, num_heads), initial=Initial(std=std), dim=1, axis=tp)
 
     def forward(self) -> RelativePositionBias:

@@ -1,10 +1,10 @@
-"""Rotary position embedding: pairs of features of queries and keys turn by an angle that grows with the position.
+"""Rotary position embedding: pairs of features of queries and keys rotate by an angle that grows with the position.
 
-Feature i of the first half of the rotated part makes a pair with feature i of the second half, and turns by
+Feature i of the first half of the rotated part makes a pair with feature i of the second half, and rotates by
 position * base^(-i / pairs). Features past the rotated part stay. Angles are computed in float64, once for a call.
 Source: Su et al., arXiv 2104.09864, section 3.2.2 (there neighbours make a pair; the order of features is free).
 
-A `RopeScaling` stretches the waves, so that positions past those first trained on turn by angles that were seen:
+A `RopeScaling` stretches the waves, so that positions past those first trained on rotate by angles that were seen:
 
     kind     wave of length w                                                                       amplitude
     linear   factor w                                                                               1
@@ -12,7 +12,7 @@ A `RopeScaling` stretches the waves, so that positions past those first trained 
              straight line between the two frequencies
     yarn     the same, the line over the index of the wave                                          attention_factor
 
-R pairs of rotated features; all of them turn in float64.
+R pairs of rotated features; all angles are computed in float64.
 """
 
 import math
@@ -39,7 +39,7 @@ _ACTS_UNDER = {
 
 @config_dataclass
 class RopeScaling:
-    """Scaling of rotary wavelengths for longer sequences. Raises ValueError, telling all faults at once.
+    """Scaling of rotary wavelengths for longer sequences. Raises ValueError that lists all faults at once.
 
     Source: Chen et al., arXiv 2306.15595 (linear); the Llama 3 models (llama3); Peng et al., arXiv 2309.00071 (yarn).
     """
@@ -105,14 +105,14 @@ def frequencies(pairs: int, base: float, scaling: RopeScaling | None) -> Tensor:
     if scaling.kind == "llama3":
         low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
         num_waves_R = scaling.original_max_sequence_length * plain_R / (2 * math.pi)
-        kept_R = ((num_waves_R - low) / (high - low)).clamp(0, 1)
+        unscaled_R = ((num_waves_R - low) / (high - low)).clamp(0, 1)
     else:
         first, last = (_index_of(turns, pairs, base, scaling) for turns in (scaling.beta_fast, scaling.beta_slow))
         first, last = max(math.floor(first), 0), min(math.ceil(last), 2 * pairs - 1)
         # Where both are one index the line is a step.
         width = last - first if last != first else 0.001
-        kept_R = 1 - ((torch.arange(pairs, dtype=torch.float64) - first) / width).clamp(0, 1)
-    return plain_R * (kept_R + (1 - kept_R) / scaling.factor)
+        unscaled_R = 1 - ((torch.arange(pairs, dtype=torch.float64) - first) / width).clamp(0, 1)
+    return plain_R * (unscaled_R + (1 - unscaled_R) / scaling.factor)
 
 
 def _index_of(turns: float, pairs: int, base: float, scaling: RopeScaling) -> float:
@@ -129,7 +129,7 @@ def angles(positions_BS: Tensor, pairs: int, base: float, scaling: RopeScaling |
 
 
 class _Rotate(torch.autograd.Function):
-    """`rotate_into` a new tensor; keeps the angles alone."""
+    """`rotate_into` a new tensor; saves only the angles for backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -17,8 +17,8 @@ Masks = dict[tuple[object, ...], Tensor]
 
 def is_visible(sequence: int, window: int, device: torch.device) -> Tensor:
     """Mask of the keys (columns) that each query (row) attends to, bool [S, S]; window 0: all before it."""
-    places = torch.arange(sequence, device=device)
-    distance = places[:, None] - places
+    positions = torch.arange(sequence, device=device)
+    distance = positions[:, None] - positions
     return (distance >= 0) & (distance < window) if window else distance >= 0
 
 
@@ -27,7 +27,7 @@ def sliding_window_attention(
 ) -> Tensor:
     """Attention of queries [B, A, S, D] to keys and values [B, G, S, D], S above `window`: [B, A, S, D].
 
-    `masks` keeps what several layers of a call may share. `scale` is 1 / sqrt(D) where None.
+    `masks` caches what several layers of a call may share. `scale` is 1 / sqrt(D) where None.
     """
     # Kernels that take a mask do not take grouped queries.
     queries_per_group = queries.shape[1] // keys.shape[1]
@@ -36,11 +36,11 @@ def sliding_window_attention(
     if sequence <= 2 * window:
         mask = _shared(masks, sequence, sequence, window, queries)
         return fused_attention(queries, keys, values, mask=mask, scale=scale)
-    # Copies: views would keep all tokens alive beside the blocks.
+    # Copies: views would keep all tokens alive besides the blocks.
     begin = [x[:, :, :window].clone() for x in (queries, keys, values)]
     first = fused_attention(begin[0], begin[1], begin[2], is_causal=True, scale=scale)
     padding = -sequence % window
-    # Behind the last token: no real query sees it.
+    # Padding after the last token: no real query sees it.
     queries, keys, values = (F.pad(x, (0, 0, 0, padding)) for x in (queries, keys, values))
     blocks = queries[:, :, window:].unflatten(2, (-1, window))
     # Each block with the one before it: [B, A, N, D, 2 W].

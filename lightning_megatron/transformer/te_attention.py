@@ -1,8 +1,8 @@
-"""Attention of whole sequences by Transformer Engine, which takes cuDNN's or flash attention's kernel, in 16 bits.
+"""Attention of unsharded sequences by Transformer Engine, which takes cuDNN's or flash attention's kernel, in 16 bits.
 
 It has no parameters, and runs outside of FP8: inside, each of its layers joins the amaxes that ranks agree on, and
-which calls come here is not the same on ranks of which some have packed documents. What Transformer Engine would lay
-out at full size, S^2 scores for each head, goes to torch's kernels: other dtypes than those of 16 bits, and heads that
+which calls come here is not the same on ranks of which some have packed documents. Where Transformer Engine would
+materialise S^2 scores for each head, torch's kernels run: for other dtypes than those of 16 bits, and for heads that
 some GPU which knows float8 has no kernel for.
 
 B batch, A query heads here, G key-value groups here, S sequence, D head size.
@@ -22,7 +22,7 @@ _LARGEST_HEAD_DIM = 128
 
 
 class TECoreAttention:
-    """Computes what a layer's attention did by torch; what stands in its place until then does the rest."""
+    """Core attention of a layer by Transformer Engine; the layer's former core attention takes what it cannot."""
 
     def __init__(self, attention: SelfAttention) -> None:
         self._torch: CoreAttention = attention.core_attention

@@ -1,7 +1,7 @@
 """The twin of a layer's experts: Transformer Engine's grouped linears, with our parameters.
 
-Its products in float8 want each expert's rows in multiples of a tile, so rows are laid out with zeros between them. An
-expert without rows gets a tile of zeros: its weights' gradients are zeros by the way that all others go.
+Its products in float8 want each expert's rows in multiples of a tile, so rows are padded with zeros in between. An
+expert without rows gets a tile of zeros: its weights' gradients are zeros, computed as all others.
 
 P rows with those of padding, R rows, L own experts, H hidden, F features of an expert.
 """
@@ -43,9 +43,9 @@ class TEExperts(nn.Module):
     def forward(self, tokens: DispatchedTokens) -> Tensor:
         rows_RH, probs_R, groups = tokens
         sizes = [max(-(-size // TILE), 1) * TILE for size in groups.sizes]
-        places_R = _places(groups, sizes, rows_RH.device)
-        rows_PH = rows_RH.new_zeros(sum(sizes), rows_RH.shape[1]).index_copy(0, places_R, rows_RH)
-        probs_P = probs_R.new_zeros(sum(sizes)).index_copy(0, places_R, probs_R)
+        index_R = _padded_indices(groups, sizes, rows_RH.device)
+        rows_PH = rows_RH.new_zeros(sum(sizes), rows_RH.shape[1]).index_copy(0, index_R, rows_RH)
+        probs_P = probs_R.new_zeros(sum(sizes)).index_copy(0, index_R, probs_R)
         is_first = None
         if torch.is_grad_enabled():
             is_first, self.is_first_microbatch = self.is_first_microbatch, False
@@ -57,7 +57,7 @@ class TEExperts(nn.Module):
         output_PH = _times(down, self.down, weighed_PF, sizes, is_first)
         if self.down_bias is not None:
             output_PH = output_PH + self._second_bias(probs_P, sizes)
-        return output_PH.index_select(0, places_R)
+        return output_PH.index_select(0, index_R)
 
     def _second_bias(self, probs_P: Tensor, sizes: list[int]) -> Tensor:
         """This rank's share of the second bias; other ranks of etp add nothing, and have the same gradient of it."""
@@ -66,7 +66,7 @@ class TEExperts(nn.Module):
         return scale_rows(bias_PH if self.axes.etp.is_first else bias_PH - bias_PH.detach(), probs_P)
 
 
-def _places(groups: ExpertGroups, sizes: list[int], device: torch.device) -> Tensor:
+def _padded_indices(groups: ExpertGroups, sizes: list[int], device: torch.device) -> Tensor:
     """Index of each row among those with padding: int64 [R]."""
     starts = [0, *itertools.accumulate(sizes)][:-1]
     spans = [torch.arange(start, start + size) for start, size in zip(starts, groups.sizes, strict=True)]

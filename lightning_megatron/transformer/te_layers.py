@@ -1,11 +1,11 @@
 """Twins of a transformer layer's linears that Transformer Engine runs, with our parameters.
 
-A twin takes the place of a linear and keeps its parameters: the same objects under the same names, so that initial
+A twin replaces a linear and has its parameters: the same objects under the same names, so that initial
 values, shards, optimizers and checkpoints know nothing of it. The module of the engine is made without memory of its
-own and is lent the parameters in each call. The norm in front of a column linear goes into the same kernel; what stands
-in its place then holds its parameters and passes hidden states on. In a layer of experts the linears of attention
+own and gets the parameters in each call. The norm in front of a column linear goes into the same kernel; a `FusedNorm`
+then holds its parameters and passes hidden states on. In a layer of experts the linears of attention
 and of the shared expert have twins, the experts have one together (`te_experts`), and the router reads its norm.
-Attention of whole sequences goes to the engine's kernels (`te_attention`).
+Attention of unsharded sequences goes to the engine's kernels (`te_attention`).
 """
 
 from typing import Any
@@ -72,7 +72,7 @@ class TELayer:
                 "Transformer Engine runs whole linears and cannot run the low-rank paths (lora) beside them; use fp8 "
                 "with engine='torch', or leave one of the two out"
             )
-        self._places: list[tuple[nn.Module, str, nn.Module]] = []
+        self._replaced: list[tuple[nn.Module, str, nn.Module]] = []
         self.twins: list[TELinear | TEExperts] = []
         self._attention: tuple[SelfAttention, CoreAttention] = (layer.attention, layer.attention.core_attention)
         # While its linears are there still: they say how it is cut.
@@ -102,7 +102,7 @@ class TELayer:
         return norm
 
     def _replace(self, parent: nn.Module, name: str, child: nn.Module) -> None:
-        self._places.append((parent, name, parent.get_submodule(name)))
+        self._replaced.append((parent, name, parent.get_submodule(name)))
         setattr(parent, name, child)
 
     def forget(self) -> None:
@@ -114,7 +114,7 @@ class TELayer:
         """Puts back the linears, norms and attention that were there."""
         attention, core_attention = self._attention
         attention.core_attention = core_attention
-        for parent, name, child in self._places:
+        for parent, name, child in self._replaced:
             setattr(parent, name, child)
 
 

@@ -1,4 +1,4 @@
-"""What every layer needs to know of the tokens it works on: their order, positions and random keys.
+"""The token stream that every layer works on: order, positions and random keys of its tokens.
 
 A model makes one `Tokens` for a call, on every stage alike, from its inputs; hidden states then travel as [T, H] or,
 in the sequence-parallel region, [T/sp, H]. The stream is batch-major; T is batch * num_rows rounded up to a multiple
@@ -7,8 +7,8 @@ of sp, and what is beyond the real tokens is computed by nobody who looks at oth
 Of a caller's [B, S] the stream of a rank is either its part of every row, cut alike, or, where documents are packed,
 its part of every document, all in one row. Tokens of no document are left out.
 
-B batch, S sequence, N rows of this rank for each sample of the stream, T tokens with padding, R pairs of rotated
-features, X tokens of a sample of the whole stream, G segments of a sample.
+B batch, S sequence, N tokens of each sample of the stream on this rank, T tokens with padding, R pairs of rotated
+features, X tokens of a sample of the full stream, G segments of a sample.
 """
 
 from dataclasses import dataclass
@@ -51,8 +51,8 @@ class Tokens:
     """Index in the caller's [B * S] of each token of the stream of all ranks, int64; none where that has all, in order.
     """
     positions_1N: Tensor
-    """Positions of this rank's tokens in their segments, int64 [1, N]; [B, N] where rows continue from places of their
-    own."""
+    """Positions of this rank's tokens in their segments, int64 [1, N]; [B, N] where rows continue from their own
+    positions."""
     keys_BX: Tensor
     """Random key of each token of the stream of all ranks, int64."""
     rotary_cos_1NR: Tensor
@@ -64,7 +64,7 @@ class Tokens:
 
     @property
     def num_rows(self) -> int:
-        """N: this rank's rows of each sample, with the padding of an uneven cut."""
+        """N: this rank's tokens of each sample, with the padding of an uneven cut."""
         return self.layout.num_rows
 
     @property
@@ -78,7 +78,7 @@ class Tokens:
 
     @property
     def num_tokens(self) -> int:
-        """T: the real tokens and the padding behind them."""
+        """T: the real tokens and the padding after them."""
         return -(-self.num_real // self.sp.size) * self.sp.size
 
     @property
@@ -91,12 +91,12 @@ class Tokens:
 
     @cached_property
     def own_N(self) -> Tensor:
-        """The place in the stream of all ranks of each own row, 0 for padding: int64."""
+        """Index of each own token in the stream of all ranks, 0 for padding: int64."""
         return self.layout.places(self.context.rank).clamp(min=0).to(self.device)
 
     @cached_property
     def is_padding_N(self) -> Tensor:
-        """Mask of own rows that hold no token."""
+        """Mask of padding among the own tokens."""
         return (self.layout.places(self.context.rank) == PADDING).to(self.device)
 
     def select(self, values_BS: Tensor) -> Tensor:
@@ -135,7 +135,7 @@ class Tokens:
         return values_T.narrow(0, self.sp.rank * length, length)
 
     def pad(self, real_TH: Tensor) -> Tensor:
-        """The real tokens' rows with zero rows behind them for the padding: [T, ...]."""
+        """The real tokens' rows, followed by zero rows for the padding: [T, ...]."""
         return F.pad(real_TH, (0, 0, 0, self.num_padding)) if self.num_padding else real_TH
 
     @cached_property
@@ -202,7 +202,7 @@ class Tokens:
 
 
 def _filled(values_BX: Tensor) -> Tensor:
-    """Values with one more column where there is no token at all, for rows of padding to take."""
+    """Values with one more column where there is no token at all, for padding to take."""
     return values_BX if values_BX.shape[1] else F.pad(values_BX, (0, 1))
 
 
@@ -217,7 +217,7 @@ def stream_of(
     group: Axis | None = None,
     is_causal: bool = True,
 ) -> Tokens:
-    """The stream of a call with inputs [batch, sequence], each row a segment unless its `documents` are told.
+    """The stream of a call with inputs [batch, sequence], each row a segment unless `documents` are given.
 
     It is cut over `group`, if there is one, else over cp: causal work by zig-zag, other work into contiguous parts.
     Raises ValueError where documents came from other ranks (`draws.documents`) and the call does not tell them apart.
@@ -229,8 +229,8 @@ def stream_of(
     layout = cut(lengths, ring_size=axes.ring.size, ulysses_size=axes.ulysses.size, is_zigzag=is_causal)
     positions_1N = layout.positions(axes.rank).clamp(min=0).to(device).unsqueeze(0)
     if documents is None:
-        places = torch.arange(shape[1], device=device)
-        keys_BX = rng.bits(draws.sample_keys(shape[0], device).unsqueeze(1), places)
+        positions = torch.arange(shape[1], device=device)
+        keys_BX = rng.bits(draws.sample_keys(shape[0], device).unsqueeze(1), positions)
     elif draws.documents is None:
         keys_BX = documents.token_keys(draws.sample_keys(shape[0], device)).unsqueeze(0)
     else:

@@ -41,13 +41,13 @@ def test_the_ranks_hold_everything_once_and_a_wrong_number_shows(cut: Any) -> No
     shapes, times = shapes_of(SMALL), {}
     for rank in range(2):
         share = Share(Mesh.imagine(rank, Sizes(world=2)).world, shapes)
-        pieces = share.held() if cut == "held" else share.halves(cut)
+        pieces = share.held() if cut == "held" else share.shards(cut)
         fill(pieces, 3)
         assert is_right(pieces, 3) and not is_right(pieces, 4)
         for name, own in pieces.items():
             for piece in own:
-                whole = times.setdefault(name, torch.zeros(piece.global_shape))
-                whole[tuple(slice(o, o + s) for o, s in zip(piece.box.offsets, piece.box.sizes, strict=True))] += 1
+                full = times.setdefault(name, torch.zeros(piece.global_shape))
+                full[tuple(slice(o, o + s) for o, s in zip(piece.box.offsets, piece.box.sizes, strict=True))] += 1
         piece = own[-1]
         piece.tensor[(-1,) * piece.tensor.dim()] += 1
         assert not is_right(pieces, 3)
@@ -103,7 +103,7 @@ def test_a_way_that_brought_back_something_else_is_not_shown() -> None:
     assert "| ours | wrong" in table and "0.125" not in table and "| DCP save | 9.000" in table
 
 
-def test_a_sample_waits_for_the_last_rank_and_tells_the_first_save_apart() -> None:
+def test_a_sample_waits_for_the_last_rank_and_lists_the_first_save_apart() -> None:
     rank = {"state_bytes": 5e6, "peak_bytes": 1e6, "is_right": True, "load_seconds": 1.0}
     by_rank = [
         rank | {"wait_seconds": [5.0, 1.0, 3.0], "durable_seconds": [6.0, 2.0, 3.0]},

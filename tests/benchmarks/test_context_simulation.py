@@ -9,7 +9,7 @@ from lightning_megatron.context.balance import CostModel, DynamicContextConfig, 
 from lightning_megatron.pipeline.registry import order_of
 from lightning_megatron.pipeline.schedule_spec import Schedule
 from lightning_megatron.pipeline.simulate import Costs, play
-from tests.context.plans import LLAMA_13B, require_kept
+from tests.context.plans import LLAMA_13B, require_sound
 
 LINEAR = CostModel(seconds_per_token=1.0)
 
@@ -53,7 +53,7 @@ def test_rounds_with_a_barrier_are_not_below_the_bound_and_plans_are_nearer_to_i
     for _ in range(10):
         lengths = GITHUB.draw(rng, 128)
         made = plan(lengths, 8, LLAMA_13B, config)
-        require_kept(made, lengths, 8, config, LLAMA_13B)
+        require_sound(made, lengths, 8, config, LLAMA_13B)
         rounds = rounds_seconds(lengths, 8, 16384, LLAMA_13B)
         assert rounds >= lower_bound(lengths, 8, LLAMA_13B, config) * 0.999
         assert made.seconds < rounds

@@ -24,7 +24,7 @@ def test_every_row_writes_what_transformers_writes(tmp_path: Path) -> None:
     assert [len(text) for text in texts] == [5 + 6] * 2 and texts[0][5:] != texts[1][5:]
 
 
-def test_other_texts_are_told_and_not_timed() -> None:
+def test_other_texts_are_reported_and_not_timed() -> None:
     right = {"cpu_seconds": 1.0, "wall_seconds": 2.0, "texts": [[1, 2]]}
     samples = {YARDSTICK: [right], "ours": [right, right | {"texts": [[1, 3]]}]}
     table, is_right = report(samples, {"rows": 1, "new": 10})

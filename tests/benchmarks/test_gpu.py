@@ -179,7 +179,7 @@ def test_the_table_shows_shares_of_peak_and_of_matmul_at_each_precision() -> Non
     assert [cell.strip() for cell in report(part, "some card")[0].split("|")[7:9]] == ["?", "?"]
 
 
-def test_a_row_without_memory_is_told_and_not_broken() -> None:
+def test_a_row_without_memory_is_reported_and_not_broken() -> None:
     found = {"out_of_memory": "out of memory: tried to allocate"}
     found["fault"] = fault_of(OURS, found, made_row(1.0))
     [line] = report(made_part(**{OURS: found}), H100)
@@ -196,7 +196,7 @@ def test_a_row_whose_loss_strays_is_refused(loss: float) -> None:
     assert fault_of(OURS, made_row(1.0, (4.0, 3.0 * (1 + TOLERANCE / 2))), made_row(1.0)) == ""
 
 
-def test_plain_torch_is_compiled_unless_told_otherwise() -> None:
+def test_plain_torch_is_compiled_unless_switched_off() -> None:
     def chosen(**options: Any) -> list[str]:
         return chosen_rows(argparse.Namespace(**({"rows": [], "no_compile": False} | options)))
 

@@ -34,9 +34,9 @@ def test_every_rate_of_a_mode_counts_and_no_other(mode: str) -> None:
         assert (predicted(mode, RATES | {name: better}) < whole) == (name not in OF_OTHER_MODES[mode]), name
 
 
-def test_rates_are_measured_and_shown_beside_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rates_are_measured_and_shown_with_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "1")
     rates = measure_rank()
     assert rates.keys() == {"products", "attention", "memory"} and min(rates.values()) > 1e6
-    told = predicted("one", rates)
-    assert f"| one | {told:.3f} | {2 * told:.3f} | 0.50 |" in table([{"one": (told, 2 * told)}])
+    shown = predicted("one", rates)
+    assert f"| one | {shown:.3f} | {2 * shown:.3f} | 0.50 |" in table([{"one": (shown, 2 * shown)}])

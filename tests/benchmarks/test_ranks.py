@@ -53,14 +53,14 @@ def test_the_last_line_of_each_rank_comes_back_in_their_order() -> None:
     assert run_ranks(["-c", ECHO], 3, timeout_seconds=60) == [[rank, rank, 3, 1] for rank in range(3)]
 
 
-def test_a_rank_that_fails_is_told_and_the_others_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_fails_is_reported_and_the_others_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "GRACE_SECONDS", 1.0)
     with pytest.raises(RankFailed, match="the reason"):
         run_ranks(["-c", ONE_FAILS, str(tmp_path / "pid")], 2, timeout_seconds=300)
     assert not is_there(int((tmp_path / "pid").read_text()))
 
 
-def test_of_several_failures_the_first_is_told(tmp_path: Path) -> None:
+def test_of_several_failures_the_first_is_reported(tmp_path: Path) -> None:
     with pytest.raises(RankFailed, match="rank 1"):
         run_ranks(["-c", ALL_FAIL, str(tmp_path / "pid")], 2, timeout_seconds=300)
 

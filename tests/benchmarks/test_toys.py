@@ -1,4 +1,4 @@
-"""The figures beside the toys' losses are those of their own validation targets."""
+"""The figures next to the toys' losses are those of their own validation targets."""
 
 import json
 import math
@@ -107,7 +107,7 @@ def test_a_limit_is_a_number_of_batches_or_a_share_of_them() -> None:
     assert target_counts(data, 1.0).sum() == 5
 
 
-def test_what_a_run_does_not_tell_and_a_recipe_that_fails_end_without_a_traceback(
+def test_what_a_run_has_not_logged_and_a_recipe_that_fails_end_without_a_traceback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     written_run(tmp_path / "toy", 0)
@@ -129,7 +129,7 @@ def test_links_are_those_of_the_recipe(name: str) -> None:
     assert found == {source: target for target, source in TOYS[name].links.items()}
 
 
-def test_a_loss_that_is_not_below_is_told_and_figures_are_kept(
+def test_a_loss_that_is_not_below_is_reported_and_figures_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     good = Learnt(steps=5, num_targets=1000, entropy=2.0, entropy_of_all=2.25, loss=1.5, accuracy=0.25)

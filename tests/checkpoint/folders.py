@@ -19,13 +19,13 @@ Where = TypeVar("Where", Path, str)
 
 def saved(path: Where, step: int = 0, *, meta: Mapping[str, Any] | None = None, **pieces: torch.Tensor) -> Where:
     """A small complete checkpoint of that step."""
-    told = {"global_step": step, "epoch": step // 4, **(meta or {})}
-    save(path, {"w": torch.full((100,), float(step)), **pieces}, told, world=WORLD)
+    metadata = {"global_step": step, "epoch": step // 4, **(meta or {})}
+    save(path, {"w": torch.full((100,), float(step)), **pieces}, metadata, world=WORLD)
     return path
 
 
 def begun(address: str) -> str:
-    """A save behind an address that did not come to its manifest."""
+    """A save at an address that did not come to its manifest."""
     draft = AtomicDirectory.start(address, new_id())
     with draft.create(draft.name_of("__0_0.distcp")) as stream:
         stream.write(b"half")
@@ -33,7 +33,7 @@ def begun(address: str) -> str:
 
 
 def left(path: Path, what: str, save_id: str, *, is_complete: bool, age_seconds: float = 0.0) -> Path:
-    """What is left of a save, or of what it replaced, beside the place `path`."""
+    """What is left of a save, or of what it replaced, in the directory of `path`."""
     aside = hidden(path, what, save_id)
     aside.parent.mkdir(parents=True)
     if is_complete:

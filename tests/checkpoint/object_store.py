@@ -1,4 +1,4 @@
-"""An object store in this process's memory: no directories but those of files, and requests that fail when told to."""
+"""An object store in this process's memory: no directories but those of files, and requests that fail on demand."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

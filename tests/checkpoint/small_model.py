@@ -30,7 +30,7 @@ CUT_DIM = {
     "layers.1.gate_up.weight": 1,
     "head.weight": 0,
 }
-# Stage of each name with two stages; the scale is whole on both.
+# Stage of each name with two stages; the scale is replicated on both.
 STAGE = {"embedding": 0, "layers.0": 0, "layers.1": 1, "head": 1}
 
 MakeOptimizer = Callable[[dict[str, nn.Parameter]], Optimizer]
@@ -72,12 +72,12 @@ def parameters_of(mesh: Mesh, fill: bool) -> dict[str, nn.Parameter]:
     return parameters
 
 
-def slice_of(parameter: Tensor, whole: Tensor) -> Tensor:
+def slice_of(parameter: Tensor, full: Tensor) -> Tensor:
     """The part of an unsplit tensor that the parameter's rank holds."""
     box = shard_of(parameter).box
     for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
-        whole = whole.narrow(dim, offset, size)
-    return whole
+        full = full.narrow(dim, offset, size)
+    return full
 
 
 def train(parameters: dict[str, nn.Parameter], optimizer: Optimizer, steps: range) -> None:

@@ -1,4 +1,4 @@
-"""What a folder of checkpoints holds is told apart: complete, damaged, linked, unfinished, left over."""
+"""What a folder of checkpoints holds is distinguished: complete, damaged, linked, unfinished, left over."""
 
 import os
 from pathlib import Path
@@ -21,7 +21,7 @@ def test_the_newest_is_that_of_the_most_steps_and_then_the_last_saved(tmp_path: 
     assert scan_directory(tmp_path).complete[-1].saved_seconds == 5
 
 
-def test_what_is_not_complete_is_said_why_and_is_no_checkpoint_to_load(tmp_path: Path) -> None:
+def test_what_is_not_complete_is_reported_with_the_reason_and_is_no_checkpoint_to_load(tmp_path: Path) -> None:
     saved(tmp_path / "sound.ckpt", 1)
     os.truncate(saved(tmp_path / "cut.ckpt", 9) / "__0_0.distcp", 5)
     (tmp_path / "empty.ckpt").mkdir()
@@ -35,7 +35,7 @@ def test_what_is_not_complete_is_said_why_and_is_no_checkpoint_to_load(tmp_path:
     assert "is an empty directory" in faults["empty.ckpt"]
 
 
-def test_links_are_told_apart_from_what_they_lead_to(tmp_path: Path) -> None:
+def test_links_are_distinguished_from_what_they_lead_to(tmp_path: Path) -> None:
     saved(tmp_path / "a.ckpt", 1)
     (tmp_path / "last.ckpt").symlink_to("a.ckpt")
     (tmp_path / "gone.ckpt").symlink_to("nothing.ckpt")
@@ -48,7 +48,7 @@ def test_links_are_told_apart_from_what_they_lead_to(tmp_path: Path) -> None:
     }
 
 
-def test_an_unfinished_save_is_told_apart_from_an_old_checkpoint_being_removed(tmp_path: Path) -> None:
+def test_an_unfinished_save_is_distinguished_from_an_old_checkpoint_being_removed(tmp_path: Path) -> None:
     """After names were exchanged, what was replaced lies where the draft lay."""
     place = tmp_path / "a.ckpt"
     half = left(place, UNFINISHED, "half", is_complete=False)
@@ -67,15 +67,15 @@ def test_an_unfinished_save_is_told_apart_from_an_old_checkpoint_being_removed(t
 
 
 def test_a_checkpoint_that_tells_no_step_is_older_than_all_that_do(tmp_path: Path) -> None:
-    saved(tmp_path / "told.ckpt", 0)
-    save(tmp_path / "untold.ckpt", {}, {}, world=WORLD)
+    saved(tmp_path / "with_step.ckpt", 0)
+    save(tmp_path / "without_step.ckpt", {}, {}, world=WORLD)
     assert [(one.name, one.step) for one in scan_directory(tmp_path).complete] == [
-        ("untold.ckpt", -1),
-        ("told.ckpt", 0),
+        ("without_step.ckpt", -1),
+        ("with_step.ckpt", 0),
     ]
 
 
-def test_behind_an_address_a_save_without_a_manifest_is_unfinished_and_what_is_no_save_is_damaged(
+def test_at_an_address_a_save_without_a_manifest_is_unfinished_and_what_is_no_save_is_damaged(
     tmp_path: Path,
 ) -> None:
     folder = f"file://{tmp_path}"
@@ -96,7 +96,7 @@ def test_behind_an_address_a_save_without_a_manifest_is_unfinished_and_what_is_n
     assert scan_directory(f"{folder}/nowhere").checkpoints == ()
 
 
-def test_what_vanishes_behind_an_address_while_it_is_looked_at_is_left_out(
+def test_what_vanishes_at_an_address_while_it_is_looked_at_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = f"file://{tmp_path}"

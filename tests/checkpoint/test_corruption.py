@@ -1,4 +1,4 @@
-"""Whatever happens to a file of a checkpoint is told by the file's name; no wrong value is loaded and no code is run.
+"""Errors name the damaged file of a checkpoint; no wrong value is loaded and no code is run.
 
 Two files are for other tools, and nothing here reads them: every load sees their size, a full check their bytes.
 """
@@ -65,7 +65,7 @@ def check_all(path: Path) -> None:
             read_bytes(stream, place)
 
 
-def require_told(path: Path, *names: str) -> None:
+def require_named(path: Path, *names: str) -> None:
     """The reading of everything fails, and the error names one of the files."""
     with pytest.raises((ValueError, RuntimeError)) as error:
         read_all(path)
@@ -74,9 +74,9 @@ def require_told(path: Path, *names: str) -> None:
 
 
 def require_found(path: Path, name: str) -> None:
-    """As `require_told`; of a file that nobody reads, by the full check."""
+    """As `require_named`; of a file that nobody reads, by the full check."""
     if name not in UNREAD:
-        require_told(path, name)
+        require_named(path, name)
         return
     read_all(path)
     with pytest.raises(DamagedError, match=name.replace(".", r"\.")):
@@ -124,18 +124,18 @@ def test_every_other_length_is_reported_at_load(checkpoint: Path, name: str) -> 
     data = (checkpoint / name).read_bytes()
     for length in range(0, len(data), 1 if len(data) < 1000 else 7):
         (checkpoint / name).write_bytes(data[:length])
-        require_told(checkpoint, name)
+        require_named(checkpoint, name)
     for more in (b"\n", b"\0", b" ", bytes(4096), data):
         (checkpoint / name).write_bytes(data + more)
-        require_told(checkpoint, name)
+        require_named(checkpoint, name)
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_that_is_gone_is_reported_at_load(checkpoint: Path, name: str) -> None:
     (checkpoint / name).unlink()
-    require_told(checkpoint, name)
+    require_named(checkpoint, name)
     (checkpoint / name).mkdir()
-    require_told(checkpoint, name)
+    require_named(checkpoint, name)
 
 
 @pytest.mark.parametrize(("one", "other"), list(itertools.combinations(FILES, 2)))
@@ -143,7 +143,7 @@ def test_two_files_that_changed_places_are_reported_at_load(checkpoint: Path, on
     (checkpoint / one).rename(checkpoint / "aside")
     (checkpoint / other).rename(checkpoint / one)
     (checkpoint / "aside").rename(checkpoint / other)
-    require_told(checkpoint, one, other)
+    require_named(checkpoint, one, other)
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -154,7 +154,7 @@ def test_a_file_of_another_save_is_found(checkpoint: Path, tmp_path: Path, name:
     shutil.copy(other / name, checkpoint / name)
     if name == MANIFEST_FILE:
         # It is as sound as the other files: none of them is its own.
-        require_told(checkpoint, META)
+        require_named(checkpoint, META)
         with pytest.raises(DamagedError, match=DATA):
             load(checkpoint, small_state(1), world=ALONE)
     else:
@@ -171,7 +171,7 @@ def test_all_files_but_one_of_another_save_are_found(checkpoint: Path, tmp_path:
         with pytest.raises((ValueError, RuntimeError)):
             check_all(mixed)
         if name not in UNREAD:
-            require_told(mixed, *FILES)
+            require_named(mixed, *FILES)
         shutil.rmtree(mixed)
 
 
@@ -224,9 +224,9 @@ def signed(checkpoint: Path, name: str, data: bytes) -> None:
 @pytest.mark.parametrize("name", FILES)
 def test_code_in_any_file_is_never_run(checkpoint: Path, tmp_path: Path, name: str, is_signed: bool) -> None:
     """Even where someone wrote the checksums that fit."""
-    mark, kept = tmp_path / "harm", shutil.copytree(checkpoint, tmp_path / "kept")
+    mark, original = tmp_path / "harm", shutil.copytree(checkpoint, tmp_path / "original")
     for data in forms_of(Harm(mark)):
-        shutil.copytree(kept, checkpoint, dirs_exist_ok=True)
+        shutil.copytree(original, checkpoint, dirs_exist_ok=True)
         if is_signed and name != MANIFEST_FILE:
             signed(checkpoint, name, data)
             assert read_manifest(checkpoint)
@@ -236,7 +236,7 @@ def test_code_in_any_file_is_never_run(checkpoint: Path, tmp_path: Path, name: s
             read_all(checkpoint)
             check_all(checkpoint)
         else:
-            require_told(checkpoint, name)
+            require_named(checkpoint, name)
         assert not mark.exists()
     # It would run.
     pickle.loads(pickle.dumps(Harm(mark)))
@@ -244,7 +244,7 @@ def test_code_in_any_file_is_never_run(checkpoint: Path, tmp_path: Path, name: s
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("value", "message"),
     [
         ({"w": torch.zeros(2, 3)}, "is a dict, not a tensor"),
         (torch.zeros(3, 3), "of shape (3, 3)"),
@@ -253,36 +253,36 @@ def test_code_in_any_file_is_never_run(checkpoint: Path, tmp_path: Path, name: s
         (torch.zeros(2, 3, dtype=torch.float64), "torch.float64"),
     ],
 )
-def test_a_chunk_that_is_not_what_the_manifest_says_is_reported(checkpoint: Path, value: Any, said: str) -> None:
+def test_a_chunk_that_is_not_what_the_manifest_says_is_reported(checkpoint: Path, value: Any, message: str) -> None:
     signed(checkpoint, DATA, torch_bytes(value))
-    require_told(checkpoint, DATA)
+    require_named(checkpoint, DATA)
     with pytest.raises(DamagedError) as error:
         load(checkpoint, small_state(1), world=ALONE)
-    assert said in str(error.value)
+    assert message in str(error.value)
 
 
 @pytest.mark.parametrize("name", [META, DATA])
 def test_made_up_bytes_with_right_checksums_end_in_an_error_that_names_the_file(
     checkpoint: Path, tmp_path: Path, name: str
 ) -> None:
-    kept = shutil.copytree(checkpoint, tmp_path / "kept")
-    place = next(place for place in read_manifest(kept).locations() if (place.file, place.offset) == (name, 0))
-    data = (kept / name).read_bytes()[: place.num_bytes]
+    original = shutil.copytree(checkpoint, tmp_path / "original")
+    chunk = next(chunk for chunk in read_manifest(original).locations() if (chunk.file, chunk.offset) == (name, 0))
+    data = (original / name).read_bytes()[: chunk.num_bytes]
     chance = random.Random(name)
-    told = []
+    messages = []
     for _ in range(300):
         start = chance.randrange(min(700, len(data)))  # the pickle is at the front
         changed = data[:start] + chance.randbytes(chance.randint(1, 8)) + data[start + 8 :]
-        shutil.copytree(kept, checkpoint, dirs_exist_ok=True)
+        shutil.copytree(original, checkpoint, dirs_exist_ok=True)
         signed(checkpoint, name, changed)
         found = {key: torch.zeros_like(tensor) for key, tensor in small_state(1).items()}
         try:
             read_meta(checkpoint)
             load(checkpoint, found, world=ALONE)
         except (ValueError, RuntimeError) as error:
-            told.append(str(error))
-    assert len(told) > 100
-    assert all(name in said for said in told)
+            messages.append(str(error))
+    assert len(messages) > 100
+    assert all(name in message for message in messages)
 
 
 def test_a_manifest_that_leaves_a_part_of_a_tensor_out_is_reported(checkpoint: Path) -> None:

@@ -97,10 +97,10 @@ class Fault:
             del atomic_directory.open  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(("is_behind", "can_exchange"), [(False, False), (True, True)])
+@pytest.mark.parametrize(("in_background", "can_exchange"), [(False, False), (True, True)])
 @on_ranks(2, timeout=120)
 def test_no_space_at_any_call_of_either_rank_is_reported_on_both(
-    tmp_path: Path, is_behind: bool, can_exchange: bool
+    tmp_path: Path, in_background: bool, can_exchange: bool
 ) -> None:
     world, path = world_of_two(), tmp_path / "last.ckpt"
     if not can_exchange:
@@ -112,18 +112,18 @@ def test_no_space_at_any_call_of_either_rank_is_reported_on_both(
         saver.save(path, halves(1), {"step": 1})
     most = max(fault.passed, *_gathered(fault.passed, world))
     for step, (failing, at) in enumerate(((r, at) for r in (0, 1) for at in range(1, most + 1)), start=2):
-        told = ""
+        message = ""
         with fault.put(at if dist.get_rank() == failing else 0):
             try:
-                saver.save(path, halves(step), {"step": step}, wait=not is_behind)
+                saver.save(path, halves(step), {"step": step}, wait=not in_background)
                 saver.wait()
             except RuntimeError as error:
-                told = str(error)
-        by_rank = _gathered(told, world)
+                message = str(error)
+        by_rank = _gathered(message, world)
         assert len(set(by_rank)) == 1, by_rank
-        if told:
-            tally["told"] += 1
-            assert f"{path} was not written: rank {failing}: OSError: [Errno 28]" in told
+        if message:
+            tally["reported"] += 1
+            assert f"{path} was not written: rank {failing}: OSError: [Errno 28]" in message
         else:
             tally["well"] += 1
             stands = step
@@ -131,7 +131,7 @@ def test_no_space_at_any_call_of_either_rank_is_reported_on_both(
         assert os.listdir(tmp_path) == ["last.ckpt"], (failing, at, os.listdir(tmp_path))
         dist.barrier()
     # The second rank makes fewer calls than the first.
-    assert tally["told"] > most + 10 and tally["well"] > 0, (tally, most)
+    assert tally["reported"] > most + 10 and tally["well"] > 0, (tally, most)
 
 
 def _gathered(value: Any, world: Axis) -> list[Any]:
@@ -152,16 +152,16 @@ def file_limit(num_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-@pytest.mark.parametrize("is_behind", [False, True])
+@pytest.mark.parametrize("in_background", [False, True])
 @pytest.mark.parametrize("limited", [0, 1])
 @on_ranks(2)
-def test_a_file_that_cannot_grow_is_reported_on_both_ranks(tmp_path: Path, limited: int, is_behind: bool) -> None:
+def test_a_file_that_cannot_grow_is_reported_on_both_ranks(tmp_path: Path, limited: int, in_background: bool) -> None:
     world, path = world_of_two(), tmp_path / "last.ckpt"
     saver = Saver(world)
     saver.save(path, halves(1), {})
     with file_limit(LENGTH) if dist.get_rank() == limited else file_limit(10**9):
         with pytest.raises(RuntimeError, match=rf"was not written: rank {limited}: OSError: .*File too large"):
-            finish(saver, path, wait=not is_behind)
+            finish(saver, path, wait=not in_background)
         dist.barrier()
     require_step(path, 1, world)
     assert os.listdir(tmp_path) == ["last.ckpt"]
@@ -185,13 +185,13 @@ def raise_in(where: str, saver: Saver) -> None:
         saver._staging.holds = fail  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("is_behind", [False, True])
+@pytest.mark.parametrize("in_background", [False, True])
 @pytest.mark.parametrize("where", ["its own plan", "the plan of all", "the comparison", "its input"])
 @on_ranks(2)
 def test_what_one_rank_runs_into_before_it_writes_ends_the_save_on_both(
-    tmp_path: Path, where: str, is_behind: bool
+    tmp_path: Path, where: str, in_background: bool
 ) -> None:
-    if where == "the comparison" and not is_behind:
+    if where == "the comparison" and not in_background:
         return
     world, path = world_of_two(), tmp_path / "last.ckpt"
     save(path, halves(1), {}, world=world)
@@ -208,7 +208,7 @@ def test_what_one_rank_runs_into_before_it_writes_ends_the_save_on_both(
         else:
             raise_in(where, saver)
     with pytest.raises(kind, match=rf"last\.ckpt was not written: rank 1: {wanted}") as raised:
-        saver.save(path, pieces, {}, wait=not is_behind)
+        saver.save(path, pieces, {}, wait=not in_background)
     assert (raised.value.__cause__.__cause__ is not None) == (dist.get_rank() == 1)
     saver.wait()
     require_step(path, 1, world)
@@ -216,7 +216,7 @@ def test_what_one_rank_runs_into_before_it_writes_ends_the_save_on_both(
 
 
 def bad_pieces() -> Iterator[Piece]:
-    """A user's own, that are made when they are asked for."""
+    """A user's own pieces, that are made when they are read."""
     yield Piece((5,), Box((0,), (5,)), torch.zeros(4))
 
 
@@ -272,8 +272,8 @@ def test_a_rank_without_memory_for_its_copies_is_reported_on_both(tmp_path: Path
     require_step(path, 3, world)
 
 
-def save_where_one_dies(folder: Path, dying: int, at: int, is_behind: bool) -> None:
-    """The other writes down what it is told."""
+def save_where_one_dies(folder: Path, dying: int, at: int, in_background: bool) -> None:
+    """The other rank writes down its error message."""
     world, path = world_of_two(), folder / "last.ckpt"
     saver = Saver(world)
     saver.save(path, halves(1), {})
@@ -288,22 +288,22 @@ def save_where_one_dies(folder: Path, dying: int, at: int, is_behind: bool) -> N
     if dist.get_rank() == dying:
         chunk_file._Counter.write = die  # type: ignore[method-assign]
     try:
-        saver.save(path, halves(2), {}, wait=not is_behind)
+        saver.save(path, halves(2), {}, wait=not in_background)
         saver.wait()
     except RuntimeError as error:
-        (folder / ".told").write_text(str(error))
+        (folder / ".error").write_text(str(error))
 
 
-@pytest.mark.parametrize(("dying", "at", "is_behind"), [(1, 0, False), (1, 15, True), (0, 5, True), (0, 40, False)])
+@pytest.mark.parametrize(("dying", "at", "in_background"), [(1, 0, False), (1, 15, True), (0, 5, True), (0, 40, False)])
 def test_a_rank_that_dies_is_reported_to_the_other(
-    tmp_path: Path, dying: int, at: int, is_behind: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, dying: int, at: int, in_background: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # It hears of it by its connections, and writes it down.
+    # It learns this from its connections, and writes it down.
     monkeypatch.setattr(ranks, "GRACE_SECONDS", 60.0)
     with pytest.raises(RankFailed, match="SIGKILL"):
-        run_on_ranks(2, save_where_one_dies, tmp_path, dying, at, is_behind)
-    said = (tmp_path / ".told").read_text()
-    assert f"last.ckpt was not written: rank {1 - dying} waited for the others" in said
+        run_on_ranks(2, save_where_one_dies, tmp_path, dying, at, in_background)
+    message = (tmp_path / ".error").read_text()
+    assert f"last.ckpt was not written: rank {1 - dying} waited for the others" in message
     found = {"w": torch.zeros(2 * LENGTH), "v": torch.zeros(5, dtype=torch.int64)}
     from tests.checkpoint.steps import ALONE
 

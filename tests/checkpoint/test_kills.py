@@ -1,4 +1,4 @@
-"""A process that saves ends by SIGKILL, at any call and at any moment: what it told durable is there, whole.
+"""A process that saves ends by SIGKILL, at any call and at any moment: what it reported durable is there, complete.
 
 Each round is a fork of a prepared process. Kills are before every call to the system and at every piece of a file, one
 after the other, and at random moments. Ways to keep checkpoints that others go through as a part, and most of the
@@ -33,35 +33,35 @@ class Way:
     """How a run keeps its checkpoints."""
 
     keeps: str
-    # "one path", written over; "new paths", the old removed; or "a link" to the newest of them beside that
-    is_behind: bool = False
-    """Saved behind training."""
+    # "one path", written over; "new paths", the old removed; or "a link" to the newest of them too
+    in_background: bool = False
+    """Saved in the background."""
     can_exchange: bool = True
     """Two names in one step."""
 
 
 WAYS = {
     "one path": Way("one path"),
-    "one path, behind": Way("one path", is_behind=True),
+    "one path, in background": Way("one path", in_background=True),
     "one path, no exchange": Way("one path", can_exchange=False),
     "new paths": Way("new paths"),
-    "new paths, behind": Way("new paths", is_behind=True),
+    "new paths, in background": Way("new paths", in_background=True),
     "a link": Way("a link"),
-    "a link, behind": Way("a link", is_behind=True),
+    "a link, in background": Way("a link", in_background=True),
 }
-# With a link beside them new paths are saved and removed alike.
+# With a link to them new paths are saved and removed alike.
 SAMPLED = [way for way in WAYS if WHOLE in os.environ or WAYS[way].keeps != "new paths"]
 ROUNDS = 25 if WHOLE in os.environ else 10
 
 
-def keep_saving(folder: Path, way: Way, steps: range, tell: Callable[[int], None]) -> None:
-    """Saves each step and tells it when it is durable."""
+def keep_saving(folder: Path, way: Way, steps: range, report: Callable[[int], None]) -> None:
+    """Saves each step and reports it when it is durable."""
     saver = Saver(ALONE)
     for step in steps:
         path = folder / ("last.ckpt" if way.keeps == "one path" else f"step={step}.ckpt")
-        saver.save(path, state_of(step), meta_of(step), wait=not way.is_behind)
+        saver.save(path, state_of(step), meta_of(step), wait=not way.in_background)
         # A save waits for the one before.
-        tell(step - 1 if way.is_behind else step)
+        report(step - 1 if way.in_background else step)
         for old in folder.glob("step=*.ckpt"):
             if old != path:
                 saver.remove(old)
@@ -71,7 +71,7 @@ def keep_saving(folder: Path, way: Way, steps: range, tell: Callable[[int], None
                 os.remove(link)
             os.symlink(path.name, link)
     saver.wait()
-    tell(steps[-1])
+    report(steps[-1])
 
 
 class Points:
@@ -120,12 +120,12 @@ class Points:
 
 
 def in_a_fork(work: Callable[[Callable[[int], None]], None], kill_after_seconds: float | None = None) -> list[int]:
-    """What the work told before its process ended, by SIGKILL or well."""
+    """What the work reported before its process ended, by SIGKILL or well."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
         try:
-            work(lambda number: _tell(writer, number))
+            work(lambda number: _report(writer, number))
             os._exit(0)
         except BaseException:
             traceback.print_exc()
@@ -137,18 +137,18 @@ def in_a_fork(work: Callable[[Callable[[int], None]], None], kill_after_seconds:
         time.sleep(kill_after_seconds)
         os.kill(child, signal.SIGKILL)
     with open(reader, "rb") as stream:
-        told = stream.read()
+        reported = stream.read()
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) in (0, -signal.SIGKILL), "the saving process failed by itself"
-    return [number for (number,) in struct.iter_unpack("q", told)]
+    return [number for (number,) in struct.iter_unpack("q", reported)]
 
 
-def _tell(writer: int, number: int) -> None:
+def _report(writer: int, number: int) -> None:
     os.write(writer, struct.pack("q", number))
 
 
 def check(folder: Path, way: Way, durable: int, tally: Counter[str]) -> int:
-    """The newest step that is there, whole; it is not older than the one told durable. Clears up what is hidden."""
+    """The newest complete step that is there, not older than the one reported durable. Clears up what is hidden."""
     steps = []
     for path in visible(folder):
         if path.is_symlink() and not path.exists():
@@ -165,10 +165,10 @@ def check(folder: Path, way: Way, durable: int, tally: Counter[str]) -> int:
                 found = step_in(aside)
             except (ValueError, RuntimeError):
                 tally[f"partial in {path.name}"] += 1
-                # What was told durable and set aside is whole, until the new one is.
+                # What was reported durable and set aside is complete, until the new one is.
                 assert path.name != REPLACED or steps
             else:
-                tally[f"whole in {path.name}"] += 1
+                tally[f"complete in {path.name}"] += 1
                 if path.name == REPLACED:
                     back = folder / aside.name
                     if not back.exists():
@@ -176,59 +176,61 @@ def check(folder: Path, way: Way, durable: int, tally: Counter[str]) -> int:
                         steps.append(found)
         shutil.rmtree(path)
     newest = max(steps, default=0)
-    assert newest >= durable, f"step {durable} was told durable, and what is there is of step {newest}"
+    assert newest >= durable, f"step {durable} was reported durable, and what is there is of step {newest}"
     return newest
 
 
 def killed_at_each_call(folder: Path, way: Way) -> Counter[str]:
-    """One round for each point of a save over or beside an older one."""
+    """One round for each point of a save over an older one or next to it."""
     if not way.can_exchange:
         atomic_directory._exchange = lambda one, other: False
     tally: Counter[str] = Counter()
     keep_saving(folder, way, range(1, 2), lambda step: None)
     durable = 1
 
-    def counted(tell: Callable[[int], None]) -> None:
+    def counted(report: Callable[[int], None]) -> None:
         points = Points(0)
         points.set_up()
         keep_saving(folder, way, range(2, 3), lambda step: None)
-        tell(points.passed + 1)
+        report(points.passed + 1)
 
     [num_points] = in_a_fork(counted)
     for step, point in enumerate(range(1, num_points + 1), start=3):
 
-        def dies(tell: Callable[[int], None], step: int = step, point: int = point) -> None:
+        def dies(report: Callable[[int], None], step: int = step, point: int = point) -> None:
             points = Points(point)
             points.set_up()
-            keep_saving(folder, way, range(step, step + 1), tell)
+            keep_saving(folder, way, range(step, step + 1), report)
             # The last point comes after the last call.
             points.reach()
 
-        # What is told of the step before is of another round.
-        told = [number for number in in_a_fork(dies) if number == step]
-        tally["ended well" if told else "kills"] += 1
-        durable = check(folder, way, max([durable, *told]), tally)
+        # Reports of the step before are of another round.
+        reported = [number for number in in_a_fork(dies) if number == step]
+        tally["ended well" if reported else "kills"] += 1
+        durable = check(folder, way, max([durable, *reported]), tally)
     return tally
 
 
 def killed_at_random(folder: Path, way: Way, rounds: int) -> Counter[str]:
     """Rounds of a fork that saves on and on, with real flushes to the disk, until it is ended."""
-    chance, tally = random.Random(way.keeps + str(way.is_behind)), Counter[str]()
+    chance, tally = random.Random(way.keeps + str(way.in_background)), Counter[str]()
     began_seconds = time.monotonic()
-    in_a_fork(lambda tell: keep_saving(folder, way, range(1, 4), tell))
+    in_a_fork(lambda report: keep_saving(folder, way, range(1, 4), report))
     # A disk may need long for a flush: the kill is to come after some saves.
     most_seconds = max(0.2, time.monotonic() - began_seconds)
     durable, last = check(folder, way, 3, tally), 3
     for _ in range(rounds):
         steps = range(last + 1, last + 10000)
         seconds = chance.uniform(0.0, most_seconds)
-        told = in_a_fork(lambda tell, steps=steps: keep_saving(folder, way, steps, tell), kill_after_seconds=seconds)
-        told = [number for number in told if number in steps]
+        reported = in_a_fork(
+            lambda report, steps=steps: keep_saving(folder, way, steps, report), kill_after_seconds=seconds
+        )
+        reported = [number for number in reported if number in steps]
         tally["kills"] += 1
-        tally["steps"] += len(told)
-        durable = check(folder, way, max([durable, *told]), tally)
-        # Those that were begun and not told are not used again.
-        last = max([last, durable, *told]) + 3
+        tally["steps"] += len(reported)
+        durable = check(folder, way, max([durable, *reported]), tally)
+        # Those that were begun and not reported are not used again.
+        last = max([last, durable, *reported]) + 3
     return tally
 
 
@@ -240,9 +242,9 @@ def test_killed_at_each_call_the_durable_checkpoint_stands(way: str, tmp_path: P
     assert tally["partial in .unfinished"] > 20
     if WAYS[way].keeps == "one path" and WAYS[way].can_exchange:
         # The old one, after the two changed places.
-        assert tally["whole in .unfinished"] > 0
+        assert tally["complete in .unfinished"] > 0
     if not WAYS[way].can_exchange:
-        assert tally["whole in .replaced"] > 0
+        assert tally["complete in .replaced"] > 0
     if WAYS[way].keeps != "one path":
         assert tally["partial in .removed"] > 0
 

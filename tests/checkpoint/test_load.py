@@ -25,22 +25,22 @@ def checkpoint(tmp_path: Path) -> Path:
 
 def test_all_misfits_are_reported_at_once_and_nothing_is_read(checkpoint: Path) -> None:
     a = torch.full((2, 3), -1.0)
-    asked = {"a": a, "b": torch.zeros(3, 3), "x": torch.zeros(1), "y": torch.zeros(1)}
+    pieces = {"a": a, "b": torch.zeros(3, 3), "x": torch.zeros(1), "y": torch.zeros(1)}
     with pytest.raises(ValueError) as error:
-        load(checkpoint, asked, world=WORLD)
-    for said in (
+        load(checkpoint, pieces, world=WORLD)
+    for line in (
         "2 asked for but not in it: x, y",
         "1 in it but asked for by no rank: c",
         "1 of another shape: b: (2, 3) there, (3, 3) asked for",
     ):
-        assert said in str(error.value)
+        assert line in str(error.value)
     assert (a == -1).all()
 
 
 def test_of_many_names_twenty_are_shown(checkpoint: Path) -> None:
-    asked = {f"x{i:03}": torch.zeros(1) for i in range(200)}
+    pieces = {f"x{i:03}": torch.zeros(1) for i in range(200)}
     with pytest.raises(ValueError, match=r"200 asked for but not in it: x000, .*x019, \.\.\.") as error:
-        load(checkpoint, asked, world=WORLD)
+        load(checkpoint, pieces, world=WORLD)
     assert "x020" not in str(error.value)
 
 
@@ -75,9 +75,9 @@ def test_all_ranks_together_decide_what_fits(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="1 in it but asked for by no rank: right"):
         load(path, {"left": target}, world=world)
     # One rank's fault is every rank's error, or the others would wait for ever.
-    asked = {own: target} if dist.get_rank() == 0 else {own: target, "third": target}
+    pieces = {own: target} if dist.get_rank() == 0 else {own: target, "third": target}
     with pytest.raises(ValueError, match="1 asked for but not in it: third"):
-        load(path, asked, world=world)
+        load(path, pieces, world=world)
     with pytest.raises(ValueError, match=r"nowhere\.ckpt does not exist"):
         load(tmp_path / "nowhere.ckpt", {own: target}, world=world)
     # A file system that not all ranks share.
@@ -109,7 +109,7 @@ def test_a_strided_target_and_a_parameter_are_filled_in_place(tmp_path: Path) ->
     value = torch.randn(3, 4)
     save(tmp_path / "s.ckpt", {"w": value.t().contiguous().t()}, {}, world=WORLD)
     memory = torch.nn.Parameter(torch.zeros(4, 8))
-    load(tmp_path / "s.ckpt", {"w": Piece.whole(memory[:, :3].t())}, world=WORLD)
+    load(tmp_path / "s.ckpt", {"w": Piece.unsharded(memory[:, :3].t())}, world=WORLD)
     assert torch.equal(memory[:, :3].t(), value)
     assert not memory[:, 3:].any()
 

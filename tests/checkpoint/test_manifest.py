@@ -1,4 +1,4 @@
-"""What a checkpoint says about itself, and what is said of things that are none."""
+"""What a checkpoint says about itself, and errors about things that are none."""
 
 import json
 import os
@@ -91,7 +91,7 @@ def make_half(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "message"),
     [
         (make_missing, "does not exist; a checkpoint is a directory that holds manifest.json"),
         (make_file, "is a plain file"),
@@ -101,14 +101,14 @@ def make_half(path: Path) -> None:
         (make_half, "has no manifest.json among meta.pt"),
     ],
 )
-def test_what_is_no_checkpoint_is_reported_by_what_it_is(tmp_path: Path, make, said: str) -> None:
+def test_what_is_no_checkpoint_is_reported_by_what_it_is(tmp_path: Path, make, message: str) -> None:
     path = tmp_path / "it.ckpt"
     make(path)
     assert not is_checkpoint(path)
     for read in (read_meta, read_entries, lambda path: load(path, {}, world=WORLD)):
         with pytest.raises(ValueError) as error:
             read(path)
-        assert said in str(error.value)
+        assert message in str(error.value)
         assert str(path) in str(error.value)
 
 

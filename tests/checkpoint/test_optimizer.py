@@ -150,7 +150,7 @@ def test_a_state_of_another_shape_is_saved_where_the_axis_that_would_cut_has_one
     assert not torch.equal(without_state, one["w"])
 
 
-def test_a_part_of_a_weight_has_no_whole_state() -> None:
+def test_a_part_of_a_weight_has_no_unsharded_state() -> None:
     parameter = nn.Parameter(torch.ones(4, 6))
     main = nn.Parameter(torch.ones(12))
     optimizer = torch.optim.SGD([main], lr=0.1)

@@ -48,7 +48,7 @@ def test_the_newest_is_the_newest_of_those_that_are_complete(tmp_path: Path) -> 
     assert names(tmp_path) == ["1.ckpt", "9.ckpt"]
 
 
-def test_behind_an_address_old_ones_and_interrupted_saves_go(tmp_path: Path) -> None:
+def test_at_an_address_old_ones_and_interrupted_saves_go(tmp_path: Path) -> None:
     folder = f"file://{tmp_path}"
     for step in (1, 2, 3):
         saved(f"{folder}/{step}.ckpt", step)
@@ -62,7 +62,7 @@ def test_behind_an_address_old_ones_and_interrupted_saves_go(tmp_path: Path) -> 
     assert names(tmp_path) == ["3.ckpt", "other.ckpt"]
 
 
-def test_behind_an_address_a_save_that_ends_meanwhile_stays_and_so_does_what_another_one_writes() -> None:
+def test_at_an_address_a_save_that_ends_meanwhile_stays_and_so_does_what_another_one_writes() -> None:
     with emptied() as folder:
         begun(f"{folder}/a.ckpt")
         planned = plan_of(folder, takes_young=True)
@@ -92,7 +92,7 @@ def test_left_overs_go_and_their_folders_with_them(tmp_path: Path) -> None:
     assert is_checkpoint(place)
 
 
-def test_a_young_unfinished_save_stays_unless_it_is_asked_for(tmp_path: Path) -> None:
+def test_a_young_unfinished_save_stays_unless_it_is_selected(tmp_path: Path) -> None:
     half = left(tmp_path / "a.ckpt", UNFINISHED, "1", is_complete=False, age_seconds=3500)
     [removal] = plan_of(tmp_path)
     assert removal.is_kept

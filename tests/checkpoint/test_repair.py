@@ -21,12 +21,12 @@ def killed_folder(folder: Path) -> Path:
     return folder
 
 
-def test_the_folder_of_a_killed_run_is_put_in_order_and_all_of_it_is_said(tmp_path: Path) -> None:
+def test_the_folder_of_a_killed_run_is_put_in_order_and_all_of_it_is_reported(tmp_path: Path) -> None:
     repairs = repair(killed_folder(tmp_path))
     assert repairs.unfinished == (tmp_path / "step=9.ckpt",)
-    back, turned = repairs.done
+    back, relinked = repairs.done
     assert "step=6.ckpt had been set aside" in back
-    assert "last.ckpt led to step=9.ckpt, which is not complete; it leads to step=6.ckpt now" in turned
+    assert "last.ckpt led to step=9.ckpt, which is not complete; it leads to step=6.ckpt now" in relinked
     assert os.readlink(tmp_path / "last.ckpt") == "step=6.ckpt"
     assert read_meta(tmp_path / "last.ckpt")["global_step"] == 6
     assert sorted(os.listdir(tmp_path)) == [UNFINISHED, "last.ckpt", "step=3.ckpt", "step=6.ckpt"]
@@ -66,7 +66,7 @@ def test_there_is_nothing_to_do_where_there_is_no_folder(tmp_path: Path) -> None
     assert repair(tmp_path / "none") == Repairs()
 
 
-def test_many_at_once_leave_what_one_would_and_each_thing_is_said(tmp_path: Path) -> None:
+def test_many_at_once_leave_what_one_would_and_each_thing_is_reported(tmp_path: Path) -> None:
     for attempt in range(20):
         folder = killed_folder(tmp_path / str(attempt))
         found: list[Repairs] = []
@@ -84,9 +84,9 @@ def test_many_at_once_leave_what_one_would_and_each_thing_is_said(tmp_path: Path
         assert len(found) == 8
         assert sorted(os.listdir(folder)) == [UNFINISHED, "last.ckpt", "step=3.ckpt", "step=6.ckpt"]
         assert is_checkpoint(folder / "last.ckpt")
-        said = [sentence for repairs in found for sentence in repairs.done]
-        assert len([sentence for sentence in said if "set aside" in sentence]) == 1
-        assert any("last.ckpt led to step=9.ckpt" in sentence for sentence in said)
+        sentences = [sentence for repairs in found for sentence in repairs.done]
+        assert len([sentence for sentence in sentences if "set aside" in sentence]) == 1
+        assert any("last.ckpt led to step=9.ckpt" in sentence for sentence in sentences)
 
 
 @on_ranks(4)

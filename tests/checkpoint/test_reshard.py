@@ -139,7 +139,7 @@ def file_sizes(layout: str, path: Path) -> list[int]:
     return sorted(file.stat().st_size for file in path.glob("*.distcp"))
 
 
-def test_replicas_are_written_once_and_share_the_writing(tmp_path: Path) -> None:
+def test_replicated_parts_are_written_once_and_share_the_writing(tmp_path: Path) -> None:
     sizes = on_layout("dp2", file_sizes, tmp_path / "w.ckpt")[0]
     payload = 8 * 64 * 64 * 4
     # Each tensor carries a header of about 1.2 kB.

@@ -30,7 +30,7 @@ def test_chunks_are_small_and_cover_the_piece_once(shape: list[int], max_bytes: 
 
 
 def test_a_small_piece_is_one_chunk() -> None:
-    piece = Piece.whole(torch.zeros(8, 8))
+    piece = Piece.unsharded(torch.zeros(8, 8))
     assert list(chunks(piece, 256)) == [piece]
     assert len(list(chunks(piece, 255))) == 2
 

@@ -1,4 +1,4 @@
-"""A checkpoint is there whole or not at all, and the one before it stands until then."""
+"""A checkpoint is there completely or not at all, and the one before it stays until then."""
 
 import os
 import signal
@@ -37,7 +37,7 @@ WORLD = Mesh.single().world
 
 
 def value_in(path: Path) -> float:
-    """The number that the whole checkpoint holds."""
+    """The number that all of the checkpoint holds."""
     target = torch.zeros(100)
     load(path, {"w": target}, world=WORLD)
     assert (target == target[0]).all()
@@ -76,7 +76,7 @@ def test_a_crash_before_the_rename_leaves_no_checkpoint(tmp_path: Path, at: str)
 
 
 @pytest.mark.parametrize("at", POINTS)
-def test_a_crash_while_writing_over_a_checkpoint_leaves_the_old_one_whole(tmp_path: Path, at: str) -> None:
+def test_a_crash_while_writing_over_a_checkpoint_leaves_the_old_one_complete(tmp_path: Path, at: str) -> None:
     path = tmp_path / "last.ckpt"
     save(path, {"w": torch.full((100,), 1.0)}, {}, world=WORLD)
     with pytest.raises(RankFailed, match="SIGKILL"):
@@ -193,7 +193,7 @@ def test_the_first_ranks_metadata_counts_and_its_fault_is_reported_on_every_rank
 
 
 @on_ranks(2)
-def test_parts_that_do_not_make_the_whole_are_refused(tmp_path: Path) -> None:
+def test_parts_that_do_not_make_full_tensors_are_refused(tmp_path: Path) -> None:
     world = mesh_of(Sizes(world=2)).world
     piece = Piece((6,), Box((3 * dist.get_rank(),), (2,)), torch.zeros(2))
     with pytest.raises(ValueError, match=r"hole\.ckpt was not written.*w"):
@@ -283,8 +283,8 @@ def test_what_an_object_store_does_not_remove_after_a_save_undoes_nothing(what: 
             saved(address, 2)
             assert refused and read_meta(address)["global_step"] == 2
             # The rest of them is gone.
-            kept = len(ObjectStore.store) - len(read_manifest(address).files) - 1
-            assert kept == len(refused) == (1 if what == "once" else 3)
+            num_left = len(ObjectStore.store) - len(read_manifest(address).files) - 1
+            assert num_left == len(refused) == (1 if what == "once" else 3)
         saved(address, 3)
         assert len(ObjectStore.store) == len(read_manifest(address).files) + 1
 
@@ -305,7 +305,7 @@ def test_a_save_that_an_object_store_refuses_says_that_and_leaves_what_was_there
         ):
             saved(address, 2)
         assert set(ObjectStore.store) == before
-        # Nothing can be asked for or removed either.
+        # Nothing can be read or removed either.
         with (
             failing(lambda request, path: request != "ask" or f"{file}" in path),
             pytest.raises(RuntimeError, match="503 SlowDown"),
@@ -314,7 +314,7 @@ def test_a_save_that_an_object_store_refuses_says_that_and_leaves_what_was_there
         assert set(ObjectStore.store) >= before
 
 
-def test_a_save_whose_manifest_came_although_the_store_said_otherwise_is_not_taken_away(
+def test_a_save_whose_manifest_came_although_the_store_reported_otherwise_is_not_taken_away(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     put_in_place = AtomicDirectory.put_in_place
@@ -527,7 +527,7 @@ def test_saves_of_other_boxes_are_planned_anew_and_of_the_same_boxes_are_not(tmp
         assert (target == step).all()
 
 
-def test_a_checkpoint_that_is_saved_again_after_its_removal_was_asked_for_stays(
+def test_a_checkpoint_that_is_saved_again_after_its_removal_was_requested_stays(
     tmp_path: Path, gate: threading.Event
 ) -> None:
     saver, path, pieces = Saver(WORLD), tmp_path / "a.ckpt", {"w": torch.full((100,), 1.0)}

@@ -85,7 +85,7 @@ def test_a_save_of_other_tensors_waits(tmp_path: Path, monkeypatch: pytest.Monke
         assert all(torch.equal(loaded[name], tensor) for name, tensor in second.items()), index
 
 
-def test_a_second_save_over_the_same_path_and_one_without_links_are_whole(
+def test_a_second_save_over_the_same_path_and_one_without_links_are_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = Gate(monkeypatch)
@@ -144,8 +144,8 @@ def pieces_of(rank: int, value: float) -> dict[str, Piece]:
 
 @on_ranks(2)
 def test_ranks_agree_whether_tensors_are_the_same(tmp_path: Path) -> None:
-    world, behind, gate = mesh_of(Sizes(world=2)).world, mesh_of(Sizes(world=2)).world, Gate()
-    saver, rank = Saver(world, behind), dist.get_rank()
+    world, background, gate = mesh_of(Sizes(world=2)).world, mesh_of(Sizes(world=2)).world, Gate()
+    saver, rank = Saver(world, background), dist.get_rank()
     gate.opened.set()
     # Equal on rank 0, not on rank 1; then on both; then on neither; and with a rank that is late.
     for step, (first, second) in enumerate([(1, 1 + rank), (3, 3), (4, 5), (6, 6)]):
@@ -162,7 +162,7 @@ def test_ranks_agree_whether_tensors_are_the_same(tmp_path: Path) -> None:
 
 
 def save_twice_and_die(path: Path, at: str, in_second: bool) -> None:
-    world, behind = mesh_of(Sizes(world=2)).world, mesh_of(Sizes(world=2)).world
+    world, background = mesh_of(Sizes(world=2)).world, mesh_of(Sizes(world=2)).world
     create, put_in_place, link = AtomicDirectory.create, atomic_directory.replace, AtomicDirectory.link
     rank = dist.get_rank()
 
@@ -189,7 +189,7 @@ def save_twice_and_die(path: Path, at: str, in_second: bool) -> None:
 
     if rank == 0:
         AtomicDirectory.create, atomic_directory.replace, AtomicDirectory.link = die_at, die_in_place, die_after_link
-    saver, gate = Saver(world, behind), Gate()
+    saver, gate = Saver(world, background), Gate()
     saver.save(path / "1.ckpt", pieces_of(rank, 2), {}, wait=False)
     if rank == 0:
         saver.remove(path / "0.ckpt")

@@ -21,7 +21,7 @@ def test_the_piece_of_a_padded_parameter_is_a_view_without_the_padding() -> None
     assert parameter.sum() == 2 * 2 * 3
 
 
-def test_plain_parameters_and_buffers_are_whole() -> None:
+def test_plain_parameters_and_buffers_are_unsharded() -> None:
     module = nn.BatchNorm1d(4)
     pieces = pieces_of_module(module.state_dict(keep_vars=True))
     assert pieces.keys() == {"weight", "bias", "running_mean", "running_var", "num_batches_tracked"}
@@ -48,14 +48,16 @@ def test_extra_state_of_a_module_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("ep", "etp", "num_parts"), [(1, 1, 1), (2, 1, 3), (1, 2, 2), (2, 2, 1), (2, 4, 5), (4, 2, 2)])
-def test_the_pieces_of_a_parameter_cut_along_two_dims_are_the_whole_once(ep: int, etp: int, num_parts: int) -> None:
-    whole = torch.arange(4 * 2 * 5 * 3.0).view(4, 2, 5, 3) + 1.0
-    found = torch.zeros_like(whole)
+def test_the_pieces_of_a_parameter_cut_along_two_dims_are_the_full_tensor_once(
+    ep: int, etp: int, num_parts: int
+) -> None:
+    full = torch.arange(4 * 2 * 5 * 3.0).view(4, 2, 5, 3) + 1.0
+    found = torch.zeros_like(full)
     for rank in range(ep * etp):
         mesh = Mesh.imagine(rank, Sizes(world=ep * etp, ep=ep, etp=etp))
         axes = {"axis": mesh.axis("etp"), "leading": mesh.axis("ep")}
-        parameter = shard_parameter(tuple(whole.shape), initial=Initial(), dim=2, **axes)
-        box, local = shard_of(parameter).box, whole
+        parameter = shard_parameter(tuple(full.shape), initial=Initial(), dim=2, **axes)
+        box, local = shard_of(parameter).box, full
         for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
             local = local.narrow(dim, offset, size)
         held = torch.full_like(parameter, -1.0)
@@ -63,10 +65,10 @@ def test_the_pieces_of_a_parameter_cut_along_two_dims_are_the_whole_once(ep: int
         bounds = [held.numel() * part // num_parts for part in range(num_parts + 1)]
         for start, end in pairwise(bounds):
             for piece in Slot("experts", parameter, start, end).pieces(held.flatten()[start:end]):
-                assert piece.global_shape == whole.shape
+                assert piece.global_shape == full.shape
                 place = found
                 for dim, (offset, size) in enumerate(zip(piece.box.offsets, piece.box.sizes, strict=True)):
                     place = place.narrow(dim, offset, size)
                 assert place.count_nonzero() == 0
                 place.copy_(piece.tensor)
-    assert torch.equal(found, whole)
+    assert torch.equal(found, full)

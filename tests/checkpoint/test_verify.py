@@ -1,4 +1,4 @@
-"""`verify` names every byte that is not the one that was written, and chunks that do not make whole tensors."""
+"""`verify` names every byte that is not the one that was written, and chunks that do not make full tensors."""
 
 import os
 import re
@@ -73,7 +73,7 @@ def test_a_wrong_bit_of_the_manifest_is_a_fault(path: Path) -> None:
         flip(path / MANIFEST_FILE, position)
 
 
-def test_missing_and_cut_files_are_faults_beside_those_of_others(path: Path) -> None:
+def test_missing_and_cut_files_are_faults_with_those_of_others(path: Path) -> None:
     os.truncate(path / "__0_0.distcp", 100)
     os.unlink(path / "meta.pt")
     flip(path / ".metadata", 3)
@@ -90,7 +90,7 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
         verify(tmp_path / "none.ckpt")
 
 
-def test_chunks_that_do_not_make_the_whole_are_a_fault_though_every_byte_is_sound(path: Path) -> None:
+def test_chunks_that_do_not_make_full_tensors_are_a_fault_though_every_byte_is_sound(path: Path) -> None:
     manifest = read_manifest(path)
     entries = dict(manifest.entries)
     entries["v"] = replace(entries["v"], shape=(31, 20))
@@ -109,7 +109,7 @@ def entry_of(shape: tuple[int, ...], *boxes: tuple[tuple[int, ...], tuple[int, .
     [
         (entry_of((4, 4), ((0, 0), (4, 2))), "8 of the 16 elements"),
         (entry_of((4, 4), ((0, 0), (4, 3)), ((0, 2), (4, 2))), "overlap"),
-        # As many elements as the whole, and yet a hole and an overlap.
+        # As many elements as the tensor, and yet a hole and an overlap.
         (entry_of((4, 4), ((0, 0), (4, 2)), ((2, 0), (2, 4))), "overlap"),
         (entry_of((4, 4), ((0, 0), (4, 4)), ((0, 0), (4, 4))), "overlap"),
         (entry_of((4, 4), ((0, 0), (4, 2)), ((0, 2), (4, 3))), "not within its shape"),
@@ -123,7 +123,7 @@ def test_holes_overlaps_and_chunks_that_stand_out_are_reported(entry: TensorEntr
     assert words in fault
 
 
-def test_whole_covers_have_no_fault() -> None:
+def test_full_covers_have_no_fault() -> None:
     assert cover_faults(entry_of((0, 3))) == []
     assert cover_faults(entry_of((), ((), ()))) == []
     assert cover_faults(entry_of((4, 4), ((0, 0), (4, 2)), ((0, 2), (1, 2)), ((1, 2), (3, 2)))) == []

@@ -66,7 +66,7 @@ def test_where_there_is_room_a_compute_shows_its_microbatch() -> None:
 
 
 @pytest.mark.parametrize("columns", [20, 50, 120])
-def test_what_does_not_fit_is_cut_off_and_told(columns: int) -> None:
+def test_what_does_not_fit_is_cut_off_and_reported(columns: int) -> None:
     timeline = played("1f1b", 2, 1, 100)
     grid = ascii_timeline(timeline, message_time=0, columns=columns)
     rows = rows_of(grid)

@@ -1,4 +1,4 @@
-"""`lightning-megatron checkpoint`: what it tells of checkpoints is so, and a mistake is one line."""
+"""`lightning-megatron checkpoint`: what it shows of checkpoints is so, and a mistake is one line."""
 
 import json
 import os
@@ -59,7 +59,7 @@ def record(capsys: pytest.CaptureFixture[str], *options: str | Path, code: int =
     return json.loads(printed(capsys, *options, "--json", code=code))
 
 
-def told(capsys: pytest.CaptureFixture[str], *options: str | Path) -> str:
+def shown(capsys: pytest.CaptureFixture[str], *options: str | Path) -> str:
     """The one line of a command that ends with a mistake."""
     assert main(["checkpoint", *map(str, options)]) == 2
     captured = capsys.readouterr()
@@ -68,7 +68,7 @@ def told(capsys: pytest.CaptureFixture[str], *options: str | Path) -> str:
     return captured.err
 
 
-def test_inspect_tells_who_wrote_what_on_which_layout(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_shows_who_wrote_what_on_which_layout(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = record(capsys, "inspect", path)
     manifest = read_manifest(path)
     assert found["save_id"] == manifest.save_id
@@ -117,15 +117,15 @@ def test_inspect_of_a_folder_has_a_line_for_each_and_marks_the_newest(
     assert [one["is_unfinished"] for one in found["leftovers"]] == [True]
 
 
-def test_a_folder_behind_an_address_is_listed_and_tidied(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_at_a_remote_address_is_listed_and_tidied(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     address = f"file://{path.parent}"
     saved(f"{address}/step=9.ckpt", 9)
     begun(f"{address}/step=12.ckpt")
     lines = dict(line.split(": ", 1) for line in printed(capsys, "inspect", address).splitlines())
     assert lines.keys() == {"step=5.ckpt", "step=9.ckpt", "step=12.ckpt"}
     assert lines["step=9.ckpt"].endswith("the newest") and lines["step=12.ckpt"].startswith("unfinished")
-    told = printed(capsys, "prune", address, "--keep", "1", "--all")
-    assert [line.split()[1] for line in told.splitlines()] == ["step=12.ckpt", "step=5.ckpt"]
+    shown = printed(capsys, "prune", address, "--keep", "1", "--all")
+    assert [line.split()[1] for line in shown.splitlines()] == ["step=12.ckpt", "step=5.ckpt"]
     assert os.listdir(path.parent) == ["step=9.ckpt"]
 
 
@@ -176,15 +176,15 @@ def test_consolidate_never_writes_over_anything_and_leaves_nothing_where_it_fail
 ) -> None:
     out = tmp_path / "one.ckpt"
     out.write_text("precious")
-    assert "exists and is not overwritten" in told(capsys, "consolidate", path, out)
+    assert "exists and is not overwritten" in shown(capsys, "consolidate", path, out)
     assert out.read_text() == "precious"
-    assert "which is no directory" in told(capsys, "consolidate", path, tmp_path / "none" / "one.ckpt")
+    assert "which is no directory" in shown(capsys, "consolidate", path, tmp_path / "none" / "one.ckpt")
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(torch, "save", full)
-    assert "No space left" in told(capsys, "consolidate", path, tmp_path / "two.ckpt")
+    assert "No space left" in shown(capsys, "consolidate", path, tmp_path / "two.ckpt")
     assert sorted(os.listdir(tmp_path)) == ["one.ckpt", "step=5.ckpt"]
 
 
@@ -194,7 +194,7 @@ def test_consolidate_of_a_damaged_checkpoint_is_refused(
     with open(path / "__0_0.distcp", "r+b") as stream:
         stream.seek(200)
         stream.write(b"\xff\xff")
-    assert "__0_0.distcp" in told(capsys, "consolidate", path, tmp_path / "one.ckpt")
+    assert "__0_0.distcp" in shown(capsys, "consolidate", path, tmp_path / "one.ckpt")
     assert not (tmp_path / "one.ckpt").exists()
 
 
@@ -224,31 +224,31 @@ def test_mistakes_are_one_line(path: Path, tmp_path: Path, capsys: pytest.Captur
     (tmp_path / "empty").mkdir()
     for command in (("inspect",), ("verify",), ("consolidate",)):
         rest = (tmp_path / "out.ckpt",) if command == ("consolidate",) else ()
-        assert "does not exist" in told(capsys, *command, tmp_path / "none", *rest)
-        assert "is a plain file" in told(capsys, *command, tmp_path / "file.ckpt", *rest)
-        assert "is an empty directory" in told(capsys, *command, tmp_path / "empty", *rest)
-    assert "--tensors needs a checkpoint" in told(capsys, "inspect", tmp_path, "--tensors")
-    assert "--keep (0) must be at least 1" in told(capsys, "prune", tmp_path, "--keep", "0")
-    both = told(capsys, "prune", tmp_path / "none", "--keep", "-1")
+        assert "does not exist" in shown(capsys, *command, tmp_path / "none", *rest)
+        assert "is a plain file" in shown(capsys, *command, tmp_path / "file.ckpt", *rest)
+        assert "is an empty directory" in shown(capsys, *command, tmp_path / "empty", *rest)
+    assert "--tensors needs a checkpoint" in shown(capsys, "inspect", tmp_path, "--tensors")
+    assert "--keep (0) must be at least 1" in shown(capsys, "prune", tmp_path, "--keep", "0")
+    both = shown(capsys, "prune", tmp_path / "none", "--keep", "-1")
     assert "is no directory" in both and "--keep (-1)" in both
-    assert f"give the folder that holds it: {tmp_path}" in told(capsys, "prune", path)
-    assert f"give the folder that holds it: file://{tmp_path}\n" in told(capsys, "prune", f"file://{path}/")
-    assert "COMMAND" in told(capsys)
+    assert f"give the folder that holds it: {tmp_path}" in shown(capsys, "prune", path)
+    assert f"give the folder that holds it: file://{tmp_path}\n" in shown(capsys, "prune", f"file://{path}/")
+    assert "COMMAND" in shown(capsys)
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify", "consolidate", "prune"])
 def test_an_address_that_cannot_be_used_is_one_line(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     rest = ("out.ckpt",) if command == "consolidate" else ()
-    said = told(capsys, command, "nowhere://folder", *rest)
-    assert "nowhere://folder is an address of no file system" in said and "Protocol not known: nowhere" in said
+    output = shown(capsys, command, "nowhere://folder", *rest)
+    assert "nowhere://folder is an address of no file system" in output and "Protocol not known: nowhere" in output
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify", "consolidate", "prune"])
 def test_an_error_that_a_store_has_of_its_own_is_one_line(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     rest = ("out.ckpt",) if command == "consolidate" else ()
     with object_store.emptied() as address, object_store.failing(object_store.without_credentials):
-        said = told(capsys, command, address, *rest)
-    assert said == f"error: {address}: NoCredentialsError: unable to locate credentials\n"
+        output = shown(capsys, command, address, *rest)
+    assert output == f"error: {address}: NoCredentialsError: unable to locate credentials\n"
 
 
 def test_an_error_of_our_own_keeps_its_traceback(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,14 +260,14 @@ def test_an_error_of_our_own_keeps_its_traceback(path: Path, monkeypatch: pytest
         main(["checkpoint", "verify", f"file://{path}"])
 
 
-def test_what_was_written_by_a_newer_version_is_said(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_was_written_by_a_newer_version_is_reported(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     manifest = read_manifest(path)
     (path / "manifest.json").write_bytes(replace(manifest, layout=99, package="9.9").to_bytes())
     for command in ("inspect", "verify"):
-        assert "layout 99, written by lightning_megatron 9.9" in told(capsys, command, path)
+        assert "layout 99, written by lightning_megatron 9.9" in shown(capsys, command, path)
 
 
-def test_a_checkpoint_behind_an_address_is_read(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_checkpoint_at_an_address_is_read(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     address = f"file://{path}"
     assert record(capsys, "inspect", address)["step"] == 5
     assert record(capsys, "verify", address)["is_sound"]

@@ -32,7 +32,7 @@ def printed(capsys: pytest.CaptureFixture[str], *options: str) -> str:
     return captured.out
 
 
-def told(capsys: pytest.CaptureFixture[str], *options: str) -> str:
+def shown(capsys: pytest.CaptureFixture[str], *options: str) -> str:
     """The one line of a command that ends with a mistake."""
     assert main(["convert", *options]) == 2
     captured = capsys.readouterr()
@@ -89,8 +89,8 @@ def test_a_configuration_comes_from_yaml_or_json(capsys: pytest.CaptureFixture[s
 
 def test_an_error_that_a_store_has_of_its_own_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     with object_store.emptied() as address, object_store.failing(object_store.without_credentials):
-        said = told(capsys, f"{address}/model.ckpt", "x")
-    assert said == f"error: {address}/model.ckpt: NoCredentialsError: unable to locate credentials\n"
+        output = shown(capsys, f"{address}/model.ckpt", "x")
+    assert output == f"error: {address}/model.ckpt: NoCredentialsError: unable to locate credentials\n"
 
 
 def test_mistakes_are_one_line_with_the_way_out(capsys: pytest.CaptureFixture[str]) -> None:
@@ -126,7 +126,7 @@ def test_mistakes_are_one_line_with_the_way_out(capsys: pytest.CaptureFixture[st
         (("bare.ckpt", "x", "--config", "empty"), "--config (empty) cannot be read: Is a directory"),
         (("theirs", "x.ckpt", "--dtype", "int8"), "invalid choice: 'int8'"),
     ):
-        assert words in told(capsys, *options), options
+        assert words in shown(capsys, *options), options
     assert not any(Path(name).exists() for name in ("x", "x.ckpt"))
     assert {path.name for path in Path().iterdir()} == {
         "theirs",
@@ -171,5 +171,5 @@ def test_mistakes_of_upcycling_are_one_line_with_the_way_out(capsys: pytest.Capt
         (("theirs", "x.ckpt", "--upcycle", "moe.yaml", "--family", "mixtral"), "--family acts on a folder as TARGET"),
         (("theirs", "x", "--upcycle", "moe.yaml", "--submodule", "m"), "--submodule acts on a checkpoint as SOURCE"),
     ):
-        assert words in told(capsys, *options), options
+        assert words in shown(capsys, *options), options
     assert not Path("x").exists() and not Path("x.ckpt").exists()

@@ -14,7 +14,7 @@ GPT_1T = str(CONFIGS / "gpt_1t.yaml")
 SMALL = ("gpt2_124m", "--world-size", "8", "--layout", "tp=4,pp=2", "--sequence-length", "512")
 
 
-def told(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+def shown(capsys: pytest.CaptureFixture[str], *args: str) -> str:
     assert main(["dry-run", *args]) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and "Traceback" not in captured.err
@@ -26,7 +26,7 @@ def record(capsys: pytest.CaptureFixture[str], *args: str) -> Any:
     return json.loads(capsys.readouterr().out)
 
 
-def test_a_preset_runs_dry_and_tells_both_ends(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_preset_runs_dry_and_shows_both_ends(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["dry-run", *SMALL, "--global-batch-size", "4"]) == 0
     text = capsys.readouterr().out
     assert "rank 4, stage 0" in text and "rank 0, stage 1" in text
@@ -49,7 +49,7 @@ def test_one_rank_as_json_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
     assert sends == {"send": 4}
 
 
-def test_a_plan_tells_what_all_ranks_execute(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_shows_what_all_ranks_execute(capsys: pytest.CaptureFixture[str]) -> None:
     preset, _, world, *layout = SMALL
     found = record(capsys, *SMALL, "--global-batch-size", "4")
     done = 4 * sum(sum(one["flops"].values()) for one in found["ranks"])
@@ -139,21 +139,21 @@ def test_documents_that_are_balanced_run_dry_on_the_fullest_ranks(
     ("strategy", "words"),
     [
         ({"pipeline": {"mode": "collective"}}, "knows nothing of pipeline mode 'collective'"),
-        ({"pipeline": {"overlap_expert_exchange": True}}, "overlap_expert_exchange hides the way of tokens to experts"),
+        ({"pipeline": {"overlap_expert_exchange": True}}, "overlap_expert_exchange hides the dispatch of tokens"),
         ({"num_microbatches": 3}, "must be a multiple of data-parallel size x num_microbatches"),
     ],
 )
-def test_what_is_not_run_dry_is_told_with_the_way_out(
+def test_what_is_not_run_dry_is_reported_with_the_way_out(
     strategy: dict[str, Any], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert words in told(capsys, recipe_with(tmp_path, strategy=strategy))
+    assert words in shown(capsys, recipe_with(tmp_path, strategy=strategy))
 
 
 @pytest.mark.slow
 def test_a_stage_of_a_trillion_parameters(capsys: pytest.CaptureFixture[str]) -> None:
     [one] = record(capsys, GPT_1T, "--world-size", "3072", "--rank", "0")["ranks"]
     assert one["stages"] == [63] and one["parameters"] == pytest.approx(2.13e9, rel=0.01)
-    # 6 bytes of weights and gradients, 12 of master weights and moments over 6 replicas.
+    # 6 bytes of weights and gradients, 12 of master weights and moments over dp 6.
     held = sum(size for kind, size in one["peak_by_kind"].items() if kind != "activations and others")
     assert held == pytest.approx(8 * one["parameters"], rel=0.001)
     assert one["microbatches_run"] == 66
@@ -180,5 +180,5 @@ def test_a_stage_of_a_trillion_parameters(capsys: pytest.CaptureFixture[str]) ->
     ],
 )
 def test_a_mistake_is_one_line(capsys: pytest.CaptureFixture[str], args: tuple[str, ...], fault: str) -> None:
-    message = told(capsys, *args)
+    message = shown(capsys, *args)
     assert fault in message and message.count("\n") == 1

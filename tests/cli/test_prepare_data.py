@@ -30,7 +30,7 @@ FIXED = ("--path", "rows.jsonl", "--cache-directory", "cache", "--workers", "1",
 NUMBERS = (*FIXED, "--tokenizer", "null:50")
 
 
-def told(capsys: pytest.CaptureFixture[str], *options: str) -> str:
+def shown(capsys: pytest.CaptureFixture[str], *options: str) -> str:
     """The one line of a command that ends with a mistake."""
     assert prepare(*options) == 2
     captured = capsys.readouterr()
@@ -40,7 +40,7 @@ def told(capsys: pytest.CaptureFixture[str], *options: str) -> str:
     return lines[-1]
 
 
-def test_tokens_of_the_text_are_written_and_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_tokens_of_the_text_are_written_and_reported(capsys: pytest.CaptureFixture[str]) -> None:
     assert prepare(*NUMBERS) == 0
     captured = capsys.readouterr()
     assert MegatronCorpus("out/a").tokens.tolist() == [1, 2, 3, 50, 4, 5, 6, 50]
@@ -66,7 +66,7 @@ def test_each_of_several_columns_has_its_own_files(capsys: pytest.CaptureFixture
     assert MegatronCorpus("out/a_title").tokens.tolist() == [9, 50, 8, 8, 50, 7, 50]
 
 
-def test_a_tokenizer_is_trained_and_written_beside() -> None:
+def test_a_tokenizer_is_trained_and_written_next_to_the_tokens() -> None:
     assert prepare(*FIXED, "--train-vocab-size", "258", "--special-tokens", "[MASK]") == 0
     tokenizer = load_tokenizer("out/a.tokenizer.json")
     assert tokenizer.vocab_size == 258 and tokenizer.token_id("[MASK]") is not None
@@ -78,10 +78,10 @@ def test_arrow_is_a_data_set() -> None:
     assert datasets.load_from_disk("out/a")["input_ids"][:] == [[1, 2, 3, 50], [], [4, 5, 6, 50]]
 
 
-def test_every_mistake_is_told_at_once(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+def test_every_mistake_is_reported_at_once(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
     (folder / "out").mkdir()
     (folder / "out/a.idx").write_text("")
-    line = told(
+    line = shown(
         capsys,
         *("--path", "nowhere", "--output", "out/a", "--workers", "-1", "--max-document-bytes", "0"),
         *("--train-vocab-size", "257", "--special-tokens", "x", "--end-of-text", "y", "--text-column", "a", "a"),
@@ -95,7 +95,7 @@ def test_every_mistake_is_told_at_once(capsys: pytest.CaptureFixture[str], folde
         "names a column twice",
     ):
         assert fault in line
-    assert "out/a.idx exists; remove it, or name another" in told(capsys, *NUMBERS)
+    assert "out/a.idx exists; remove it, or name another" in shown(capsys, *NUMBERS)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_a_mistake_is_one_line_and_leaves_nothing(
 ) -> None:
     (folder / "empty.jsonl").write_text("")
     (folder / "broken.jsonl").write_text('{"text": "1"}\n{"text"')
-    assert fault in told(capsys, *options)
+    assert fault in shown(capsys, *options)
     assert not list(folder.glob("out/*"))
 
 
@@ -170,12 +170,12 @@ def test_a_tokenizer_that_other_token_files_may_need_is_left_as_it_is(
     for name in ("a.bin", "a.idx"):
         (folder / "out" / name).rename(folder / name)
     capsys.readouterr()
-    assert told(capsys, *trained) == "error: --output: out/a.tokenizer.json exists; remove it, or name another"
+    assert shown(capsys, *trained) == "error: --output: out/a.tokenizer.json exists; remove it, or name another"
     # That a run left which was ended.
     (folder / "out/a.shards-0-1").mkdir()
     with monkeypatch.context() as patched:
         patched.setattr(prepare_data, "write_tokens", ends)
-        assert told(capsys, *trained) == "error: none has a token"
+        assert shown(capsys, *trained) == "error: none has a token"
     assert (folder / "out/a.tokenizer.json").read_bytes() == made
     (folder / "out/a.shards-0-1").mkdir()
     assert prepare(*trained) == 0
@@ -183,20 +183,20 @@ def test_a_tokenizer_that_other_token_files_may_need_is_left_as_it_is(
 
 
 @pytest.mark.parametrize(
-    ("error", "code", "said"),
+    ("error", "code", "output"),
     [
         (OSError(28, "No space left on device"), 2, "error: the disk is full; what is finished is kept"),
         (PermissionError(13, "Permission denied"), 2, "error: [Errno 13] Permission denied"),
         (KeyboardInterrupt(), 130, "stopped; the same command goes on with what is finished"),
     ],
 )
-def test_what_ends_the_work_is_said_without_a_traceback(
+def test_what_ends_the_work_is_printed_without_a_traceback(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     folder: Path,
     error: BaseException,
     code: int,
-    said: str,
+    output: str,
 ) -> None:
     def ends(*arguments: Any, **options: Any) -> None:
         raise error
@@ -205,6 +205,6 @@ def test_what_ends_the_work_is_said_without_a_traceback(
     for options in (NUMBERS, (*FIXED, "--train-vocab-size", "257")):
         assert prepare(*options) == code
         captured = capsys.readouterr()
-        assert said in captured.err and "Traceback" not in captured.err
+        assert output in captured.err and "Traceback" not in captured.err
     # Else the same command would find it there.
     assert not list(folder.glob("out/*"))

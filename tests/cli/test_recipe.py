@@ -149,13 +149,13 @@ MISTAKES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 @pytest.mark.parametrize("mistake", list(MISTAKES))
 def test_a_mistake_ends_with_its_message(mistake: str, capfd: pytest.CaptureFixture[str]) -> None:
-    options, told = MISTAKES[mistake]
+    options, shown = MISTAKES[mistake]
     with pytest.raises(SystemExit) as ended:
         run(*options)
     assert ended.value.code == 2
     printed = capfd.readouterr().err
     assert "Traceback" not in printed
-    for part in told:
+    for part in shown:
         assert part in printed, printed
 
 
@@ -167,7 +167,7 @@ def test_a_mistake_in_an_option_is_one_line(capfd: pytest.CaptureFixture[str]) -
         assert printed.startswith("error: ") and printed.count("\n") == 1, printed
 
 
-def test_all_mistakes_are_told_together(capfd: pytest.CaptureFixture[str]) -> None:
+def test_all_mistakes_are_reported_together(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         run("--trainer.devices=3", "--data.path=nowhere", "--data.sequence_length=99", "--ckpt_path=none.ckpt")
     printed = capfd.readouterr().err
@@ -175,7 +175,7 @@ def test_all_mistakes_are_told_together(capfd: pytest.CaptureFixture[str]) -> No
         assert part in printed
 
 
-def test_settings_of_module_data_and_strategy_are_all_told_though_the_first_ends_it(
+def test_settings_of_module_data_and_strategy_are_all_reported_though_the_first_ends_it(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit):
@@ -189,7 +189,7 @@ def test_settings_of_module_data_and_strategy_are_all_told_though_the_first_ends
     assert "2 faults" in capfd.readouterr().err
 
 
-def test_a_file_that_is_no_checkpoint_is_told_in_one_line(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_is_no_checkpoint_is_reported_in_one_line(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (folder / "text.ckpt").write_text("# A comment.\n")
     with pytest.raises(SystemExit):
         run("--ckpt_path=text.ckpt")
@@ -197,12 +197,12 @@ def test_a_file_that_is_no_checkpoint_is_told_in_one_line(folder: Path, capfd: p
     assert line.endswith("ckpt_path (text.ckpt) cannot be read as a checkpoint: Unsupported operand 35")
 
 
-def test_only_one_process_of_a_machine_tells_it(
+def test_only_one_process_of_a_machine_prints_it(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("LOCAL_RANK", "1")
     # Else it waits for its parent, which here is pytest's, for ten seconds.
-    monkeypatch.setattr(recipe, "_SECONDS_TO_TELL", 0.1)
+    monkeypatch.setattr(recipe, "_SECONDS_TO_REPORT", 0.1)
     with pytest.raises(SystemExit):
         run(*AUTO, "--ckpt_path=none/step.ckpt")
     assert "error" not in capfd.readouterr().err
@@ -223,16 +223,16 @@ def test_options_can_be_printed_and_read_again(folder: Path, capsys: pytest.Capt
     assert "lr: 0.5" in capsys.readouterr().out
 
 
-def second_rank(pipe: Path, is_told: int) -> None:
-    """Meets a mistake that the first rank tells, and prints to the pipe."""
+def second_rank(pipe: Path, writer: int) -> None:
+    """Meets a mistake that the first rank reports, and prints to the pipe."""
     output = os.open(pipe, os.O_WRONLY)
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.environ["LOCAL_RANK"] = "1"
-    recipe._SECONDS_TO_TELL = 600
+    recipe._SECONDS_TO_REPORT = 600
 
     def mistake() -> None:
-        os.write(is_told, b"fails")
+        os.write(writer, b"fails")
         raise ConfigurationError(["a mistake"])
 
     recipe._exit_on_mistake(mistake)
@@ -240,20 +240,20 @@ def second_rank(pipe: Path, is_told: int) -> None:
 
 def first_rank(pipe: Path) -> tuple[int, bytes]:
     """The process that ended within a second of the mistake of the one that this one starts, 0 for none, and a word."""
-    told, is_told = os.pipe()
+    reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
         try:
-            second_rank(pipe, is_told)
+            second_rank(pipe, writer)
         finally:
             os._exit(1)
-    word = os.read(told, 10)
+    word = os.read(reader, 10)
     time.sleep(1.0)
     ended, _ = os.waitpid(child, os.WNOHANG)
     return ended, word
 
 
-def test_a_rank_ends_after_the_one_that_tells_the_mistake(tmp_path: Path) -> None:
+def test_a_rank_ends_after_the_one_that_reports_the_mistake(tmp_path: Path) -> None:
     # Lightning kills the first rank when the second ends before it.
     pipe = tmp_path / "printed"
     os.mkfifo(pipe)

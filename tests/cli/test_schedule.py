@@ -37,7 +37,7 @@ def record(capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, Any]:
     return found
 
 
-def told(capsys: pytest.CaptureFixture[str], *options: str) -> str:
+def error_of(capsys: pytest.CaptureFixture[str], *options: str) -> str:
     """The one line of a command that ends with a mistake."""
     assert main(["schedule", *options]) == 2
     captured = capsys.readouterr()
@@ -141,14 +141,14 @@ def test_the_report_has_bubble_formula_makespan_and_peaks(capsys: pytest.Capture
         ),
     ],
 )
-def test_a_mistake_is_told_in_one_line_with_all_others(
+def test_a_mistake_is_reported_in_one_line_with_all_others(
     options: tuple[str, ...], words: tuple[str, ...], empty_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("folder.svg", "folder.png"):
         (empty_folder / name).mkdir()
     if "--out" in options:
         pytest.importorskip("matplotlib")
-    line = told(capsys, *options)
+    line = error_of(capsys, *options)
     for word in words:
         assert word in line
 
@@ -162,12 +162,12 @@ def test_a_picture_without_matplotlib_is_refused_before_anything_is_played(
     # What the import system takes for "there is none".
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     monkeypatch.setattr("lightning_megatron.cli.schedule.timeline_of", nothing_played)
-    line = told(capsys, *SIZES, "--forward", "0", "--out", "file.svg")
+    line = error_of(capsys, *SIZES, "--forward", "0", "--out", "file.svg")
     assert "lightning_megatron[plot]" in line and "forward (0.0) must be above 0" in line
     assert not Path("file.svg").exists()
 
 
-def test_out_writes_a_picture_beside_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_out_writes_a_picture_as_well_as_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     assert printed(capsys, *SIZES, "--out", "file.SVG") == printed(capsys, *SIZES)
     root = ElementTree.parse("file.SVG").getroot()

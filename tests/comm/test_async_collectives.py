@@ -78,20 +78,20 @@ def test_tokens_of_an_all_to_all_v_and_their_gradients_go_to_the_ranks_they_are_
 @pytest.mark.parametrize("size", [1, 3])
 def test_all_gather_v_and_reduce_scatter_v_are_conjugate_with_unequal_shards(size: int) -> None:
     counts = COUNTS[:size]
-    whole, grads = torch.randn(sum(counts), 2, dtype=torch.float64), torch.randn(size, sum(counts), 2).double()
+    full, grads = torch.randn(sum(counts), 2, dtype=torch.float64), torch.randn(size, sum(counts), 2).double()
 
     def on_rank(world: Any) -> None:
         axis = axis_of(world)
-        share = whole.split(counts)[axis.rank].clone().requires_grad_()
+        share = full.split(counts)[axis.rank].clone().requires_grad_()
         joined = all_gather_v(share, axis, counts).wait()
-        assert torch.equal(joined, whole)
+        assert torch.equal(joined, full)
         joined.backward(grads[axis.rank])
         torch.testing.assert_close(share.grad, grads.sum(0).split(counts)[axis.rank], rtol=0, atol=1e-12)
         part = grads[axis.rank].clone().requires_grad_()
         own = reduce_scatter_v(part, axis, counts).wait()
         torch.testing.assert_close(own, grads.sum(0).split(counts)[axis.rank], rtol=0, atol=1e-12)
         own.backward(share.detach())
-        assert part.grad is not None and torch.equal(part.grad, whole)
+        assert part.grad is not None and torch.equal(part.grad, full)
 
     run_on_threads(size, on_rank)
 

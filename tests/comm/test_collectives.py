@@ -113,7 +113,7 @@ def real_mesh(sizes: Sizes) -> Mesh:
 def check_on_gloo(size: int) -> None:
     tp = real_mesh(Sizes(world=size, tp=size)).tp
     assert_right(every_result(tp), tp)
-    # Stages run against the global ranks; what takes a place on the axis must translate it.
+    # Stages run against the global ranks; what takes a rank on the axis must translate it.
     pp = real_mesh(Sizes(world=size, pp=size)).pp
     assert pp.rank == size - 1 - dist.get_rank()
     assert collectives.gather_objects(f"stage {pp.rank}", pp) == [f"stage {i}" for i in range(size)]
@@ -199,9 +199,9 @@ def in_place(axis: Axis) -> dict[str, Tensor]:
         found[f"scatter {name}"] = own.clone()
         y = torch.full((24,), -1.0, dtype=torch.float64)
         collectives.shard_slice(y, axis).copy_(own)
-        whole = collectives.all_gather_(y, axis) if waits else collectives.all_gather_(y, axis, wait=False).wait()
-        assert whole is y
-        found[f"gather {name}"] = whole
+        full = collectives.all_gather_(y, axis) if waits else collectives.all_gather_(y, axis, wait=False).wait()
+        assert full is y
+        found[f"gather {name}"] = full
     return found
 
 

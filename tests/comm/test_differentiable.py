@@ -32,10 +32,10 @@ def random(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64)
 
 
-def whole_and_parts(size: int, dim: int) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """A tensor, its equal parts, and a different tensor of the whole shape for each rank."""
-    whole = random(*SHAPE)
-    return whole, list(whole.chunk(size, dim)), [random(*SHAPE) for _ in range(size)]
+def full_and_parts(size: int, dim: int) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """A tensor, its equal parts, and a different tensor of the full shape for each rank."""
+    full = random(*SHAPE)
+    return full, list(full.chunk(size, dim)), [random(*SHAPE) for _ in range(size)]
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -68,12 +68,12 @@ def test_reduce_sums_and_hands_the_gradient_on_unscaled(size: int) -> None:
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("dim", [0, 1, -1])
 def test_all_gather_joins_and_gives_each_shard_its_part_of_the_summed_gradient(size: int, dim: int) -> None:
-    whole, parts, grads = whole_and_parts(size, dim)
+    full, parts, grads = full_and_parts(size, dim)
 
     def on_rank(axis: Axis) -> None:
         own = parts[axis.rank].clone().requires_grad_()
         out = differentiable.all_gather(own, axis, dim)
-        assert out.equal(whole)
+        assert out.equal(full)
         wanted = shard_slice(torch.stack(grads).sum(0), axis, dim)
         assert_close(back(out, own, grads[axis.rank]), wanted, rtol=0, atol=TOLERANCE)
 
@@ -83,13 +83,13 @@ def test_all_gather_joins_and_gives_each_shard_its_part_of_the_summed_gradient(s
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("dim", [0, 1, -1])
 def test_all_gather_invariant_gives_each_shard_its_part_of_a_gradient_that_all_ranks_share(size: int, dim: int) -> None:
-    whole, parts, _ = whole_and_parts(size, dim)
+    full, parts, _ = full_and_parts(size, dim)
     grad = random(*SHAPE)
 
     def on_rank(axis: Axis) -> None:
         own = parts[axis.rank].clone().requires_grad_()
         out = differentiable.all_gather_invariant(own, axis, dim)
-        assert out.equal(whole)
+        assert out.equal(full)
         wanted = shard_slice(grad, axis, dim)
         assert back(out, own, grad).equal(wanted)
         if axis.size > 1:  # the wrong one of the two scales the gradient by the axis
@@ -103,7 +103,7 @@ def test_all_gather_invariant_gives_each_shard_its_part_of_a_gradient_that_all_r
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("dim", [0, 1, -1])
 def test_reduce_scatter_sums_and_joins_the_gradients(size: int, dim: int) -> None:
-    grad, grads, parts = whole_and_parts(size, dim)
+    grad, grads, parts = full_and_parts(size, dim)
 
     def on_rank(axis: Axis) -> None:
         own = parts[axis.rank].clone().requires_grad_()
@@ -117,7 +117,7 @@ def test_reduce_scatter_sums_and_joins_the_gradients(size: int, dim: int) -> Non
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("dim", [0, 1, -1])
 def test_split_takes_the_own_part_and_joins_the_gradients(size: int, dim: int) -> None:
-    grad, grads, _ = whole_and_parts(size, dim)
+    grad, grads, _ = full_and_parts(size, dim)
     x = random(*SHAPE)
 
     def on_rank(axis: Axis) -> None:
@@ -152,7 +152,7 @@ def test_all_to_all_splits_one_dim_and_joins_another_and_its_gradient_goes_back_
     on_axis(size, on_rank)
 
 
-def test_a_sharded_network_has_the_gradients_of_the_whole_one() -> None:
+def test_a_sharded_network_has_the_gradients_of_the_unsharded_one() -> None:
     x, up, down = random(*SHAPE), random(4, 12), random(12, 4)
     leaves = [tensor.clone().requires_grad_() for tensor in (x, up, down)]
     torch.tanh(torch.tanh(leaves[0]) @ leaves[1]).matmul(leaves[2]).square().sum().backward()

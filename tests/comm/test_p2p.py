@@ -1,4 +1,4 @@
-"""Messages between neighbours arrive whole, in order, whatever their shapes, and both ways at once."""
+"""Messages between neighbours arrive complete, in order, whatever their shapes, and both ways at once."""
 
 import re
 import threading
@@ -138,11 +138,11 @@ def test_a_shape_seen_in_the_last_run_is_received_before_its_header_is_read() ->
     # In all, and posted before the first wait: a header each at first, with a payload when the shape is known.
     assert received[0] == (6, 3)
     assert received[1] == (6, 6)
-    # Another one: a filler in its place, and the message behind its header.
+    # Another one: a filler in its place, and the message after its header.
     assert received[2] == (9, 6)
     assert received[3] == (4, 4)
     assert received[4] == (5, 4)
-    # After two shapes in one run neither is expected; after one again that is.
+    # After two shapes in one run neither is expected; after a run of one shape that is.
     assert received[5] == (4, 2)
     assert received[6] == (4, 4)
     assert [count for count, _ in sent] == [count for count, _ in received]
@@ -227,7 +227,7 @@ def holds(world: ThreadGroup, kind: str) -> list[bool]:
     alive = []
     sends = {"f": mailbox.send_forward, "b": mailbox.send_backward}
     tensors = {key: torch.ones(4) for key in sends}
-    told = [weakref.ref(tensor) for tensor in tensors.values()]
+    references = [weakref.ref(tensor) for tensor in tensors.values()]
     for key, send in sends.items():
         send(key, peer, tensors[key])
     alive.append(len(mailbox._sending) == 2)
@@ -237,13 +237,13 @@ def holds(world: ThreadGroup, kind: str) -> list[bool]:
         mailbox.release("b")
     else:
         mailbox.finish()
-    alive.append(bool(mailbox._sending) or any(ref() is not None for ref in told))
+    alive.append(bool(mailbox._sending) or any(ref() is not None for ref in references))
     mailbox.finish()
     return alive
 
 
 @pytest.mark.parametrize("kind", ["release", "finish"])
-def test_a_message_is_kept_until_its_release_or_the_finish(kind: str) -> None:
+def test_a_message_is_held_until_its_release_or_the_finish(kind: str) -> None:
     assert run_on_threads(2, holds, kind)[0] == [True, False]
 
 
@@ -256,11 +256,11 @@ def leftovers(world: ThreadGroup) -> list[str]:
     mailbox.send_backward("s", peer, torch.ones(2))
     mailbox.wait("g")
     mailbox.finish()
-    kept = [name for name in ("_sending", "_incoming", "_gradients", "_fillers") if vars(mailbox)[name]]
-    return kept + [f"{hop} {state}" for hop, state in mailbox._hops.items() if state.unread or state.seen]
+    left = [name for name in ("_sending", "_incoming", "_gradients", "_fillers") if vars(mailbox)[name]]
+    return left + [f"{hop} {state}" for hop, state in mailbox._hops.items() if state.unread or state.seen]
 
 
-def test_a_finish_leaves_nothing_behind() -> None:
+def test_a_finish_leaves_nothing() -> None:
     assert run_on_threads(2, leftovers) == [[], []]
 
 
@@ -379,7 +379,7 @@ def test_ranks_make_equally_many_groups_and_the_two_of_a_hop_theirs_at_the_same_
 
 
 @pytest.mark.parametrize(
-    ("payload", "told"),
+    ("payload", "error_message"),
     [
         (
             [torch.ones(2)],
@@ -394,14 +394,14 @@ def test_ranks_make_equally_many_groups_and_the_two_of_a_hop_theirs_at_the_same_
         ({}, "hands an empty dict to the next; it must hand at least one tensor"),
     ],
 )
-def test_what_cannot_travel_is_refused(payload: Any, told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_what_cannot_travel_is_refused(payload: Any, error_message: str) -> None:
+    with pytest.raises(ValueError, match=error_message):
         TensorMeta.of(payload)
 
 
 def sends_long_names(world: ThreadGroup) -> str:
     mailbox, peer = pair(world)
-    told = ""
+    error_message = ""
     for length in (20, 100):
         payload: Payload = {f"{i}".rjust(length): torch.ones(1) for i in range(10)}
         if world.global_rank == 1:
@@ -412,16 +412,16 @@ def sends_long_names(world: ThreadGroup) -> str:
             try:
                 mailbox.send_forward("m", peer, payload)
             except ValueError as error:
-                told = str(error)
+                error_message = str(error)
         # Of what was refused nothing was sent.
         mailbox.finish()
-    return told
+    return error_message
 
 
 def test_names_that_a_header_cannot_hold_are_refused_before_anything_is_sent() -> None:
-    told, _ = run_on_threads(2, sends_long_names)
+    error_message, _ = run_on_threads(2, sends_long_names)
     taken = re.match(
-        r"the names and shapes of what a stage hands to the next take (\d+) bytes; they may take 1024", told
+        r"the names and shapes of what a stage hands to the next take (\d+) bytes; they may take 1024", error_message
     )
     assert taken is not None and 1024 < int(taken[1]) < 2048
 

@@ -30,7 +30,7 @@ def check(axis: Axis) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_what_is_passed_on_goes_one_place_further_on_threads(size: int) -> None:
+def test_what_is_passed_on_goes_one_rank_further_on_threads(size: int) -> None:
     def on_rank(world: Any) -> None:
         check(Mesh.build(Sizes(world=size, cp=size), world.rank(), new_group).cp)
 
@@ -45,7 +45,7 @@ def check_on_gloo(size: int) -> None:
     check(pp)
 
 
-def test_what_is_passed_on_goes_one_place_further_on_real_ranks() -> None:
+def test_what_is_passed_on_goes_one_rank_further_on_real_ranks() -> None:
     run_on_ranks(3, check_on_gloo, 3)
 
 

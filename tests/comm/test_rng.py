@@ -1,4 +1,4 @@
-"""Tests of the counter-based random numbers: any slice is a slice of the whole, and the numbers are random enough."""
+"""Tests of the counter-based random numbers: a slice is that of the full tensor, and the numbers are random enough."""
 
 import math
 
@@ -45,30 +45,30 @@ def test_mixing_is_one_to_one() -> None:
 def test_the_mask_of_a_shard_is_the_slice_of_the_whole(
     row: int, num_rows: int, column: int, num_columns: int, probability: float
 ) -> None:
-    whole = rng.keep_mask(row_keys(64), 128, probability)
+    full = rng.keep_mask(row_keys(64), 128, probability)
     shard = rng.keep_mask(row_keys(num_rows, first=row), num_columns, probability, first_column=column)
-    assert shard.equal(whole[row : row + num_rows, column : column + num_columns])
+    assert shard.equal(full[row : row + num_rows, column : column + num_columns])
 
 
-def test_the_mask_of_a_shard_is_not_that_of_another_place() -> None:
-    whole = rng.keep_mask(row_keys(), COLUMNS, 0.5)
-    assert not rng.keep_mask(row_keys(), COLUMNS // 2, 0.5).equal(whole[:, COLUMNS // 2 :])
-    assert not rng.keep_mask(row_keys(ROWS // 2), COLUMNS, 0.5).equal(whole[ROWS // 2 :])
+def test_the_mask_of_a_shard_is_not_that_of_another_position() -> None:
+    full = rng.keep_mask(row_keys(), COLUMNS, 0.5)
+    assert not rng.keep_mask(row_keys(), COLUMNS // 2, 0.5).equal(full[:, COLUMNS // 2 :])
+    assert not rng.keep_mask(row_keys(ROWS // 2), COLUMNS, 0.5).equal(full[ROWS // 2 :])
 
 
 @pytest.mark.parametrize("block", [1, 3 * COLUMNS - 1, 100 * COLUMNS])
 def test_a_mask_drawn_in_blocks_is_the_one_drawn_at_once(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = row_keys().view(2, 4, -1)
-    whole = rng.keep_mask(keys, COLUMNS, 0.3, first_column=5)
+    full = rng.keep_mask(keys, COLUMNS, 0.3, first_column=5)
     monkeypatch.setattr(rng, "MASK_BLOCK", block)
-    assert rng.keep_mask(keys, COLUMNS, 0.3, first_column=5).equal(whole)
+    assert rng.keep_mask(keys, COLUMNS, 0.3, first_column=5).equal(full)
     # No row stands for another, and a mask without columns is one.
-    assert whole.flatten(0, 2).unique(dim=0).shape[0] == ROWS
+    assert full.flatten(0, 2).unique(dim=0).shape[0] == ROWS
     assert rng.keep_mask(keys, 0, 0.3).shape == (*keys.shape, 0)
 
 
 @pytest.mark.parametrize("probability", [0.001, 0.1, 0.5, 0.9])
-def test_the_drop_rate_is_what_was_asked_for(probability: float) -> None:
+def test_the_drop_rate_is_the_given_probability(probability: float) -> None:
     dropped = ~rng.keep_mask(row_keys(), COLUMNS, probability)
     deviation = math.sqrt(probability * (1 - probability))
     assert abs(dropped.double().mean() - probability) < 4 * deviation / math.sqrt(ROWS * COLUMNS)
@@ -121,29 +121,29 @@ def test_normal_numbers_have_the_moments_of_the_normal_distribution() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 5), st.integers(1, 6)), min_size=1, max_size=3))
-def test_the_index_of_a_box_is_its_place_in_the_whole(dims: list[tuple[int, int, int]]) -> None:
+def test_the_index_of_a_box_is_its_position_in_the_tensor(dims: list[tuple[int, int, int]]) -> None:
     shape = [extent for extent, _, _ in dims]
     offsets = [min(offset, extent - 1) for extent, offset, _ in dims]
     sizes = [min(size, extent - offset) for (extent, _, size), offset in zip(dims, offsets, strict=True)]
-    whole = torch.arange(math.prod(shape)).view(shape)
+    full = torch.arange(math.prod(shape)).view(shape)
     slices = tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
-    assert rng.box_index(shape, offsets, sizes, torch.device("cpu")).equal(whole[slices])
+    assert rng.box_index(shape, offsets, sizes, torch.device("cpu")).equal(full[slices])
 
 
 def test_filling_a_box_in_blocks_gives_the_slice_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = rng.fill_normal_(torch.empty(20, 30), 0.5, rng.key(0, "w"), (20, 30), (0, 0))
+    full = rng.fill_normal_(torch.empty(20, 30), 0.5, rng.key(0, "w"), (20, 30), (0, 0))
     monkeypatch.setattr(rng, "_BLOCK", 7)
     part = torch.empty(30, 5).t()  # not contiguous, as the valid part of a padded shard is not
     rng.fill_normal_(part, 0.5, rng.key(0, "w"), (20, 30), (3, 0))
-    assert part.equal(whole[3:8])
-    assert not part.equal(whole[4:9])
+    assert part.equal(full[3:8])
+    assert not part.equal(full[4:9])
 
 
-def test_sample_keys_depend_on_the_place_in_the_global_batch_and_not_on_its_cut() -> None:
+def test_sample_keys_depend_on_the_index_in_the_global_batch_and_not_on_its_cut() -> None:
     cpu = torch.device("cpu")
-    whole = rng.Draws(seed=3, step=5).sample_keys(8, cpu)
-    assert torch.cat([rng.Draws(seed=3, step=5, first_sample=i).sample_keys(2, cpu) for i in (0, 2, 4, 6)]).equal(whole)
+    full = rng.Draws(seed=3, step=5).sample_keys(8, cpu)
+    assert torch.cat([rng.Draws(seed=3, step=5, first_sample=i).sample_keys(2, cpu) for i in (0, 2, 4, 6)]).equal(full)
     others = [rng.Draws(seed=4, step=5), rng.Draws(seed=3, step=6), rng.Draws(seed=3, step=5, call=1)]
     for other in others:
-        assert not (other.sample_keys(8, cpu) == whole).any()
-    assert whole.unique().numel() == 8
+        assert not (other.sample_keys(8, cpu) == full).any()
+    assert full.unique().numel() == 8

@@ -62,7 +62,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Result:
-    """Of a whole attention, in the order of places."""
+    """Results of attention over all keys, in the order of places."""
 
     output: Tensor
     queries: Tensor

@@ -55,14 +55,14 @@ class PlainVarlen(FlashVarlen):
         return x.repeat_interleave(queries.shape[1] // x.shape[1], dim=1)
 
     def _scores(self, queries: Tensor, keys: Tensor, sequences: VarlenSequences, scale: float) -> Tensor:
-        behind, ahead = (-1 if bound >= sequences.most_keys else bound for bound in sequences.bounds)
+        left, right = (-1 if bound >= sequences.most_keys else bound for bound in sequences.bounds)
         # A bound of one side bounds the other by the longest.
-        if behind < 0 <= ahead:
-            behind = sequences.most_keys
-        if ahead < 0 <= behind:
-            ahead = sequences.most_keys
+        if left < 0 <= right:
+            left = sequences.most_keys
+        if right < 0 <= left:
+            right = sequences.most_keys
         offset = torch.arange(len(keys)) - torch.arange(len(queries))[:, None] - (len(keys) - len(queries))
         scores = torch.einsum("qad,kad->aqk", queries, self._repeated(keys, queries)) * scale
-        if ahead < 0:
+        if right < 0:
             return scores
-        return scores.masked_fill((offset > ahead) | (offset < -behind), -torch.inf)
+        return scores.masked_fill((offset > right) | (offset < -left), -torch.inf)

@@ -1,4 +1,4 @@
-"""What every plan must keep, checked from its slots alone, and cost models to plan with."""
+"""Rules of every plan, checked from its slots alone, and cost models to plan with."""
 
 from collections.abc import Sequence
 
@@ -31,7 +31,7 @@ SLOW_RING = CostModel(
 COSTS = {"llama": LLAMA_13B, "linear": ONLY_LINEAR, "compute": ONLY_COMPUTE, "slow ring": SLOW_RING}
 
 
-def require_kept(
+def require_sound(
     plan: StepPlan, lengths: Sequence[int], ranks: int, config: DynamicContextConfig, cost: CostModel, pp: int = 1
 ) -> None:
     """Every document once, every rank once a slot, aligned groups of allowed sizes, the memory cap, the slot count; a

@@ -1,4 +1,4 @@
-"""Calls of context-parallel attention on every rank, put together again, and the same attention on one device."""
+"""Context-parallel attention on every rank, its results joined, and the same attention on one device."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -59,7 +59,7 @@ class Case:
         return DropoutSpec(keys_BT=keys_BT, name_key=rng.key("layer"), first_head=3, probability=self.dropout)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Queries, keys, values and the output's gradient of the whole stream, and a table."""
+        """Queries, keys, values and the output's gradient of the full stream, and a table."""
         tokens = sum(self.lengths)
         generator = torch.Generator().manual_seed(tokens)
 
@@ -89,22 +89,22 @@ def axes_of(case: Case, rank: int, new_group: NewGroup) -> ContextAxes:
     )
 
 
-def own_part(case: Case, rank: int, whole: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A rank's rows of the tensors, laid out as layers give them; rows of padding hold nothing that is a number."""
+def own_part(case: Case, rank: int, full: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A rank's tokens of the tensors, with the strides that layers give them; padding holds NaN."""
     places = case.layout().places(rank)
-    own = {"table": whole["table"].clone()}
+    own = {"table": full["table"].clone()}
     for name in ("queries", "keys", "values", "grad"):
         # Where there is no token at all, something to take for padding.
-        values = whole[name] if case.lengths else F.pad(whole[name], (0, 0, 0, 1))
+        values = full[name] if case.lengths else F.pad(full[name], (0, 0, 0, 1))
         rows = values[:, :, places.clamp(min=0)]
         rows = rows.masked_fill((places == PADDING)[:, None], torch.nan)
         own[name] = rows.transpose(1, 2).contiguous().transpose(1, 2)
     return own
 
 
-def results_of_rank(case: Case, axes: ContextAxes, whole: dict[str, Tensor]) -> dict[str, Tensor]:
+def results_of_rank(case: Case, axes: ContextAxes, full: dict[str, Tensor]) -> dict[str, Tensor]:
     """Output and gradients of this rank's rows."""
-    own = own_part(case, axes.rank, whole)
+    own = own_part(case, axes.rank, full)
     leaves = [own[name].requires_grad_() for name in ("queries", "keys", "values", "table")]
     table = leaves.pop()
     output = attend(
@@ -129,21 +129,21 @@ def results_of_rank(case: Case, axes: ContextAxes, whole: dict[str, Tensor]) -> 
 
 def joined(case: Case, of_ranks: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
     """What the ranks have, in the order of the stream; asserts that rows of padding hold zeros."""
-    layout, whole = case.layout(), {}
+    layout, full = case.layout(), {}
     for name in of_ranks[0]:
         if name == "table":
-            whole[name] = torch.stack([own[name] for own in of_ranks]).sum(0)
+            full[name] = torch.stack([own[name] for own in of_ranks]).sum(0)
             continue
         rows = torch.cat([own[name] for own in of_ranks], dim=2)
         is_padding = layout.group_places.flatten() == PADDING
         assert (rows[:, :, is_padding] == 0).all(), f"{name} of padding"
-        whole[name] = rows[:, :, layout.rows]
-    return whole
+        full[name] = rows[:, :, layout.rows]
+    return full
 
 
-def on_threads(case: Case, whole: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """Output and gradients of the whole stream, from ranks that are threads."""
-    tensors = whole or case.tensors()
+def on_threads(case: Case, full: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """Output and gradients of the full stream, from ranks that are threads."""
+    tensors = full or case.tensors()
 
     def on_rank(world: ThreadGroup) -> dict[str, Tensor]:
         return results_of_rank(case, axes_of(case, world.rank(), new_group), tensors)
@@ -151,9 +151,9 @@ def on_threads(case: Case, whole: dict[str, Tensor] | None = None) -> dict[str, 
     return joined(case, run_on_threads(case.size, on_rank))
 
 
-def dense(case: Case, whole: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+def dense(case: Case, full: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
     """The same by one softmax over all pairs of tokens, in float64."""
-    tensors = {name: tensor.double().clone() for name, tensor in (whole or case.tensors()).items()}
+    tensors = {name: tensor.double().clone() for name, tensor in (full or case.tensors()).items()}
     leaves = {name: tensor.requires_grad_() for name, tensor in tensors.items() if name != "grad"}
     shared = case.heads // case.groups
     keys, values = (leaves[name].repeat_interleave(shared, 1) for name in ("keys", "values"))

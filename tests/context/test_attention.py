@@ -120,12 +120,12 @@ EVERY_WAY = [
 
 @pytest.mark.parametrize("case", EVERY_WAY, ids=lambda case: f"{case.ring}x{case.ulysses}")
 def test_a_document_does_not_hear_of_another_one(case: Case) -> None:
-    whole = case.tensors()
-    before = on_threads(case, whole)
+    full = case.tensors()
+    before = on_threads(case, full)
     places = slice(30, 32)
     for name in ("queries", "keys", "values", "grad"):
-        whole[name][:, :, places] += 100.0 * torch.randn_like(whole[name][:, :, places])
-    after = on_threads(case, whole)
+        full[name][:, :, places] += 100.0 * torch.randn_like(full[name][:, :, places])
+    after = on_threads(case, full)
     for name in ("output", "queries", "keys", "values"):
         others = torch.ones(49, dtype=torch.bool)
         others[places] = False
@@ -138,10 +138,10 @@ def test_a_document_does_not_hear_of_another_one(case: Case) -> None:
 )
 def test_what_is_dropped_of_an_unpacked_batch_is_what_its_one_device_drops(case: Case) -> None:
     case = replace(case, batch=2, head_dim=24)
-    whole = case.tensors()
+    full = case.tensors()
     # The output of unit values is the weights.
-    whole["values"] = torch.eye(24, dtype=torch.float64).expand(2, 8, -1, -1).clone()
-    weights = on_threads(case, whole)["output"]
+    full["values"] = torch.eye(24, dtype=torch.float64).expand(2, 8, -1, -1).clone()
+    weights = on_threads(case, full)["output"]
     draws = case.dropout_spec()
     assert draws is not None
     dropout = AttentionDropout(case.dropout, "layer", first_head=draws.first_head)
@@ -169,7 +169,7 @@ def test_a_ring_sends_what_somebody_still_needs_and_gradients_in_float32() -> No
         pair, grads = "bfloat16[2, 1, 2, 8, 4]", "float32[2, 1, 2, 8, 4]"
         to_next = [f"send of {what} to rank {after}" for what in (pair, grads)]
         from_last = [f"recv of {what} from rank {before}" for what in (pair, grads)]
-        # Three others' keys and values each way, three others' gradients on the way home.
+        # Three others' keys and values each way, three others' gradients on the way back.
         assert [says.count(each) for each in (to_next[0], from_last[0])] == [6, 6]
         assert [says.count(each) for each in (to_next[1], from_last[1])] == [3, 3]
         assert len(says) == 18
@@ -189,11 +189,11 @@ def test_one_rank_sends_nothing() -> None:
 
 def test_layers_share_what_their_cache_holds_if_they_see_alike() -> None:
     case = Case(lengths=(20, 9))
-    axes, whole = axes_of(case, 0, new_group), case.tensors()
+    axes, full = axes_of(case, 0, new_group), case.tensors()
     cache: dict[Any, Any] = {}
 
     def layer(mask_spec: MaskSpec) -> Tensor:
-        inputs = (whole[name] for name in ("queries", "keys", "values"))
+        inputs = (full[name] for name in ("queries", "keys", "values"))
         return attend(*inputs, layout=case.layout(), axes=axes, mask_spec=mask_spec, cache=cache)
 
     first, held = layer(WINDOW), dict(cache)
@@ -208,9 +208,9 @@ def test_layers_share_what_their_cache_holds_if_they_see_alike() -> None:
 
 def test_a_gradient_that_is_one_number_everywhere_is_taken() -> None:
     case = Case(lengths=(20, 9), head_dim=8)
-    whole = case.tensors() | {"grad": torch.ones(1, dtype=torch.float64).expand(1, 8, 29, 8)}
-    wanted = dense(case, whole)
-    leaves = [whole[name].clone().requires_grad_() for name in ("queries", "keys", "values")]
+    full = case.tensors() | {"grad": torch.ones(1, dtype=torch.float64).expand(1, 8, 29, 8)}
+    wanted = dense(case, full)
+    leaves = [full[name].clone().requires_grad_() for name in ("queries", "keys", "values")]
     attend(*leaves, layout=case.layout(), axes=axes_of(case, 0, new_group), mask_spec=case.mask_spec).sum().backward()
     for leaf, name in zip(leaves, ("queries", "keys", "values"), strict=True):
         torch.testing.assert_close(leaf.grad, wanted[name], rtol=0, atol=TOLERANCE)
@@ -247,17 +247,17 @@ def test_no_tensor_has_an_element_for_each_pair_of_tokens(mask_spec: MaskSpec, s
         groups=2,
         dtype=torch.float32,
     )
-    whole = case.tensors()
+    full = case.tensors()
 
     def on_rank(world: ThreadGroup) -> int:
         axes = axes_of(case, world.rank(), new_group)
         with LargestTensor() as largest:
-            results_of_rank(case, axes, whole)
+            results_of_rank(case, axes, full)
         return largest.num_elements
 
     for num_elements in run_on_threads(size, on_rank):
         # Keys and values of a rank as one tensor are the largest that there is need of.
-        assert num_elements < 3 * whole["queries"].numel() < 701 * 701 // 4 // size
+        assert num_elements < 3 * full["queries"].numel() < 701 * 701 // 4 // size
 
 
 def test_a_call_without_tokens_gives_nothing_for_its_row_of_padding() -> None:

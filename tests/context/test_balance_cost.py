@@ -98,7 +98,7 @@ def test_a_group_over_two_nodes_sends_at_the_far_rate() -> None:
     assert far == pytest.approx(100 + 100 + 7 * 2.0 * 100)
 
 
-def test_all_faults_of_the_constants_are_told_at_once() -> None:
+def test_all_faults_of_the_constants_are_reported_at_once() -> None:
     with pytest.raises(ValueError, match=r"seconds_per_token \(nan\)(.|\n)*latency_seconds \(-1\)"):
         CostModel(seconds_per_token=float("nan"), latency_seconds=-1)
     with pytest.raises(ValueError, match="every token takes time"):
@@ -107,16 +107,16 @@ def test_all_faults_of_the_constants_are_told_at_once() -> None:
         fit([Measurement(1, 1, 1, 1.0), Measurement(1, 1, 1, 0.0)])
 
 
-def test_all_faults_of_a_config_are_told_at_once() -> None:
-    told = r"max_tokens_per_rank \(0\)(.|\n)*min_group_size \(6\) must be a power of two; 4 or 8 is near"
-    with pytest.raises(ValueError, match=told):
+def test_all_faults_of_a_config_are_reported_at_once() -> None:
+    message = r"max_tokens_per_rank \(0\)(.|\n)*min_group_size \(6\) must be a power of two; 4 or 8 is near"
+    with pytest.raises(ValueError, match=message):
         DynamicContextConfig(max_tokens_per_rank=0, min_group_size=6)
-    told = r"max_group_size \(2\) must not be below min_group_size \(4\)(.|\n)*balance_tolerance \(-1\)"
-    with pytest.raises(ValueError, match=told):
+    message = r"max_group_size \(2\) must not be below min_group_size \(4\)(.|\n)*balance_tolerance \(-1\)"
+    with pytest.raises(ValueError, match=message):
         DynamicContextConfig(max_tokens_per_rank=1, min_group_size=4, max_group_size=2, balance_tolerance=-1)
 
 
-def test_a_size_that_the_ranks_do_not_have_is_told_with_those_they_have() -> None:
+def test_a_size_that_the_ranks_do_not_have_is_reported_with_those_they_have() -> None:
     with pytest.raises(ValueError, match=r"max_group_size \(4\) .* of 6 dp x cp ranks; it may be 1, 2, 6"):
         group_sizes(6, DynamicContextConfig(max_tokens_per_rank=1, max_group_size=4))
     assert group_sizes(16, DynamicContextConfig(max_tokens_per_rank=1, min_group_size=2, max_group_size=8)) == (2, 4, 8)

@@ -1,4 +1,4 @@
-"""Plans of random steps: what they must keep always, and how near they come to the lower bound."""
+"""Plans of random steps: the rules that they always obey, and how near they come to the lower bound."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmarks.document_lengths import COMMON_CRAWL, GITHUB, LOG_NORMAL, Length
 from lightning_megatron.context.balance import CostModel, DynamicContextConfig, StepPlan, group_sizes, plan
 from lightning_megatron.context.balance.bound import fewest_microbatches
 from lightning_megatron.context.balance.slots import group_seconds
-from tests.context.plans import COSTS, LLAMA_13B, ONLY_COMPUTE, require_kept, seconds_by_hand
+from tests.context.plans import COSTS, LLAMA_13B, ONLY_COMPUTE, require_sound, seconds_by_hand
 from tests.harness.sample import WHOLE
 
 # The share of the random steps that every run tries; `pytest --whole` tries all.
@@ -55,7 +55,7 @@ def steps(draw: st.DrawFn) -> dict[str, Any]:
 def test_every_plan_keeps_documents_groups_memory_and_microbatches(step: dict[str, Any], cost: Any) -> None:
     lengths, ranks, config = step["lengths"], step["ranks"], step["config"]
     made = plan(lengths, ranks, cost, config, pp=step["pp"])
-    require_kept(made, lengths, ranks, config, cost, step["pp"])
+    require_sound(made, lengths, ranks, config, cost, step["pp"])
     assert len(made.slots) >= fewest_microbatches(lengths, ranks, config)
     assert made.seconds == pytest.approx(seconds_by_hand(made, lengths, cost, step["pp"]), rel=1e-9)
     assert made.lower_bound <= made.seconds * (1 + 1e-9)
@@ -75,7 +75,7 @@ def ratios(lengths_like: LengthDistribution, ranks: int, num_sets: int) -> list[
         own = dataclasses.replace(lengths_like, longest=longest)
         lengths = own.draw(rng, ranks * int(rng.integers(4, 33)))
         made = plan(lengths, ranks, LLAMA_13B, config)
-        require_kept(made, lengths, ranks, config, LLAMA_13B)
+        require_sound(made, lengths, ranks, config, LLAMA_13B)
         found.append(made.seconds / made.lower_bound)
     return found
 
@@ -143,12 +143,12 @@ def test_a_rank_count_that_is_no_power_of_two_still_has_the_group_of_all() -> No
     config = DynamicContextConfig(max_tokens_per_rank=10)
     assert group_sizes(6, config) == (1, 2, 6)
     made = plan([60, 3, 4], 6, ONLY_COMPUTE, config)
-    require_kept(made, [60, 3, 4], 6, config, ONLY_COMPUTE)
+    require_sound(made, [60, 3, 4], 6, config, ONLY_COMPUTE)
     assert made.slots[0][0].size == 6
 
 
 @pytest.mark.parametrize(
-    ("lengths", "told"),
+    ("lengths", "message"),
     [
         ([], "a step without documents"),
         ([5, 0, 7, -1], r"documents 1, 3 have no token; leave them out"),
@@ -160,8 +160,8 @@ def test_a_rank_count_that_is_no_power_of_two_still_has_the_group_of_all() -> No
         ([81] * 9, r"4 \(81 tokens\) and 4 more are longer"),
     ],
 )
-def test_documents_that_cannot_be_planned_are_all_told_with_the_way_out(lengths: list[int], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_documents_that_cannot_be_planned_are_all_reported_with_the_way_out(lengths: list[int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         plan(lengths, 8, ONLY_COMPUTE, DynamicContextConfig(max_tokens_per_rank=10))
 
 

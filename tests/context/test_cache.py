@@ -1,4 +1,4 @@
-"""Attention to what a cache keeps equals dense attention to all tokens so far, of rows of different lengths."""
+"""Attention to cached tokens equals dense attention to all tokens so far, of rows of different lengths."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -62,13 +62,13 @@ def dense(row: Row, query: int, num_keys: int, mask_spec: MaskSpec, is_biased: b
 
 
 def padded(parts: list[Tensor]) -> Tensor:
-    """Parts [A, N, D], large numbers behind their ends, which nobody may see: [B, A, most, D]."""
+    """Parts [A, N, D], large numbers after their ends, which nobody may see: [B, A, most, D]."""
     most = max(part.shape[1] for part in parts)
     return torch.stack([torch.nn.functional.pad(part, (0, 0, 0, most - part.shape[1]), value=1e3) for part in parts])
 
 
 def run(world: Any, sizes: Sizes, mask_spec: MaskSpec, is_biased: bool) -> list[list[Tensor]]:
-    """What the rank's queries of each call got, by call and row; those of the first call are kept alone."""
+    """What the rank's queries of each call got, by call and row; those of the first call come separately."""
     cp = Mesh.build(sizes, world.rank(), new_group).cp
     cache, all_rows, found = KeyValueCache(2, cp=cp), rows(), []
     bias = RelativePositionBias(table=TABLE, bucket=bucket) if is_biased else None
@@ -98,7 +98,7 @@ def run(world: Any, sizes: Sizes, mask_spec: MaskSpec, is_biased: bool) -> list[
         for row in (slice(0, 1), slice(1, 2)):
             for _ in range(2):
                 call = cache.open(row, positions[row])
-                call.keep("layer", keys[row], values[row])
+                call.update("layer", keys[row], values[row])
             assert call.is_first == (number == 0)
             if number:
                 outputs.append(call.attend("layer", queries[row], mask_spec=mask_spec, bias=bias)[0])
@@ -136,7 +136,7 @@ def test_what_one_call_brought_is_read_by_calls_that_bring_nothing() -> None:
     row = rows()[0]
     cache = KeyValueCache(1, cp=Mesh.single().cp)
     call = cache.open(slice(0, 1), torch.arange(TOTALS[0]).unsqueeze(0))
-    call.keep("cross", row.keys.unsqueeze(0), row.values.unsqueeze(0))
+    call.update("cross", row.keys.unsqueeze(0), row.values.unsqueeze(0))
     cache.close()
     for query in range(3):
         later = cache.read(slice(0, 1), torch.full((1, 1), query))

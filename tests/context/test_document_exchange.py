@@ -24,19 +24,19 @@ NARROW = DynamicContextConfig(max_tokens_per_rank=5, cost=COST)
 ROWS, SEQUENCE = 6, 10
 
 
-def batch_of(replica: int, *, is_packed: bool = True) -> dict[str, Tensor]:
+def batch_of(dp_rank: int, *, is_packed: bool = True) -> dict[str, Tensor]:
     """Tokens that say where they are; labels that follow from them; documents of 1 token and more."""
-    tokens = torch.arange(ROWS * SEQUENCE).view(ROWS, SEQUENCE) + 1000 * (replica + 1)
+    tokens = torch.arange(ROWS * SEQUENCE).view(ROWS, SEQUENCE) + 1000 * (dp_rank + 1)
     batch = {"tokens": tokens, "loss_mask": tokens.float() / 7, "is_odd": tokens % 2 == 1, "labels": tokens.int() * 3}
     if is_packed:
-        generator = torch.Generator().manual_seed(replica)
+        generator = torch.Generator().manual_seed(dp_rank)
         rows = []
         for _ in range(ROWS):
             lengths = torch.randint(1, 9, (SEQUENCE,), generator=generator)
             row = torch.arange(SEQUENCE).repeat_interleave(lengths)[:SEQUENCE].clone()
             row[SEQUENCE - int(torch.randint(0, 3, (), generator=generator)) :] = -1
             rows.append(row)
-        rows[replica].fill_(-1)
+        rows[dp_rank].fill_(-1)
         batch["segments"] = torch.stack(rows)
     return batch
 
@@ -45,9 +45,9 @@ def run(world: Any, sizes: Sizes, is_packed: bool, made: StepPlan | None = None)
     mesh = Mesh.build(sizes, world.rank(), new_group)
     line = mesh.axis("dp+cp")
     held = loaded_documents(batch_of(mesh.dp.rank, is_packed=is_packed))
-    told = collectives.gather_objects((held.lengths, held.names_D2.tolist()), line)[:: sizes.cp]
-    lengths = [own for own, _ in told]
-    names = torch.tensor([[replica * ROWS + row, n] for replica, (_, own) in enumerate(told) for row, n in own])
+    gathered = collectives.gather_objects((held.lengths, held.names_D2.tolist()), line)[:: sizes.cp]
+    lengths = [own for own, _ in gathered]
+    names = torch.tensor([[dp_rank * ROWS + row, n] for dp_rank, (_, own) in enumerate(gathered) for row, n in own])
     made = made or plan(
         [length for own in lengths for length in own], line.size, COST, CONFIG if world.size() == 1 else NARROW
     )
@@ -57,7 +57,7 @@ def run(world: Any, sizes: Sizes, is_packed: bool, made: StepPlan | None = None)
 
 @pytest.mark.parametrize("is_packed", [True, False])
 @pytest.mark.parametrize(("world", "cp", "tp"), [(1, 1, 1), (2, 1, 1), (4, 2, 1), (4, 4, 1), (6, 3, 1), (4, 1, 2)])
-def test_the_ranks_of_a_group_get_its_documents_whole_and_no_token_runs_twice(
+def test_the_ranks_of_a_group_get_its_full_documents_and_no_token_runs_twice(
     world: int, cp: int, tp: int, is_packed: bool
 ) -> None:
     sizes = Sizes(world=world, cp=cp, tp=tp)
@@ -75,12 +75,12 @@ def test_the_ranks_of_a_group_get_its_documents_whole_and_no_token_runs_twice(
             assert batch["is_odd"].dtype == torch.bool and batch["labels"].dtype == torch.int32
             for document, (row, number) in enumerate(part.names_D2.tolist()):
                 own = batch["tokens"][batch["segments"] == document]
-                whole = batch_of(row // ROWS, is_packed=is_packed)
-                wanted = whole["tokens"][row % ROWS]
-                assert torch.equal(own, wanted[whole["segments"][row % ROWS] == number] if is_packed else wanted)
+                full = batch_of(row // ROWS, is_packed=is_packed)
+                wanted = full["tokens"][row % ROWS]
+                assert torch.equal(own, wanted[full["segments"][row % ROWS] == number] if is_packed else wanted)
             if rank // tp == part.group.first:
                 seen += tokens.tolist()
-    batches = [batch_of(replica, is_packed=is_packed) for replica in range(sizes.dp)]
+    batches = [batch_of(dp_rank, is_packed=is_packed) for dp_rank in range(sizes.dp)]
     wanted_tokens = [batch["tokens"][batch["segments"] >= 0] if is_packed else batch["tokens"] for batch in batches]
     assert sorted(seen) == sorted(token for tokens in wanted_tokens for token in tokens.flatten().tolist())
     assert world == 1 or any(part.group.size > 1 for parts in by_rank for part in parts)
@@ -100,7 +100,7 @@ def test_a_group_without_documents_gets_one_token_of_none() -> None:
     assert empty.names_D2.shape == (0, 2)
 
 
-def test_the_ranks_of_a_replica_share_the_sending() -> None:
+def test_the_cp_ranks_of_a_data_parallel_rank_share_the_sending() -> None:
     made = plan([5] * 16, 4, COST, CONFIG)
     route = DocumentRoute.of(made, [[5] * 8, [5] * 8], 2)
     assert [sum(sender == rank for sender in route.senders) for rank in range(4)] == [4, 4, 4, 4]
@@ -109,7 +109,7 @@ def test_the_ranks_of_a_replica_share_the_sending() -> None:
 
 
 @pytest.mark.parametrize(
-    ("batch", "told"),
+    ("batch", "message"),
     [
         ([torch.zeros(2, 3)], r"this is list"),
         ({}, r"this is dict"),
@@ -119,6 +119,6 @@ def test_the_ranks_of_a_replica_share_the_sending() -> None:
         ({"tokens": torch.zeros(2, 3, 1)}, r"'tokens' is a tensor \(2, 3, 1\)"),
     ],
 )
-def test_a_batch_that_is_not_said_token_by_token_is_refused_by_key(batch: object, told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_a_batch_that_is_not_given_token_by_token_is_refused_by_key(batch: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         loaded_documents(batch)

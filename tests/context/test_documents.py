@@ -24,7 +24,7 @@ def test_a_batch_of_padding_has_no_document() -> None:
     assert documents.lengths == () and len(documents.index_X) == 0
 
 
-def test_keys_name_the_document_and_the_place_in_it() -> None:
+def test_keys_name_the_document_and_the_position_in_it() -> None:
     samples = torch.tensor([11, 12])
     here = documents_of(torch.tensor([[0, 0, 1, 1, 1], [0, 0, 0, 0, 0]]))
     moved = documents_of(torch.tensor([[-1, -1, 1, 1, 1], [0, 0, 0, 0, 0]]))

@@ -45,21 +45,21 @@ def test_what_is_made_of_blocks_is_made_once_for_all_layers() -> None:
         scale=SCALE,
     )
     x = torch.randn(1, 4, layout.num_rows, 8)
-    asked = []
+    block_masks = []
 
     def attention(*args: object, **kwargs: object) -> object:
-        asked.append(kwargs["block_mask"])
+        block_masks.append(kwargs["block_mask"])
         return plain_flex(*args, **kwargs)  # type: ignore[arg-type]
 
     for table in torch.randn(3, 6, 4):
         one = AttentionStep(**{**vars(step), "bias": RelativePositionBias(table=table, bucket=bucket)})
         FlexAttention(attention).forward(x, x, x, one)
-    assert len(asked) == 3 and asked[0] is asked[1] is asked[2]
+    assert len(block_masks) == 3 and block_masks[0] is block_masks[1] is block_masks[2]
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("case", TABLE)
-def test_torch_takes_what_it_is_asked_and_gives_the_same_output(
+def test_torch_takes_the_arguments_and_gives_the_same_output(
     case: Case, has_bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Not compiled, for a new shape each time; that is for outputs alone.
@@ -84,7 +84,7 @@ def test_torch_takes_what_it_is_asked_and_gives_the_same_output(
             torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
 
 
-def test_it_is_chosen_where_it_is_asked_for_and_can() -> None:
+def test_it_is_chosen_where_it_is_configured_and_can() -> None:
     layout = cut((5,), ring_size=1)
     positions = layout.group_positions[0]
     mask_spec = MaskSpec(is_causal=True)

@@ -119,7 +119,7 @@ def test_one_row_of_random_keys_serves_all_samples() -> None:
     assert torch.equal(*outputs)
 
 
-def test_columns_in_any_order_are_kept_as_in_the_whole_row() -> None:
+def test_columns_in_any_order_are_dropped_as_in_the_full_row() -> None:
     keys = rng.bits(3, torch.arange(50))
     columns = torch.tensor([9, 2, 30, 2])
     assert torch.equal(rng.keep_columns(keys, columns, 0.5), rng.keep_mask(keys, 31, 0.5)[:, columns])
@@ -152,7 +152,7 @@ def test_a_query_that_sees_no_key_gives_nothing_and_has_no_gradient(kernel: Kern
     gradients = kernel.backward(inputs, step)
     assert not gradients.queries[:, :, blind].any() and gradients.queries[:, :, 5].any()
     assert not gradients.keys[:, :, 6:].any() and gradients.values[:, :, :3].any()
-    # Blind in the whole, whatever stands in the block.
+    # Blind over all keys, whatever the block says.
     none = kernel.backward(inputs._replace(lse=torch.full_like(lse, -torch.inf)), step)
     assert not any(part.any() for part in none[:3])
 
@@ -161,10 +161,10 @@ def test_merging_is_safe_where_either_side_or_both_saw_nothing() -> None:
     nothing = torch.full((1, 1, 3), -torch.inf), torch.zeros(1, 1, 3, 2)
     lse, output = torch.tensor([[[0.5, -torch.inf, -torch.inf]]]), torch.rand(1, 1, 3, 2)
     output[:, :, 1:] = 0.0
-    whole, whole_lse = nothing[1].clone(), nothing[0].clone()
-    merge_(whole, whole_lse, output, lse)
-    merge_(whole, whole_lse, nothing[1], nothing[0])
-    assert torch.equal(whole, output) and torch.equal(whole_lse, lse)
+    merged, merged_lse = nothing[1].clone(), nothing[0].clone()
+    merge_(merged, merged_lse, output, lse)
+    merge_(merged, merged_lse, nothing[1], nothing[0])
+    assert torch.equal(merged, output) and torch.equal(merged_lse, lse)
 
 
 def test_merging_large_scores_neither_overflows_nor_forgets() -> None:

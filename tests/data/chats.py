@@ -60,10 +60,10 @@ def write_tokenizer(folder: Path, template: str | None, vocab_size: int = 300, *
         ]
     )
     engine.save(str(folder / "tokenizer.json"))
-    told = {"bos_token": "<s>", "eos_token": END_OF_TEXT, "tokenizer_class": "PreTrainedTokenizerFast"}
+    shown = {"bos_token": "<s>", "eos_token": END_OF_TEXT, "tokenizer_class": "PreTrainedTokenizerFast"}
     if template is not None:
-        told["chat_template"] = template
-    (folder / "tokenizer_config.json").write_text(json.dumps(told | config))
+        shown["chat_template"] = template
+    (folder / "tokenizer_config.json").write_text(json.dumps(shown | config))
     return folder
 
 

@@ -53,7 +53,7 @@ def test_a_prompt_is_read_and_its_completion_learnt(tmp_path: Path, tokenizer: T
     assert str(samples.counts).startswith("6 samples; 0 answers were cut")
     for i in range(len(samples)):
         one = samples[i]
-        # Each label is told from what is before it, the first from the start alone.
+        # Each label is predicted from what is before it, the first from the start alone.
         assert one["decoder_tokens"].tolist() == [START, *one["labels"][:-1].tolist()]
         assert one["loss_mask"].tolist() == [1.0] * len(one["labels"])
         assert not one["encoder_segments"].any() and len(one["encoder_segments"]) == len(one["encoder_tokens"])
@@ -64,7 +64,7 @@ def test_a_prompt_is_read_and_its_completion_learnt(tmp_path: Path, tokenizer: T
         samples[6]
 
 
-def test_each_answer_of_a_conversation_is_asked_by_all_before_it(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_the_prompt_of_each_answer_is_all_before_it(tmp_path: Path, tokenizer: Tokenizer) -> None:
     template = ChatTemplate(HEADERS, names={})
     samples = samples_of(tmp_path, tokenizer, [{"messages": TURNS}], template)
     first = "<|begin|>user\n\nWhat is  two and two?<|end|>\n<|begin|>assistant\n\n"
@@ -97,8 +97,8 @@ def test_packed_rows_hold_the_samples_and_keep_them_apart(tmp_path: Path, tokeni
             **dict.fromkeys(("decoder_tokens", "decoder_segments", "labels", "loss_mask"), 40),
         }
         for number in range(int(row["encoder_segments"].max()) + 1):
-            read, told = row["encoder_segments"] == number, row["decoder_segments"] == number
-            parts = {name: row[name][read if name.startswith("encoder") else told] for name in row}
+            read, shown = row["encoder_segments"] == number, row["decoder_segments"] == number
+            parts = {name: row[name][read if name.startswith("encoder") else shown] for name in row}
             found.append([parts[name].tolist() for name in ("encoder_tokens", "decoder_tokens", "labels", "loss_mask")])
         assert int(row["decoder_segments"].max()) == int(row["encoder_segments"].max())
         assert set(row["encoder_tokens"][row["encoder_segments"] < 0].tolist()) <= {3}
@@ -111,7 +111,7 @@ def test_packed_rows_hold_the_samples_and_keep_them_apart(tmp_path: Path, tokeni
 
 
 @pytest.mark.parametrize(
-    ("rows", "told"),
+    ("rows", "shown"),
     [
         ([{"text": "alone"}], "a text alone asks nothing; give rows of 'prompt' and 'completion'"),
         ([{"messages": TURNS}], "no chat template"),
@@ -120,7 +120,7 @@ def test_packed_rows_hold_the_samples_and_keep_them_apart(tmp_path: Path, tokeni
     ],
 )
 def test_rows_without_an_answer_to_a_question_are_refused(
-    tmp_path: Path, tokenizer: Tokenizer, rows: list[dict[str, Any]], told: str
+    tmp_path: Path, tokenizer: Tokenizer, rows: list[dict[str, Any]], shown: str
 ) -> None:
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=shown):
         samples_of(tmp_path, tokenizer, rows)

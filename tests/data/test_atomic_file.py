@@ -7,7 +7,7 @@ import pytest
 from lightning_megatron.data.atomic_file import atomic_write
 
 
-def test_the_file_is_not_seen_before_it_is_whole(tmp_path: Path) -> None:
+def test_the_file_is_not_seen_before_it_is_complete(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "file"
     with atomic_write(path) as temporary:
         temporary.write_text("all")

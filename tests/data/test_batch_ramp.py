@@ -39,11 +39,11 @@ def test_the_size_is_the_step_that_the_samples_seen_have_reached(ramp: BatchRamp
 
 @given(RAMPS, st.integers(100, 1500))
 def test_batches_follow_each_other_without_gaps(ramp: BatchRamp, num_samples: int) -> None:
-    place = 0
+    position = 0
     for first, size in batches_of(ramp, num_samples):
-        assert (first, size) == (place, ramp.size_at(place))
-        place += size
-    assert place <= num_samples < place + ramp.size_at(place)
+        assert (first, size) == (position, ramp.size_at(position))
+        position += size
+    assert position <= num_samples < position + ramp.size_at(position)
 
 
 @given(RAMPS, st.integers(0, 1500))
@@ -66,7 +66,7 @@ def test_a_constant_ramp_has_one_size() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "shown"),
     [
         ({"last_size": 60}, r"do not lead to last_size \(60\); 48 or 64 would do"),
         ({"last_size": 8}, "not below first_size"),
@@ -76,12 +76,12 @@ def test_a_constant_ramp_has_one_size() -> None:
         ({"last_size": 60, "ramp_samples": -1}, "would do; ramp_samples"),
     ],
 )
-def test_a_ramp_that_leads_nowhere_is_refused(changes: dict[str, int], told: str) -> None:
+def test_a_ramp_that_leads_nowhere_is_refused(changes: dict[str, int], shown: str) -> None:
     given_: dict[str, Any] = {"first_size": 16, "last_size": 64, "step_size": 16, "ramp_samples": 300} | changes
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=shown):
         BatchRamp(**given_)
 
 
-def test_a_place_before_the_beginning_is_refused() -> None:
+def test_a_position_before_the_beginning_is_refused() -> None:
     with pytest.raises(ValueError, match=r"consumed_samples \(-1\)"):
         RAMP.size_at(-1)

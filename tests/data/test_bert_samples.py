@@ -32,10 +32,10 @@ def spans_by_hand(documents: list[list[int]], most: int, short_seq_prob: float, 
         full = [i for i, size in enumerate(document) if size]
         at = 0
         while len(full) - at >= 2:
-            place = np.array([num_full_before + at])
+            position = np.array([num_full_before + at])
             meant = most
-            if uniforms_at(place, seed, "short spans")[0] < short_seq_prob:
-                meant = 2 + int(uniforms_at(place, seed, "lengths of short spans")[0] * (most - 1))
+            if uniforms_at(position, seed, "short spans")[0] < short_seq_prob:
+                meant = 2 + int(uniforms_at(position, seed, "lengths of short spans")[0] * (most - 1))
             stop, total = at, 0
             while stop < len(full) and (total < meant or stop - at < 2):
                 total += document[full[stop]]
@@ -98,7 +98,7 @@ def bert_spans(config: BertSampleConfig = CONFIG, seed: int = 0) -> BertSpans:
     )
 
 
-def test_a_sample_is_laid_out_as_told() -> None:
+def test_a_sample_has_the_documented_layout() -> None:
     samples = bert_spans()
     for i in range(200):
         sample = {name: value.tolist() for name, value in samples[i].items()}
@@ -108,7 +108,7 @@ def test_a_sample_is_laid_out_as_told() -> None:
         num_used = sum(sample["padding_mask"])
         assert sample["padding_mask"] == [True] * num_used + [False] * (16 - num_used)
         assert seen[0] == CLS and seen[num_used:] == [PAD] * (16 - num_used)
-        separators = [place for place, token in enumerate(seen) if token == SEP]
+        separators = [position for position, token in enumerate(seen) if token == SEP]
         assert len(separators) == 2 and separators[1] == num_used - 1
         num_first = separators[0] + 1
         assert sample["token_types"] == [0] * num_first + [1] * (num_used - num_first) + [0] * (16 - num_used)
@@ -128,7 +128,7 @@ def test_about_half_is_swapped_and_a_tenth_short() -> None:
     assert set(short.tolist()) == set(range(2, 50))
 
 
-def test_a_span_that_comes_again_in_another_epoch_is_parted_and_hidden_anew() -> None:
+def test_a_span_that_comes_again_in_another_epoch_is_split_and_masked_differently() -> None:
     samples = bert_spans()
     num_spans = len(samples.spans)
     assert any(not samples[i]["tokens"].equal(samples[num_spans + i]["tokens"]) for i in range(num_spans))
@@ -160,7 +160,7 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return one.keys() == other.keys() and all(one[name].equal(other[name]) for name in one)
 
 
-def test_numbers_of_spans_go_on_over_epochs_and_each_is_made_anew() -> None:
+def test_numbers_of_spans_go_on_over_epochs_and_each_is_masked_differently() -> None:
     spans = bert_spans()
     count = len(spans)
     assert count == len(spans.spans) and count > 3

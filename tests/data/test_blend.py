@@ -91,7 +91,7 @@ def test_weights_are_in_proportion(weights: list[float], times: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("weights", "told"),
+    ("weights", "shown"),
     [
         ([], "all 0 are 0"),
         ([0.0, 0.0], "all 2 are 0"),
@@ -100,8 +100,8 @@ def test_weights_are_in_proportion(weights: list[float], times: float) -> None:
         ([float("inf"), 1.0], "number 0 is inf"),
     ],
 )
-def test_weights_that_are_none_are_refused(weights: list[float], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_weights_that_are_none_are_refused(weights: list[float], shown: str) -> None:
+    with pytest.raises(ValueError, match=shown):
         Blend(weights)
 
 
@@ -117,7 +117,7 @@ def test_samples_are_those_of_the_sources() -> None:
 
 
 @given(st.lists(st.tuples(st.floats(0.01, 5), st.integers(0, 30)), min_size=1, max_size=5))
-def test_a_source_that_is_too_small_is_told_with_what_would_do(given_: list[tuple[float, int]]) -> None:
+def test_a_source_that_is_too_small_is_reported_with_what_would_do(given_: list[tuple[float, int]]) -> None:
     weights, sizes = [w for w, _ in given_], [size for _, size in given_]
     most = Blend(weights).most_samples(sizes)
     sources = [range(size) for size in sizes]

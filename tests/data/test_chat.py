@@ -73,10 +73,10 @@ def test_a_mark_of_generation_in_the_template_says_the_same(tmp_path: Path) -> N
     theirs = transformers.AutoTokenizer.from_pretrained(str(tmp_path))
     # Theirs loses the token of a space in front.
     turns = [{**turn, "content": turn["content"].strip()} for turn in TURNS]
-    told = theirs.apply_chat_template(turns, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+    shown = theirs.apply_chat_template(turns, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
     [marked] = row_encoder("messages", tokenizer, template)([{"messages": turns}])
-    assert 0 < sum(told["assistant_masks"]) < len(marked.ids)
-    assert [int(mark) for mark in marked.is_marked] == told["assistant_masks"]
+    assert 0 < sum(shown["assistant_masks"]) < len(marked.ids)
+    assert [int(mark) for mark in marked.is_marked] == shown["assistant_masks"]
 
 
 def test_of_prompt_and_completion_the_completion_and_the_end_are_marked(tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_a_template_of_many_lines_is_read_as_transformers_reads_it(tmp_path: Pat
     assert '"<é>"' in theirs and "called" not in theirs
 
 
-def test_a_template_that_is_none_is_told() -> None:
+def test_a_template_that_is_none_is_reported() -> None:
     with pytest.raises(ValueError, match="cannot be read"):
         ChatTemplate("{% for %}", {})
 
@@ -184,7 +184,7 @@ def test_columns_say_what_rows_are() -> None:
         kind_of_rows(["question", "answer"])
 
 
-def test_rows_that_are_not_what_their_columns_say_are_told(tmp_path: Path) -> None:
+def test_rows_that_are_not_what_their_columns_say_are_reported(tmp_path: Path) -> None:
     tokenizer, template = loaded(tmp_path, "headers")
     with pytest.raises(ValueError, match="no chat template"):
         row_encoder("messages", tokenizer, None)

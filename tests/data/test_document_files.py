@@ -82,19 +82,19 @@ PLACES = {
 def test_tables_give_their_rows_and_where_they_lie(name: str, tmp_path: Path) -> None:
     kind, write = TABLES[name]
     write(tmp_path / name, pa.table({"number": range(4), "text": TEXTS}))
-    places = PLACES.get(name, [f"line {i}" for i in range(1, 5)])
+    rows = PLACES.get(name, [f"line {i}" for i in range(1, 5)])
     assert list(read_documents(str(tmp_path / name), kind, "text")) == [
-        FileDocument(text, where=f"{tmp_path / name}, {place}") for text, place in zip(TEXTS, places, strict=True)
+        FileDocument(text, where=f"{tmp_path / name}, {row}") for text, row in zip(TEXTS, rows, strict=True)
     ]
     assert list(TextStream(path=tmp_path / name).texts(0, None)) == TEXTS
     [fault] = [one.fault for one in read_documents(str(tmp_path / name), kind, "body")] if kind != "json" else [""]
     assert kind == "json" or fault == f"has no text ({tmp_path / name} has the columns number, text)"
-    for column, told in (
+    for column, shown in (
         ("body", "is not a column of|must be a column of text"),
         ("number", "must (hold|be a column of)"),
     ):
         if kind != "csv" or column == "body":
-            with pytest.raises(ValueError, match=told):
+            with pytest.raises(ValueError, match=shown):
                 TextStream(path=tmp_path / name, text_column=column)
 
 
@@ -130,8 +130,8 @@ def test_each_broken_line_is_named_and_no_other_is_lost(tmp_path: Path) -> None:
     assert [one.text for one in found if not one.fault] == ["one", None, None, "end"]
     faults = [one.fault for one in found if one.fault]
     assert len(faults) == len(FAULTS)
-    for fault, told in zip(faults, FAULTS, strict=True):
-        assert fault.startswith(told.format(file=file)), fault
+    for fault, shown in zip(faults, FAULTS, strict=True):
+        assert fault.startswith(shown.format(file=file)), fault
     documents = load_documents(path=file, cache_dir=tmp_path / "cache")
     assert [(one["text"], one["fault"] or "") for one in documents] == [(one.text, one.fault) for one in found]
     with pytest.raises(ValueError, match=r"rows that cannot be read: .*broken\.jsonl, line 2: "):
@@ -158,7 +158,7 @@ def test_what_is_before_the_damage_is_read_and_the_rest_is_one_bad_document(name
     assert good, "something comes before it"
     documents = load_documents(path=str(tmp_path / f"*{name[1:]}"), cache_dir=tmp_path / "cache")
     assert [text for text in documents["text"] if text is not None] == [*good, *texts]
-    assert list(TextStream(path=str(tmp_path / f"*{name[1:]}"), is_telling=False).texts(0, None)) == [
+    assert list(TextStream(path=str(tmp_path / f"*{name[1:]}"), is_logging=False).texts(0, None)) == [
         *good,
         None,
         *texts,
@@ -184,7 +184,7 @@ def test_what_reads_packed_rows_is_named_where_it_is_missing(tmp_path: Path, mon
         load_rows(path=tmp_path / "a.jsonl.zst", cache_dir=tmp_path / "cache")
 
 
-def test_the_place_of_a_document_is_found_again(tmp_path: Path) -> None:
+def test_the_location_of_a_document_is_found(tmp_path: Path) -> None:
     write_parquet(tmp_path / "a.parquet", pa.table({"text": [f"p{i}" for i in range(5)]}))
     (tmp_path / "b.jsonl").write_bytes(b"\n" + lines([{"text": f"j{i}"} for i in range(4)]))
     (tmp_path / "c.jsonl").write_bytes(lines([{"text": "k0"}]))
@@ -247,7 +247,7 @@ def test_rows_are_counted_over_all_parts_of_a_table(tmp_path: Path) -> None:
     assert document_places(documents, [300]) == [f"{file}, row 300"]
 
 
-def test_no_place_is_told_behind_a_line_that_is_no_single_row(tmp_path: Path) -> None:
+def test_no_location_is_reported_after_a_line_that_is_no_single_row(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     first = b'{"text": "one"}\n{"text": "caf\xe9"}\n'
     for line, num_rows in ((b'{"text": "two"} {"text": "three"}', 2), (b'{\n"text": "two"}', 1), (b"\xe9", 1)):
@@ -292,11 +292,11 @@ def test_a_stream_names_bad_documents_or_refuses_them(tmp_path: Path, caplog: py
     stream = TextStream(path=tmp_path, max_document_bytes=59)
     assert list(stream.texts(0, None)) == ["one", None, None, "two"]
     first, second = (record.message for record in caplog.records)
-    place = f"({tmp_path}/a.jsonl, line 2)"
-    assert f"number 1 so far, a document that has 60 bytes, above max_document_bytes (59) {place}" in first
+    position = f"({tmp_path}/a.jsonl, line 2)"
+    assert f"number 1 so far, a document that has 60 bytes, above max_document_bytes (59) {position}" in first
     assert f"number 2 so far, a document that is not text but 5 ({tmp_path}/a.jsonl, line 3" in second
     caplog.clear()
-    assert list(TextStream(path=tmp_path, is_telling=False).texts(0, None)) == ["one", "é" * 30, None, "two"]
+    assert list(TextStream(path=tmp_path, is_logging=False).texts(0, None)) == ["one", "é" * 30, None, "two"]
     assert not caplog.records
     refusing = TextStream(path=tmp_path, bad_documents="refuse")
     with pytest.raises(ValueError, match=r"a document is not text but 5 \(.*line 3, 'text'\); mend it, or .*='skip'"):
@@ -309,12 +309,12 @@ def test_many_bad_documents_do_not_fill_the_log(tmp_path: Path, caplog: pytest.L
     assert [record.args[0] for record in caplog.records] == [1, 2, 3, 4, 5, 8, 16, 32, 64, 128]  # type: ignore[index]
 
 
-def test_a_stream_goes_on_behind_bad_documents(tmp_path: Path) -> None:
+def test_a_stream_goes_on_after_bad_documents(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(BROKEN)
     (tmp_path / "b.txt").write_text("text")
-    whole = list(TextStream(path=tmp_path, is_telling=False).texts(0, None))
-    for place in range(1, len(whole)):
-        stream = TextStream(path=tmp_path, is_telling=False)
+    whole = list(TextStream(path=tmp_path, is_logging=False).texts(0, None))
+    for position in range(1, len(whole)):
+        stream = TextStream(path=tmp_path, is_logging=False)
         begun = stream.texts(0, None)
-        assert [next(begun) for _ in range(place)] == whole[:place]
-        assert list(TextStream(path=tmp_path, is_telling=False).texts(0, stream.state_dict())) == whole[place:]
+        assert [next(begun) for _ in range(position)] == whole[:position]
+        assert list(TextStream(path=tmp_path, is_logging=False).texts(0, stream.state_dict())) == whole[position:]

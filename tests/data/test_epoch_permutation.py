@@ -1,4 +1,4 @@
-"""Endless samples: each pass has every sample once in an order of its own, and replicas share batches of any size."""
+"""Endless samples: each pass has every sample once in its own order, and dp ranks share batches of any size."""
 
 import functools
 import itertools
@@ -82,7 +82,7 @@ RAMPS = st.builds(
 
 
 @given(RAMPS, st.integers(1, 40), st.sampled_from([1, 2, 4]), st.integers(0, 30))
-def test_replicas_share_the_batches_of_one_and_a_run_goes_on_where_it_was(
+def test_dp_ranks_share_the_batches_of_one_and_a_run_goes_on_where_it_was(
     ramp: BatchRamp, num_batches: int, num_replicas: int, num_before: int
 ) -> None:
     whole = list(itertools.islice(batches_of(ramp, 10**6), num_before + num_batches))
@@ -90,23 +90,23 @@ def test_replicas_share_the_batches_of_one_and_a_run_goes_on_where_it_was(
     replicas = [
         InfiniteSampler(ramp, num_batches, num_replicas=num_replicas, rank=rank) for rank in range(num_replicas)
     ]
-    for replica in replicas:
-        replica.consumed_samples = sum(map(len, batches[:num_before]))
-        assert len(replica) == num_batches
-        assert replica.next_size == len(batches[num_before])
+    for dp_rank in replicas:
+        dp_rank.consumed_samples = sum(map(len, batches[:num_before]))
+        assert len(dp_rank) == num_batches
+        assert dp_rank.next_size == len(batches[num_before])
     found = [functools.reduce(operator.iadd, parts, []) for parts in zip(*replicas, strict=True)]
     assert found == batches[num_before:]
 
 
 @pytest.mark.parametrize(
-    ("ramp", "told"),
+    ("ramp", "shown"),
     [
         (BatchRamp(first_size=16, last_size=64, step_size=16, ramp_samples=9), "multiples of the data-parallel size"),
         (BatchRamp.constant(4), r"global_batch_size \(4\) must be a multiple of the data-parallel size \(3\).*3 or 6"),
     ],
 )
-def test_sizes_that_replicas_cannot_share_are_refused(ramp: Any, told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_sizes_that_dp_ranks_cannot_share_are_refused(ramp: Any, shown: str) -> None:
+    with pytest.raises(ValueError, match=shown):
         InfiniteSampler(ramp, 5, num_replicas=3, rank=0)
 
 

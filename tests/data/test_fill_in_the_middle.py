@@ -1,4 +1,4 @@
-"""Fill-in-the-middle: nothing is lost, cuts are even, and documents are put anew each by itself."""
+"""Fill-in-the-middle: nothing is lost, cuts are even, and documents are reordered each by itself."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ FILL = FillInTheMiddle(prefix_token=PRE, suffix_token=SUF, middle_token=MID, rat
 
 
 def in_order(ids: list[int]) -> tuple[list[int], bool, tuple[int, int]]:
-    """The text told in its own order, whether the suffix came first, and where it was cut."""
+    """The text in its own order, whether the suffix came first, and where it was cut."""
     assert ids[0] == PRE
     suffix, middle = ids.index(SUF), ids.index(MID)
     last, behind = ids[suffix + 1 : middle], ids[middle + 1 :]
@@ -36,7 +36,7 @@ def test_the_text_is_there_with_three_tokens_more(ids: list[int], sample: int, s
         assert in_order(put)[0] == ids
 
 
-def test_documents_are_put_anew_at_their_rates_and_cut_anywhere() -> None:
+def test_documents_are_reordered_at_their_rates_and_cut_anywhere() -> None:
     ids = np.arange(10, 15)
     half = replace(FILL, rate=0.5, suffix_first_rate=0.25)
     put = [fill_in_the_middle(ids, half, seed=0, sample=i).tolist() for i in range(4000)]
@@ -49,7 +49,7 @@ def test_documents_are_put_anew_at_their_rates_and_cut_anywhere() -> None:
     assert cuts == {(a, b) for a in range(1, 6) for b in range(a, 6)}
 
 
-def test_each_document_of_a_sample_is_put_anew_by_itself() -> None:
+def test_each_document_of_a_sample_is_reordered_by_itself() -> None:
     documents = [list(range(10, 17)), list(range(20, 29)), [], list(range(30, 36))]
     tokens = [token for ids in documents for token in (*ids, END)]
     put = fill_documents(np.array(tokens), FILL, END, seed=5, sample=7)

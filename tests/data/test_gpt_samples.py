@@ -21,7 +21,7 @@ SIZES = st.lists(st.integers(0, 9), min_size=1, max_size=8).filter(any)
 
 def documents_of(sizes: list[int]) -> list[list[int]]:
     """Token 100 d + p is place p of document d."""
-    return [[100 * number + place for place in range(size)] for number, size in enumerate(sizes)]
+    return [[100 * number + position for position in range(size)] for number, size in enumerate(sizes)]
 
 
 def order_by_sorting(count: int, *purpose: int | str) -> list[int]:
@@ -41,7 +41,7 @@ def samples_by_hand(documents: list[list[int]], length: int, num_samples: int, s
     pieces = [(j * length, row[j * length : (j + 1) * length + 1]) for j in range(num_samples)]
     out = []
     for epoch, (start, stop) in enumerate(pairwise([*starts_of_epochs, len(row) + 1])):
-        mine = [piece for place, piece in pieces if start <= place < stop]
+        mine = [piece for position, piece in pieces if start <= position < stop]
         out += [mine[i] for i in order_by_sorting(len(mine), seed, "stretches of epoch", epoch)]
     return out
 
@@ -97,7 +97,7 @@ def test_labels_are_the_next_tokens_and_no_view_of_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "length", "num_samples", "told"),
+    ("sizes", "length", "num_samples", "shown"),
     [
         ([3, 2], 5, 0, "takes 6; give more text, or a sequence_length of at most 4"),
         ([], 5, 0, "has 0 tokens in 0 documents"),
@@ -106,8 +106,8 @@ def test_labels_are_the_next_tokens_and_no_view_of_them() -> None:
         ([3], 1, -1, r"num_samples \(-1\)"),
     ],
 )
-def test_what_cannot_be_cut_is_refused(sizes: list[int], length: int, num_samples: int, told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_what_cannot_be_cut_is_refused(sizes: list[int], length: int, num_samples: int, shown: str) -> None:
+    with pytest.raises(ValueError, match=shown):
         cut_in_stretches(documents_of(sizes), length, num_samples=num_samples)
 
 
@@ -159,6 +159,6 @@ def test_all_orders_of_three_are_alike() -> None:
     assert len(counts) == 6 and all(abs(count - 500) < 122 for count in counts.values())
 
 
-def test_numbers_at_places_are_those_of_all() -> None:
+def test_numbers_at_positions_are_those_of_all() -> None:
     at = np.array([5, 0, 9, 5])
     assert uniforms_at(at, 7, "x").tolist() == uniforms(10, 7, "x")[at].tolist()

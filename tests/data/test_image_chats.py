@@ -88,7 +88,7 @@ def folder_with(tokenizer: Tokenizer, template: str | None, folder: Path) -> Pat
 def test_a_template_of_a_tokenizer_gets_parts_where_it_wants_parts(tokenizer: Tokenizer, tmp_path: Path) -> None:
     folder = folder_with(tokenizer, PARTS_TEMPLATE, tmp_path)
     [(text, marked)] = learnt(tokenizer, image_template("tokenizer", tokenizer, folder), LLAVA_ROW)
-    # The line break behind the image is the template's, once.
+    # The line break after the image is the template's, once.
     assert text == f"USER: {IMAGE * FEATURES}\nWhat is it? ASSISTANT: A cat. USER: Sure? ASSISTANT: Yes. "
     assert marked.split() == ["A", "cat.", "Yes."]
     folder_with(tokenizer, TEXT_TEMPLATE, tmp_path)
@@ -131,7 +131,7 @@ def test_rows_of_every_form_have_text_and_images(row: dict[str, Any], text: str,
 
 
 @pytest.mark.parametrize(
-    ("row", "told"),
+    ("row", "shown"),
     [
         ({"text": "no turns"}, r"needs 'conversations' .* has columns 'text'"),
         ({**LLAVA_ROW, "image": None}, r"its text has 1 <image>, and its images are 0"),
@@ -142,12 +142,12 @@ def test_rows_of_every_form_have_text_and_images(row: dict[str, Any], text: str,
         ({"messages": [{"role": "user", "content": [{"type": "video"}]}]}, "must be of type 'text' or 'image'"),
     ],
 )
-def test_a_row_that_is_no_conversation_is_told(row: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_a_row_that_is_no_conversation_is_reported(row: dict[str, Any], shown: str) -> None:
+    with pytest.raises(ValueError, match=shown):
         conversation_of(row)
 
 
-def test_a_tokenizer_without_the_token_of_images_gets_it_behind_its_others(tmp_path: Path) -> None:
+def test_a_tokenizer_without_the_token_of_images_gets_it_after_its_others(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     plain = train_tokenizer(["some words"], 300, path)
     more = plain.with_special_token(IMAGE)

@@ -38,9 +38,9 @@ def folder_with_rows(folder: Path) -> Path:
     """A table, and images of one colour each."""
     rows = []
     for number, count in enumerate(COUNTS):
-        names = [f"{number}-{place}.png" for place in range(count)]
-        for place, name in enumerate(names):
-            write_image(np.full((SIZE, SIZE, 3), 40 * number + 10 * place, dtype=np.uint8), folder / name)
+        names = [f"{number}-{position}.png" for position in range(count)]
+        for position, name in enumerate(names):
+            write_image(np.full((SIZE, SIZE, 3), 40 * number + 10 * position, dtype=np.uint8), folder / name)
         # Of one row the last image is asked for after the first answer.
         later = int(number == 2)
         turns = [("human", "<image>" * (count - later) + "what?"), ("gpt", f"it is {number}")]
@@ -97,14 +97,14 @@ def test_a_sample_is_what_its_row_says(folder: Path, tokenizer: Tokenizer) -> No
         assert sample["images"].shape == (COUNTS[index], 3, SIZE, SIZE)
         assert all(torch.equal(one, other) for one, other in zip(sample["images"], expected, strict=True))
         learnt = sample["labels"][sample["labels"] != -100]
-        # What a text begins with has nothing that it could be told from.
+        # What a text begins with has nothing that it could be predicted from.
         answer = f"it is {index}\n" if COUNTS[index] else f" is {index}\n"
         assert image not in learnt and tokenizer.decode(learnt.tolist()).startswith(answer)
     assert samples.lengths.tolist() == [len(samples[i]["tokens"]) for i in range(len(samples))]
 
 
 @pytest.mark.parametrize("length", range(5, 34))
-def test_at_every_length_an_image_is_whole_or_not_there(folder: Path, tokenizer: Tokenizer, length: int) -> None:
+def test_at_every_length_an_image_is_complete_or_not_there(folder: Path, tokenizer: Tokenizer, length: int) -> None:
     whole, image = prepared(folder, tokenizer), tokenizer.token_id(IMAGE)
     samples = prepared(folder, tokenizer, length)
     kept = samples.counts
@@ -181,7 +181,7 @@ def test_a_sample_whose_image_breaks_later_counts_nothing_or_is_refused(
         ImageSamples(samples.path, samples.rows, folder, CONFIG, "refuse")[2]
 
 
-def test_a_row_that_is_no_conversation_is_told_by_its_number(folder: Path, tokenizer: Tokenizer) -> None:
+def test_a_row_that_is_no_conversation_is_reported_by_its_number(folder: Path, tokenizer: Tokenizer) -> None:
     lines = (folder / "rows.jsonl").read_text().splitlines()
     lines[3] = json.dumps({"images": ["only.png"], "conversations": json.loads(lines[3])["conversations"]})
     (folder / "rows.jsonl").write_text("\n".join(lines) + "\n")
@@ -239,8 +239,8 @@ def test_one_image_of_a_row_and_images_in_parts_are_found_too(folder: Path, toke
     table = table.cast_column("image", datasets.Image())
     samples = of_table(table, folder / "cache", None, tokenizer)
     asked = [{"type": "image", "image": one, "text": None}, {"type": "text", "image": None, "text": "what?"}]
-    told = [{"type": "text", "image": None, "text": "it is 1"}]
-    messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": told}]
+    shown = [{"type": "text", "image": None, "text": "it is 1"}]
+    messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": shown}]
     parts = of_table(datasets.Dataset.from_list([{"messages": messages}]), folder / "cache", None, tokenizer)
     for found, name in ((samples[0], "0-0.png"), (samples[1], "4-0.png"), (parts[0], "0-0.png")):
         assert torch.equal(found["images"][0], load_image(folder / name, CONFIG))
@@ -286,12 +286,12 @@ def test_a_row_of_a_table_is_read_once_for_all_of_its_images(
         assert read == ([(index, index + 1)] if count else [])
 
 
-def test_images_of_whole_paths_need_no_folder(folder: Path, tokenizer: Tokenizer) -> None:
+def test_images_of_full_paths_need_no_folder(folder: Path, tokenizer: Tokenizer) -> None:
     rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
     expected = prepared(folder, tokenizer)
     for number, row in enumerate(rows):
         whole = [str(folder.resolve() / name) for name in row["images"]]
-        # As `datasets` tells an image that is not in the table, or by the path alone.
+        # As `datasets` represents an image that is not in the table, or by the path alone.
         row["images"] = [{"bytes": None, "path": path} for path in whole] if number % 2 == 0 else whole
     for kind in (0, 1):
         some = [row for number, row in enumerate(rows) if number % 2 == kind]
@@ -320,9 +320,9 @@ def samples_of(rows: Any, images: Path | None, tokenizer: Tokenizer, folder: Pat
 
 def test_rows_without_answers_are_not_blamed_on_images(folder: Path, tokenizer: Tokenizer) -> None:
     (folder / "rows.jsonl").write_text((folder / "rows.jsonl").read_text().splitlines()[0] + "\n")
-    with pytest.raises(ValueError, match="none of the 1 rows is left: 1 have no answer within sequence_length") as told:
+    with pytest.raises(ValueError, match="none of the 1 rows is left: 1 have no answer within sequence_length") as info:
         prepared(folder, tokenizer, 3)
-    assert "cannot be read" not in str(told.value) and "image_folder" not in str(told.value)
+    assert "cannot be read" not in str(info.value) and "image_folder" not in str(info.value)
 
 
 def read_in(path: Path) -> dict[str, Any]:

@@ -73,8 +73,8 @@ def test_a_file_that_is_no_image_or_is_cut_off_is_named(tmp_path: Path) -> None:
     assert all(found.values())
 
 
-def test_faults_of_a_configuration_are_told_together() -> None:
+def test_faults_of_a_configuration_are_reported_together() -> None:
     with pytest.raises(ValueError) as raised:
         ImageConfig(size=0, fit="stretch", std=(0.0, 1.0, 1.0))  # type: ignore[arg-type]
-    for told in ("size of images (0)", "fit of images ('stretch') must be one of 'crop', 'pad'", "std of images"):
-        assert told in str(raised.value)
+    for shown in ("size of images (0)", "fit of images ('stretch') must be one of 'crop', 'pad'", "std of images"):
+        assert shown in str(raised.value)

@@ -134,7 +134,7 @@ def test_ordinary_tokens_that_were_added_forbid_a_cut() -> None:
     assert not is_cuttable(json.loads(made.to_str()))
 
 
-def test_parts_are_the_text_and_end_before_a_space_or_a_mark_behind_a_letter_or_a_digit() -> None:
+def test_parts_are_the_text_and_end_before_a_space_or_a_mark_after_a_letter_or_a_digit() -> None:
     text = "one two, three\nfour 5 six"
     assert list(parts_of(text, 3)) == ["one", " two", ", three", "\nfour", " 5 six"]
     assert list(parts_of("去年今日此门中。人面桃花相映红。", 3)) == ["去年今日此门中", "。人面桃花相映红", "。"]

@@ -30,13 +30,13 @@ TEXTS = st.lists(st.integers(3, 49), max_size=60).map(
 def words_of(tokens: Numbers) -> list[list[int]]:
     """The places of each word."""
     words: list[list[int]] = []
-    for place, token in enumerate(tokens.tolist()):
+    for position, token in enumerate(tokens.tolist()):
         if token in (CLS, SEP, MASK):
             continue
-        if token % 2 and words and words[-1][-1] == place - 1:
-            words[-1].append(place)
+        if token % 2 and words and words[-1][-1] == position - 1:
+            words[-1].append(position)
         else:
-            words.append([place])
+            words.append([position])
     return words
 
 
@@ -63,12 +63,12 @@ def masked_by_hand(tokens: Numbers, masking: Masking, seed: int, sample: int) ->
     what = uniforms(2 * len(tokens), seed, "what stands for hidden tokens", sample).tolist()
     ordinary = [i for i in range(masking.vocab_size) if i not in (CLS, SEP, MASK)]
     seen, labels = tokens.tolist(), [-100] * len(tokens)
-    for place in hidden:
-        labels[place] = seen[place]
-        if what[place] < masking.mask_token_prob:
-            seen[place] = MASK
-        elif what[place] < masking.mask_token_prob + masking.random_token_prob:
-            seen[place] = ordinary[int(what[len(tokens) + place] * len(ordinary))]
+    for position in hidden:
+        labels[position] = seen[position]
+        if what[position] < masking.mask_token_prob:
+            seen[position] = MASK
+        elif what[position] < masking.mask_token_prob + masking.random_token_prob:
+            seen[position] = ordinary[int(what[len(tokens) + position] * len(ordinary))]
     return seen, labels
 
 
@@ -128,7 +128,7 @@ def test_hidden_tokens_are_masked_random_or_left_in_their_shares() -> None:
     assert drawn == set(range(3, 50))
 
 
-def test_every_place_is_hidden_about_as_often() -> None:
+def test_every_position_is_masked_about_as_often() -> None:
     counts = sum((sample_of_single_words(sample, 40)[1].labels != -100).astype(int) for sample in range(1500))
     # 225 each, standard deviation 13.8; the first few follow on fewer words whose run could reach them.
     assert counts[3:].min() > 225 - 4 * 13.8 and counts.max() < 225 + 4 * 13.8
@@ -160,7 +160,7 @@ def test_each_sample_and_each_seed_hides_others() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "shown"),
     [
         ({"mask_prob": 0.0}, r"mask_prob \(0.0\)"),
         ({"mask_prob": 1.0}, r"mask_prob \(1.0\)"),
@@ -172,6 +172,6 @@ def test_each_sample_and_each_seed_hides_others() -> None:
         ({"mask_prob": 2.0, "max_ngram": 0}, "mask_prob .*; max_ngram"),
     ],
 )
-def test_a_masking_that_cannot_be_is_refused(changes: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_a_masking_that_cannot_be_is_refused(changes: dict[str, Any], shown: str) -> None:
+    with pytest.raises(ValueError, match=shown):
         Masking(**({"vocab_size": 50, "mask_token": MASK, "special_tokens": (CLS, SEP)} | changes))

@@ -35,10 +35,10 @@ def index_by_hand(documents: Documents, code: int, itemsize: int, modes: int | N
     out += struct.pack("<Q", len(sequences)) + struct.pack("<Q", len(documents) + 1)
     for ids in sequences:
         out += struct.pack("<i", len(ids))
-    place = 0
+    position = 0
     for ids in sequences:
-        out += struct.pack("<q", place)
-        place += len(ids) * itemsize
+        out += struct.pack("<q", position)
+        position += len(ids) * itemsize
     first = 0
     out += struct.pack("<q", first)
     for document in documents:
@@ -168,11 +168,11 @@ def test_files_that_do_not_match_are_refused_by_what_is_wrong(tmp_path: Path) ->
         (lambda: changed(a, len(whole) - 16, struct.pack("<q", 6)), "do not rise"),
         (bin_path.unlink, "a.bin do not exist"),
     ]
-    for spoil, told in cases:
+    for spoil, shown in cases:
         idx_path.write_bytes(whole)
         bin_path.write_bytes(tokens)
         spoil()
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=shown):
             MegatronCorpus(a)
     bin_path.write_bytes(tokens)
     idx_path.write_bytes(whole)

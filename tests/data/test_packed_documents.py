@@ -43,7 +43,7 @@ def pairs_of(rows: DocumentRows) -> list[tuple[list[int], list[int]]]:
         segments = row["segments"]
         used = segments != -1
         assert torch.equal(row["loss_mask"], used.float()) and torch.equal(row["labels"] == -100, ~used)
-        # Numbered from 0, each in one stretch, and what is unused lies behind them.
+        # Numbered from 0, each in one stretch, and what is unused is after them.
         assert torch.equal(segments[used], segments[used].sort().values) and used.int().diff().le(0).all()
         assert segments[used].unique().tolist() == list(range(int(segments.max()) + 1))
         for number in range(int(segments.max()) + 1):
@@ -155,7 +155,7 @@ def test_other_options_make_other_tables(tmp_path: Path) -> None:
     assert [rows.sequence_length for rows in made] == [8, 9, 8, 8]
 
 
-def test_token_files_that_are_written_anew_are_packed_anew(tmp_path: Path) -> None:
+def test_token_files_that_are_rewritten_are_repacked(tmp_path: Path) -> None:
     path = write(tmp_path / "tokens", [[1, 2, 3], [4]])
     assert len(pairs_of(PackedDocuments(path, 4, end_of_text=END))[0][0]) == 3
     write(path, [[1, 2], [3, 4]])
@@ -167,7 +167,7 @@ def build(path: Path) -> list[tuple[list[int], list[int]]]:
     return pairs_of(PackedDocuments(path, 8, end_of_text=END))
 
 
-def test_two_processes_that_pack_at_once_end_with_whole_tables(tmp_path: Path) -> None:
+def test_two_processes_that_pack_at_once_end_with_complete_tables(tmp_path: Path) -> None:
     path = write(tmp_path / "tokens", [[i] * (1 + i % 7) for i in range(1, 500)])
     first, second = run_on_ranks(2, build, path, init=False)
     assert first == second == build(path)

@@ -139,7 +139,7 @@ def test_lengths_that_fit_no_row_are_refused(lengths: list[int]) -> None:
         pack_lengths(np.array(lengths, dtype=np.int64), ROW)
 
 
-def test_there_is_no_row_behind_the_last_and_none_before_the_first() -> None:
+def test_there_is_no_row_after_the_last_and_none_before_the_first() -> None:
     packed = pack_lengths(np.array([20, 20]), ROW)
     for index in (-1, 2):
         with pytest.raises(IndexError, match=f"row {index} of 2"):
@@ -154,11 +154,11 @@ def test_pieces_of_a_document_follow_each_other_and_all_but_its_last_fill_a_row(
     lengths = np.array(found, dtype=np.int64)
     cut = cut_documents(lengths, ROW, "split")
     covered = [
-        (number, place)
+        (number, position)
         for number, start, length in zip(cut.documents, cut.starts, cut.lengths, strict=True)
-        for place in range(start, start + length)
+        for position in range(start, start + length)
     ]
-    assert covered == [(number, place) for number, length in enumerate(found) for place in range(length)]
+    assert covered == [(number, position) for number, length in enumerate(found) for position in range(length)]
     is_last = np.append(np.diff(cut.documents) > 0, True)
     assert (cut.lengths[~is_last] == ROW).all() and (cut.lengths >= 1).all() and (cut.lengths <= ROW).all()
     assert cut.num_long == sum(length > ROW for length in found)
@@ -171,10 +171,10 @@ def test_long_documents_are_dropped_and_counted_and_those_that_just_fit_are_kept
 
 
 def test_long_documents_are_refused_with_the_longest_and_the_ways_out() -> None:
-    told = (
+    shown = (
         r"2 of 4 .* sequence_length \(32\): the longest, number 2 from 0, takes 90; raise .* to 90, .*'split'.*'drop'"
     )
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=shown):
         cut_documents(np.array([32, 33, 90, 1]), ROW, "refuse")
     assert len(cut_documents(np.array([32, 1]), ROW, "refuse").lengths) == 2
 

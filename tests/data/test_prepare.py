@@ -40,7 +40,7 @@ def tokenizer(root: Path) -> Tokenizer:
 
 
 def prepare(root: Path, directory: Path) -> Path:
-    """All that one process does before training; at the top of the file so that a new process can be told to."""
+    """All that one process does before training; at the top of the file so that a new process can run it."""
     documents = load_documents(path=root / "text", cache_dir=directory / "cache")
     return prepare_corpus(documents, load_tokenizer(root), directory)
 
@@ -75,7 +75,7 @@ def test_a_large_vocabulary_takes_wider_tokens(root: Path, tokenizer: Tokenizer,
     assert np.array_equal(narrow, wide)
 
 
-def test_tokens_are_written_once_and_anew_for_another_tokenizer(root: Path, tmp_path: Path) -> None:
+def test_tokens_are_written_once_and_once_more_for_another_tokenizer(root: Path, tmp_path: Path) -> None:
     first = prepare(root, tmp_path)
     index = Path(f"{first}.idx")
     written = index.stat()
@@ -95,7 +95,7 @@ def test_a_failure_midway_leaves_no_file(root: Path, tokenizer: Tokenizer, tmp_p
     assert list((tmp_path / "tokens").iterdir()) == []
 
 
-def test_two_processes_that_prepare_at_once_end_with_one_whole_file(root: Path, tmp_path: Path) -> None:
+def test_two_processes_that_prepare_at_once_end_with_one_complete_file(root: Path, tmp_path: Path) -> None:
     (path,) = set(run_on_ranks(2, prepare, root, tmp_path, init=False))
     assert sorted(file.name for file in tmp_path.iterdir() if file.name != "cache") == [
         f"{path.name}.bin",
@@ -105,7 +105,7 @@ def test_two_processes_that_prepare_at_once_end_with_one_whole_file(root: Path, 
     assert MegatronCorpus(path).tokens.tolist() == MegatronCorpus(prepare(root, tmp_path / "alone")).tokens.tolist()
 
 
-def test_what_has_no_tokens_is_named_by_its_place_whenever_the_files_are_used(
+def test_what_has_no_tokens_is_named_by_its_location_whenever_the_files_are_used(
     tokenizer: Tokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     texts = ["a", "", "b" * 20, "c", "d" * 30, ""]
@@ -117,14 +117,14 @@ def test_what_has_no_tokens_is_named_by_its_place_whenever_the_files_are_used(
         kept, _ = split_documents(part_of(documents, range(6)), 0.2)
         return prepare_corpus(kept, tokenizer, tmp_path, max_document_bytes=10)
 
-    told = (
+    shown = (
         f"2 documents were left without tokens: document 2 has 20 bytes, above max_document_bytes (10)"
         f" ({tmp_path}/rows.jsonl, line 3); document 3 has 30 bytes, above max_document_bytes (10)"
         f" ({tmp_path}/rows.jsonl, line 5); 2 documents are empty"
     )
     written = prefix()
-    assert caplog.messages == [f"{written}: {told}"]
-    assert left_out(prefix()) == told, "and again of files that are there"
+    assert caplog.messages == [f"{written}: {shown}"]
+    assert left_out(prefix()) == shown, "and again of files that are there"
     good = prepare_corpus(load_documents(path=tmp_path / "rows.jsonl", cache_dir=tmp_path), tokenizer, tmp_path)
     assert left_out(good) == "2 documents are empty"
     assert left_out(tmp_path / "nothing is known of") == ""

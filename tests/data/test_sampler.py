@@ -21,10 +21,10 @@ def samplers(num_samples: int, dp: int, **options: int | bool) -> list[GlobalBat
     ]
 
 
-def global_batches(replicas: list[GlobalBatchSampler]) -> list[list[int]]:
-    """What the replicas yield, put together batch by batch in the order of their ranks."""
-    size = B // len(replicas)
-    taken = [list(replica) for replica in replicas]
+def global_batches(dp_size: list[GlobalBatchSampler]) -> list[list[int]]:
+    """What the dp ranks yield, put together batch by batch in the order of their ranks."""
+    size = B // len(dp_size)
+    taken = [list(dp_rank) for dp_rank in dp_size]
     starts = range(0, len(taken[0]), size)
     return [list(itertools.chain(*(samples[start : start + size] for samples in taken))) for start in starts]
 
@@ -36,12 +36,12 @@ def test_global_batches_are_the_same_on_every_layout(dp: int, shuffle: bool, dro
     alone, together = (samplers(100, n, shuffle=shuffle, drop_last=drop_last) for n in (1, dp))
     epochs = []
     for epoch in range(2):
-        for replica in (*alone, *together):
-            replica.set_epoch(epoch)
+        for dp_rank in (*alone, *together):
+            dp_rank.set_epoch(epoch)
         epochs.append(global_batches(together))
         assert epochs[-1] == global_batches(alone)
         assert len(epochs[-1]) == (8 if drop_last else 9)
-        assert all(len(replica) == len(list(replica)) for replica in together)
+        assert all(len(dp_rank) == len(list(dp_rank)) for dp_rank in together)
     assert (epochs[0] != epochs[1]) == shuffle
     assert (epochs[0][0] == list(range(B))) == (not shuffle)
 
@@ -72,21 +72,21 @@ def test_training_resumed_on_another_layout_goes_on_where_it_stopped(
     uninterrupted = []
     stopped = samplers(100, before, seed=seed)
     for epoch in range(4):
-        for replica in stopped:
-            replica.set_epoch(epoch)
+        for dp_rank in stopped:
+            dp_rank.set_epoch(epoch)
         uninterrupted += global_batches(stopped)
-    for replica in stopped:
-        replica.consumed_samples = num_steps * B
+    for dp_rank in stopped:
+        dp_rank.consumed_samples = num_steps * B
 
     resumed = samplers(100, after, seed=seed)
-    for replica in resumed:
-        replica.load_state_dict(stopped[0].state_dict())
+    for dp_rank in resumed:
+        dp_rank.load_state_dict(stopped[0].state_dict())
     going_on = []
     first_epoch = resumed[0].epoch
     assert first_epoch == num_steps // 8
     for epoch in range(first_epoch, 4):
-        for replica in resumed:
-            replica.set_epoch(epoch)  # as Lightning does before each epoch
+        for dp_rank in resumed:
+            dp_rank.set_epoch(epoch)  # as Lightning does before each epoch
         going_on += global_batches(resumed)
     assert going_on == uninterrupted[num_steps:]
 
@@ -98,7 +98,7 @@ def test_the_length_stays_that_of_the_epoch_when_it_is_resumed_midway() -> None:
     assert len(sampler) == 8 * B
 
 
-def test_an_earlier_epoch_asked_for_again_is_whole() -> None:
+def test_an_earlier_epoch_is_complete_when_repeated() -> None:
     (sampler,) = samplers(100, 1)
     first = list(sampler)
     sampler.consumed_samples = 8 * B
@@ -128,7 +128,7 @@ def test_the_order_depends_on_seed_and_epoch_and_on_nothing_else() -> None:
     assert not torch.equal(neighbour.epoch_order(1), order)
 
 
-def test_a_loader_sees_the_replicas_part_of_each_global_batch() -> None:
+def test_a_loader_sees_the_dp_ranks_part_of_each_global_batch() -> None:
     for rank, sampler in enumerate(samplers(100, 3, shuffle=False)):
         batches = [batch.tolist() for batch in DataLoader(range(100), sampler.num_replica_samples, sampler=sampler)]  # type: ignore[arg-type]
         assert batches[1] == list(range(B + rank * 4, B + rank * 4 + 4))
@@ -152,6 +152,6 @@ def test_too_few_samples_for_a_batch_are_refused(num_samples: int, drop_last: bo
         samplers(num_samples, 1, drop_last=drop_last)
 
 
-def test_a_negative_place_in_the_data_is_refused() -> None:
+def test_a_negative_position_in_the_data_is_refused() -> None:
     with pytest.raises(ValueError, match=r"consumed_samples \(-12\) must not be negative"):
         samplers(100, 1)[0].load_state_dict({"consumed_samples": -12})

@@ -52,9 +52,7 @@ def test_a_file_and_a_pattern_give_what_they_name_whatever_its_ending(corpus: Pa
     assert texts(tmp_path / "cache", path=corpus / "a[1].md") == ["first file"]
 
 
-def test_a_changed_file_is_read_anew_and_an_unchanged_corpus_keeps_its_fingerprint(
-    corpus: Path, tmp_path: Path
-) -> None:
+def test_a_changed_file_is_reread_and_an_unchanged_corpus_keeps_its_fingerprint(corpus: Path, tmp_path: Path) -> None:
     before = load_documents(path=corpus / "b.txt", cache_dir=tmp_path / "cache")
     again = load_documents(path=corpus / "b.txt", cache_dir=tmp_path / "cache")
     stat = (corpus / "b.txt").stat()
@@ -78,7 +76,7 @@ def test_where_documents_lie_is_no_part_of_what_is_joined(corpus: Path, tmp_path
     assert joined_documents(parts).info.description == "somebody's own"
 
 
-def test_another_column_takes_the_place_of_text(tmp_path: Path) -> None:
+def test_another_column_replaces_text(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text(json.dumps({"body": "the text", "text": 3}) + "\n")
     assert texts(tmp_path / "cache", path=tmp_path / "rows.jsonl", text_column="body") == ["the text"]
     with pytest.raises(ValueError, match=r"text_column \('text'\) must hold text, and a document is not text but 3 "):

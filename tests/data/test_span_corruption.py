@@ -27,7 +27,7 @@ def corrupted_by_hand(tokens: list[int], to: SpanCorruption, seed: int, sample: 
     drawn = iter(uniforms(goal, seed, "lengths of spans", sample).tolist())
     lengths: list[int] = []
     while sum(lengths) < goal:
-        # A span goes on behind a token where the number drawn is below (1 - span_stop_prob) to that power.
+        # A span goes on after a token where the number drawn is below (1 - span_stop_prob) to that power.
         length, number = 1, next(drawn)
         while length < to.max_span_length and number <= (1 - to.span_stop_prob) ** length:
             length += 1
@@ -35,16 +35,16 @@ def corrupted_by_hand(tokens: list[int], to: SpanCorruption, seed: int, sample: 
     while len(lengths) > len(to.sentinels) or sum(lengths) + len(lengths) + 1 > to.decoder_length:
         lengths.pop()
     lengths = lengths[: len(tokens) - goal + 1]
-    num_kept = len(tokens) - sum(lengths)
-    gaps = set(random_order(num_kept + 1, seed, "places of spans", sample)[: len(lengths)].tolist())
+    num_unmasked = len(tokens) - sum(lengths)
+    gaps = set(random_order(num_unmasked + 1, seed, "places of spans", sample)[: len(lengths)].tolist())
     left, spans = iter(tokens), iter(zip(lengths, to.sentinels, strict=False))
     encoder, target = [], []
-    for gap in range(num_kept + 1):
+    for gap in range(num_unmasked + 1):
         if gap in gaps:
             length, sentinel = next(spans)
             encoder.append(sentinel)
             target += [sentinel, *(next(left) for _ in range(length))]
-        if gap < num_kept:
+        if gap < num_unmasked:
             encoder.append(next(left))
     return [*encoder, END], [*target, END]
 
@@ -124,13 +124,13 @@ def test_samples_are_padded_pieces_of_documents() -> None:
     pieces = []
     for sample in (samples[i] for i in range(9)):
         entries = {name: value.tolist() for name, value in sample.items()}
-        num_seen, num_told = entries["encoder_segments"].count(0), entries["decoder_segments"].count(0)
-        encoder, target = entries["encoder_tokens"][:num_seen], entries["labels"][:num_told]
+        num_seen, num_predicted = entries["encoder_segments"].count(0), entries["decoder_segments"].count(0)
+        encoder, target = entries["encoder_tokens"][:num_seen], entries["labels"][:num_predicted]
         assert entries["encoder_segments"] == [0] * num_seen + [-1] * (128 - num_seen)
         assert entries["encoder_tokens"][num_seen:] == [PAD] * (128 - num_seen)
-        assert entries["labels"][num_told:] == [-100] * (64 - num_told)
-        assert entries["decoder_tokens"] == [START, *target[:-1]] + [PAD] * (64 - num_told)
-        assert entries["loss_mask"] == [1.0] * num_told + [0.0] * (64 - num_told)
+        assert entries["labels"][num_predicted:] == [-100] * (64 - num_predicted)
+        assert entries["decoder_tokens"] == [START, *target[:-1]] + [PAD] * (64 - num_predicted)
+        assert entries["loss_mask"] == [1.0] * num_predicted + [0.0] * (64 - num_predicted)
         assert encoder[-1] == target[-1] == END
         pieces.append(joined(encoder, target))
     expected = [list(range(10, 137)), list(range(137, 264)), list(range(264, 310)), list(range(400, 410))]
@@ -138,7 +138,7 @@ def test_samples_are_padded_pieces_of_documents() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "shown"),
     [
         ({"mask_prob": 1.0}, r"mask_prob \(1.0\)"),
         ({"span_stop_prob": 0.0}, r"span_stop_prob \(0.0\)"),
@@ -150,6 +150,6 @@ def test_samples_are_padded_pieces_of_documents() -> None:
         ({"mask_prob": 0.0, "max_span_length": 0}, "mask_prob .*; max_span_length"),
     ],
 )
-def test_a_corruption_that_cannot_be_is_refused(changes: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_a_corruption_that_cannot_be_is_refused(changes: dict[str, Any], shown: str) -> None:
+    with pytest.raises(ValueError, match=shown):
         replace(CORRUPTION, **changes)

@@ -11,7 +11,7 @@ from tests.data.stretches import cut_in_stretches
 STRETCH = np.array([5, 6, 0, 7, 8, 0, 0, 9, 4])
 
 
-def test_without_options_a_stretch_is_tokens_and_the_tokens_behind_them() -> None:
+def test_without_options_a_stretch_is_tokens_and_the_tokens_after_them() -> None:
     sample = StreamOptions().sample(STRETCH, 0)
     assert {name: value.tolist() for name, value in sample.items()} == {
         "tokens": [5, 6, 0, 7, 8, 0, 0, 9],
@@ -35,7 +35,7 @@ def test_what_follows_an_end_of_text_is_nothing_to_learn() -> None:
     assert sample.keys() == {"tokens", "labels", "loss_mask"}
 
 
-def test_gaps_are_filled_before_documents_are_told_apart() -> None:
+def test_gaps_are_filled_before_documents_are_distinguished() -> None:
     fill = FillInTheMiddle(prefix_token=1, suffix_token=2, middle_token=3, rate=1.0)
     options = StreamOptions(end_of_text=0, fill=fill, separates_documents=True, seed=5)
     stretches = cut_in_stretches([[5, 6, 7, 8, 0], [9, 5, 6, 7, 0]], 9)
@@ -48,7 +48,7 @@ def test_gaps_are_filled_before_documents_are_told_apart() -> None:
 
 
 @pytest.mark.parametrize("option", ["separates_documents", "masks_end_of_text", "fill"])
-def test_documents_cannot_be_told_apart_without_an_end_of_text(option: str) -> None:
+def test_documents_cannot_be_distinguished_without_an_end_of_text(option: str) -> None:
     fill = FillInTheMiddle(prefix_token=1, suffix_token=2, middle_token=3)
     with pytest.raises(ValueError, match="say which token"):
         StreamOptions(**{option: fill if option == "fill" else True})  # type: ignore[arg-type]

@@ -26,16 +26,16 @@ class Texts:
 
     def __init__(self, texts: Sequence[str]) -> None:
         self.all = list(texts)
-        self.place = 0
+        self.position = 0
 
     def texts(self, number: int, state: Any) -> Iterator[str | None]:
-        self.place = state or 0
-        while self.place < len(self.all):
-            self.place += 1
-            yield self.all[self.place - 1]
+        self.position = state or 0
+        while self.position < len(self.all):
+            self.position += 1
+            yield self.all[self.position - 1]
 
     def state_dict(self) -> int:
-        return self.place
+        return self.position
 
 
 TEXTS = [f"{'abcdefghij'[i % 10]}{'x' * (7 * i % 23)}{i}" for i in range(60)]
@@ -104,7 +104,7 @@ def test_a_stream_without_a_document_is_refused_and_not_read_for_ever(texts: lis
 
 
 @pytest.mark.parametrize("num_before", [0, 1, 7, 8, 9, 59, 60, 61, 75])
-def test_dealing_goes_on_from_any_place(num_before: int) -> None:
+def test_dealing_goes_on_from_any_position(num_before: int) -> None:
     whole = assigner()
     for _ in range(num_before):
         next(whole)
@@ -216,17 +216,17 @@ def write_files(folder: Path) -> list[str | None]:
     return ["one", None, "two", *rows]
 
 
-def test_files_stream_in_their_order_from_any_place(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_files_stream_in_their_order_from_any_position(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     wanted = write_files(tmp_path)
     stream = TextStream(path=tmp_path)
     found = list(stream.texts(0, None))
     assert found == wanted
     assert any("b.txt" in record.message and "not UTF-8" in record.message for record in caplog.records)
-    for place in range(1, len(wanted)):
+    for position in range(1, len(wanted)):
         begun = stream.texts(0, None)
-        assert [next(begun) for _ in range(place)] == wanted[:place]
+        assert [next(begun) for _ in range(position)] == wanted[:position]
         resumed = TextStream(path=tmp_path)
-        assert list(resumed.texts(0, stream.state_dict())) == wanted[place:]
+        assert list(resumed.texts(0, stream.state_dict())) == wanted[position:]
     assert sorted(map(str, stream.texts(1, None))) == sorted(map(str, wanted))
 
 

@@ -9,7 +9,7 @@ from PIL import Image
 from lightning_megatron.data.synthetic_images import COLOURS, FACTS, PLACES, SIDE, draw_images
 
 
-def test_a_picture_has_the_colour_and_the_place_of_its_answer(tmp_path: Path) -> None:
+def test_a_picture_has_the_colour_and_the_position_of_its_answer(tmp_path: Path) -> None:
     table = draw_images(tmp_path / "shapes", 80)
     rows = [json.loads(line) for line in table.read_text().splitlines()]
     assert [len(row["images"]) for row in rows[:4]] == [1, 1, 2, 0] and len(rows) == 80
@@ -19,8 +19,8 @@ def test_a_picture_has_the_colour_and_the_place_of_its_answer(tmp_path: Path) ->
         pictures = [np.asarray(Image.open(table.parent / name)) for name in row["images"]]
         seen = [_seen(picture) for picture in pictures]
         if "What do you see" in asked:
-            colour, place = seen[0]
-            assert said.startswith(f"A {colour} ") and said.endswith(f"at the {place}.")
+            colour, position = seen[0]
+            assert said.startswith(f"A {colour} ") and said.endswith(f"at the {position}.")
         elif "Which colour" in asked:
             assert said == f"It is {seen[0][0]}."
         elif "Where" in asked:
@@ -38,12 +38,12 @@ def _seen(picture: np.ndarray) -> tuple[str, str]:
     colours = {name for name, colour in COLOURS.items() if (picture[is_drawn] == colour).all()}
     half = SIDE // 2
     quarters = {p: is_drawn[_half(p, "bottom", half), _half(p, "right", half)].any() for p in PLACES}
-    [colour], [place] = colours, [p for p, any_of_it in quarters.items() if any_of_it]
-    return colour, place
+    [colour], [position] = colours, [p for p, any_of_it in quarters.items() if any_of_it]
+    return colour, position
 
 
-def _half(place: str, word: str, half: int) -> slice:
-    return slice(half, None) if word in place else slice(0, half)
+def _half(position: str, word: str, half: int) -> slice:
+    return slice(half, None) if word in position else slice(0, half)
 
 
 def test_pictures_are_drawn_once_and_the_same_each_time(tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ def test_the_truncation_and_padding_saved_in_a_file_are_not_applied(tmp_path: Pa
     assert load_tokenizer(tmp_path).encode(["a", TEXTS[0]]) == expected
 
 
-def test_the_end_of_text_is_what_the_config_beside_the_file_says(tmp_path: Path) -> None:
+def test_the_end_of_text_is_what_the_config_next_to_the_file_says(tmp_path: Path) -> None:
     trained = train_tokenizer(TEXTS, 300, tmp_path / "tokenizer.json")
     (end,) = trained.encode(["\n"])[0]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "Ċ"}}))

@@ -1,4 +1,4 @@
-"""Tokenizers of every kind encode as the library that they come from, and are told apart by what is there."""
+"""Tokenizers of every kind encode as the library that they come from, and are distinguished by their files."""
 
 import base64
 import json
@@ -124,21 +124,21 @@ def test_numbers_are_tokens_of_the_null_tokenizer() -> None:
     assert tokenizer.decode([12, 7, 50000]) == "12 7 <|endoftext|>"
     assert tokenizer.token_id("7") == 7
     assert tokenizer.fingerprint != load_tokenizer("null:50001").fingerprint
-    for text, told in (("1 x", "word 1 \\('x'\\)"), ("50000", "word 0"), ("-1", "word 0"), ("²", "word 0")):
-        with pytest.raises(ValueError, match=f"{told}.*must be a number from 0 to 49999"):
+    for text, shown in (("1 x", "word 1 \\('x'\\)"), ("50000", "word 0"), ("-1", "word 0"), ("²", "word 0")):
+        with pytest.raises(ValueError, match=f"{shown}.*must be a number from 0 to 49999"):
             tokenizer.encode([text])
 
 
-def test_pattern_and_special_tokens_stand_beside_the_ranks(tmp_path: Path) -> None:
+def test_pattern_and_special_tokens_are_next_to_the_ranks(tmp_path: Path) -> None:
     file = tmp_path / "a" / "tokenizer.model"
     ranks = write_ranks(file)
     plain = load_tokenizer(file)
     assert isinstance(plain, TiktokenTokenizer), "a file of ranks, whatever its name"
     special = {"<|begin_of_text|>": 300, "<|end_of_text|>": 301}
     Path(f"{file}.json").write_text(json.dumps({"pattern": r"\d|\D+", "special_tokens": special}))
-    told = load_tokenizer(file)
-    assert (told.end_of_text, told.vocab_size) == (301, 302)
-    assert told.encode(["123"]) == [[ranks[b"1"], ranks[b"2"], ranks[b"3"]]]
+    shown = load_tokenizer(file)
+    assert (shown.end_of_text, shown.vocab_size) == (301, 302)
+    assert shown.encode(["123"]) == [[ranks[b"1"], ranks[b"2"], ranks[b"3"]]]
     assert plain.encode(["123"]) == [[ranks[b"123"]]]
     assert load_tokenizer(file, "<|begin_of_text|>").end_of_text == 300
     Path(f"{file}.json").write_text('{"patern": ""}')
@@ -149,8 +149,8 @@ def test_pattern_and_special_tokens_stand_beside_the_ranks(tmp_path: Path) -> No
 def test_a_directory_without_tokenizer_json_is_read_as_transformers_reads_it(folder: Path, tmp_path: Path) -> None:
     # T5 has its sentinels in the configuration alone: the model of sentencepiece does not know them.
     (tmp_path / "spiece.model").write_bytes((folder / "pieces" / "spiece.model").read_bytes())
-    told = {"tokenizer_class": "T5Tokenizer", "eos_token": "</s>", "extra_ids": 5}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(told))
+    shown = {"tokenizer_class": "T5Tokenizer", "eos_token": "</s>", "extra_ids": 5}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(shown))
     tokenizer = load_tokenizer(tmp_path)
     expected: Any = transformers.AutoTokenizer.from_pretrained(tmp_path)
     assert isinstance(tokenizer, FastTokenizer)
@@ -168,7 +168,7 @@ def test_the_end_of_text_may_be_named_and_must_be_there(folder: Path) -> None:
             load_tokenizer(folder / kind, "<stop>")
 
 
-def test_only_a_tokenizer_json_tells_characters(folder: Path) -> None:
+def test_only_a_tokenizer_json_has_offsets(folder: Path) -> None:
     [(ids, spans)] = load_tokenizer(folder / "fast").encode_spelled(["a<|endoftext|>"])
     assert spans == [(0, 1), (1, 14)] and len(ids) == 2
     for path in (folder / "pieces", folder / "ranks", folder / "slow", "null:10"):
@@ -187,7 +187,7 @@ def test_what_is_no_tokenizer_is_refused_by_what_is_wrong(tmp_path: Path) -> Non
     (tmp_path / "odd" / "tokenizer_config.json").write_text('{"tokenizer_class": "NoSuchTokenizer"}')
     for name in ("a.model", "b.model"):
         (tmp_path / "two" / name).write_bytes(b"")
-    for path, told in (
+    for path, shown in (
         (tmp_path / "none", "does not exist; give a tokenizer.json"),
         (cut, "no token for 156 of the 256 bytes, the first 100"),
         (tmp_path / "b.tiktoken", "is not a file of ranks"),
@@ -198,7 +198,7 @@ def test_what_is_no_tokenizer_is_refused_by_what_is_wrong(tmp_path: Path) -> Non
         ("null:0", "give it at least 1"),
         ("tiktoken:no_such", "tiktoken knows .*cl100k_base"),
     ):
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=shown):
             load_tokenizer(path)
     with pytest.raises(ValueError, match="leave it out"):
         load_tokenizer("null:5", "<stop>")

@@ -114,23 +114,23 @@ def test_who_is_killed_at_any_document_goes_on_there(documents: Any, expected: o
         assert not list(tmp_path.glob(f"{prefix.name}.shards*"))
 
 
-@pytest.mark.parametrize("place", ["append", "replace", "rename", "rmtree"])
+@pytest.mark.parametrize("position", ["append", "replace", "rename", "rmtree"])
 def test_who_is_killed_while_shards_are_concatenate_goes_on(
-    documents: Any, expected: object, tmp_path: Path, place: str
+    documents: Any, expected: object, tmp_path: Path, position: str
 ) -> None:
-    owner = {"append": MegatronWriter, "replace": Path, "rename": Path, "rmtree": prepare.shutil}[place]
+    owner = {"append": MegatronWriter, "replace": Path, "rename": Path, "rmtree": prepare.shutil}[position]
     for at_call in range(3):
         prefix = tmp_path / f"at{at_call}"
 
         def run(prefix: Path = prefix, at_call: int = at_call) -> None:
-            calls, real = iter(range(100)), getattr(owner, place)
+            calls, real = iter(range(100)), getattr(owner, position)
 
             def dies(*arguments: Any, **options: Any) -> Any:
                 if next(calls) == at_call:
                     os.kill(os.getpid(), signal.SIGKILL)
                 return real(*arguments, **options)
 
-            setattr(owner, place, dies)
+            setattr(owner, position, dies)
             write_tokens(documents, Words(), prefix, form=FORM, shard_bytes=1)
 
         code = ended(run)
@@ -168,7 +168,7 @@ def test_no_process_outlives_who_started_it(documents: Any, expected: object, tm
     assert written(tmp_path / "a") == expected
 
 
-def test_a_process_that_is_ended_is_told_and_what_is_finished_is_kept(
+def test_a_process_that_is_ended_is_reported_and_what_is_finished_is_kept(
     documents: Any, expected: object, tmp_path: Path
 ) -> None:
     dying = Words(4, lambda: os.kill(os.getpid(), signal.SIGKILL))
@@ -186,7 +186,7 @@ def full() -> None:
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_full_disk_is_told_and_what_is_finished_is_kept(
+def test_a_full_disk_is_reported_and_what_is_finished_is_kept(
     documents: Any, expected: object, tmp_path: Path, num_workers: int
 ) -> None:
     with pytest.raises(OSError, match="No space left"):
@@ -203,7 +203,7 @@ def test_shards_that_an_older_version_left_in_another_form_are_not_read(
     with pytest.raises(OSError, match="No space left"):
         write_tokens(documents, Words(4, full), tmp_path / "a", form=FORM, shard_bytes=1)
     (folder,) = tmp_path.glob("a.shards-*")
-    # The first form had no number in its name, and bad documents as they are told.
+    # The first form had no number in its name, and bad documents as they are listed.
     old = folder.rename(folder.with_name(folder.name.removesuffix(f"-{prepare._SHARDS_FORM}")))
     counts = json.loads((old / "0000.json").read_text())
     (old / "0000.json").write_text(json.dumps({**counts, "bad": ["document 0 is not UTF-8 at byte 1"]}))

@@ -239,13 +239,13 @@ def test_every_error_that_the_guide_quotes_is_said_by_the_package() -> None:
     assert not unsaid, unsaid
 
 
-def test_every_make_target_exists_and_is_told() -> None:
+def test_every_make_target_exists_and_is_documented() -> None:
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for page in PAGES:
         named = set(re.findall(r"`make ([a-z]+)`", page.read_text()))
         assert named <= targets, (page, named - targets)
-    told = set(re.findall(r"`make ([a-z]+)`", (ROOT / "README.md").read_text()))
-    assert told >= {"demo", "test", "certificate", "bench"}
+    shown = set(re.findall(r"`make ([a-z]+)`", (ROOT / "README.md").read_text()))
+    assert shown >= {"demo", "test", "certificate", "bench"}
 
 
 def parameters_of(kind: type) -> set[str]:
@@ -289,13 +289,13 @@ def test_every_option_exists(page: Path) -> None:
 
 def test_the_layout_table_names_every_argument_of_the_strategy() -> None:
     layouts = (ROOT / "README.md").read_text().partition("## Layouts")[2].partition("\n## ")[0]
-    told = set(INLINE.findall(layouts))
-    assert parameters_of(MegatronStrategy) <= told, parameters_of(MegatronStrategy) - told
+    shown = set(INLINE.findall(layouts))
+    assert parameters_of(MegatronStrategy) <= shown, parameters_of(MegatronStrategy) - shown
     rows = re.findall(r"^\| `(\w+)`", layouts, re.MULTILINE)
     assert set(rows) <= parameters_of(MegatronStrategy)
 
 
-def test_the_precisions_told_are_those_supported() -> None:
+def test_the_documented_precisions_are_those_supported() -> None:
     [line] = [line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("- **Precision**")]
     assert set(INLINE.findall(line)) - {"Trainer(precision=...)"} == set(SUPPORTED)
 

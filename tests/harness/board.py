@@ -214,7 +214,7 @@ class Board:
             return pending
 
     def post(self, group: "ThreadGroup", message: Message, batch: list[Any] | None) -> None:
-        """Adds a send or receive behind what this rank has posted to that peer, and matches what can be matched."""
+        """Adds a send or receive after those of this rank to that peer, and matches what can be matched."""
         with self.changed:
             self.stop_if_failed()
             mine = self.streams.setdefault((group.key, message.rank, message.peer), deque())

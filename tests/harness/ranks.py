@@ -1,4 +1,4 @@
-"""Real ranks for tests: a function runs in N processes joined by gloo, and the first fault is told as it happened.
+"""Real ranks for tests: a function runs in N processes joined by gloo, and the first fault is reported as it happened.
 
 The processes are forks of one server that has torch and Lightning loaded (about 4 s once, then 0.1 to 0.4 s a test).
 A rank that raises ends the others within seconds and the test fails with that rank's own traceback; ranks that are
@@ -40,7 +40,7 @@ CONTEXT = multiprocessing.get_context("forkserver")
 
 # What the ranks of a test have; one that needs longer says so.
 LIMIT_SECONDS = 60.0
-# How long the others may go on after one rank failed: long enough to hear a fault that came first but is told later.
+# How long the others may go on after one rank failed: long enough to hear a fault that came first but is shown later.
 GRACE_SECONDS = 2.0
 # How long a rank that is done keeps its connections open for the ranks that are not.
 LINGER_SECONDS = 30.0
@@ -301,12 +301,12 @@ def _conclude(reports: list[Report], printed: list[str], timeout: float) -> list
 
 
 def _line(report: Report) -> str:
-    said = {
+    outcomes = {
         "done": "had ended well",
         "stuck": "was still running and was ended",
         "skipped": f"skipped: {report.text}",
     }
-    return f"rank {report.rank} {said.get(report.ending, f'failed as well: {report.summary}')}"
+    return f"rank {report.rank} {outcomes.get(report.ending, f'failed as well: {report.summary}')}"
 
 
 def rank_main(task_bytes: bytes, rank: int, num_ranks: int, port: int, parent: Connection) -> None:

@@ -45,15 +45,15 @@ def covering(
     missing = (1 << len(numbers)) - 1
     picked: list[int] = []
     while missing:
-        best = max(range(len(cases)), key=lambda place: ((bits[place] & missing).bit_count() / costs[place], -place))
+        best = max(range(len(cases)), key=lambda index: ((bits[index] & missing).bit_count() / costs[index], -index))
         picked.append(best)
         missing &= ~bits[best]
     # A cheap early pick is often covered by what the later ones had to bring.
-    for place in sorted(picked, key=lambda place: -costs[place]):
-        others = [other for other in picked if other != place]
-        if not bits[place] & ~reduce(or_, (bits[other] for other in others), 0):
+    for position in sorted(picked, key=lambda position: -costs[position]):
+        others = [other for other in picked if other != position]
+        if not bits[position] & ~reduce(or_, (bits[other] for other in others), 0):
             picked = others
-    return [cases[place] for place in sorted(picked)]
+    return [cases[position] for position in sorted(picked)]
 
 
 def each_setting(cases: Sequence[Case], factors_of: Callable[[Case], Mapping[str, Hashable]]) -> list[Case]:
@@ -73,7 +73,7 @@ def each_setting(cases: Sequence[Case], factors_of: Callable[[Case], Mapping[str
             break
         picked.add(best)
         times.update(settings[best])
-    return [cases[place] for place in sorted(picked)]
+    return [cases[position] for position in sorted(picked)]
 
 
 def sampled(
@@ -89,18 +89,18 @@ def diagonal(cases: Sequence[Case]) -> list[Case]:
     """Of cells (row, column, ...) those in which each row and each column comes; all under `pytest --whole`."""
 
     def factors_of(case: Case) -> dict[str, Hashable]:
-        return {str(place): setting for place, setting in enumerate(cast(tuple[Hashable, ...], case))}
+        return {str(position): setting for position, setting in enumerate(cast(tuple[Hashable, ...], case))}
 
     return list(cases) if WHOLE in os.environ else each_setting(cases, factors_of)
 
 
 def sample_of_matrix(cells: Sequence[Mapping[str, object]]) -> list[int]:
-    """Which cells, told by their parameters, a test marked `matrix` keeps: all pairs, or of two factors a diagonal."""
+    """Cells, keyed by their parameters, that a test marked `matrix` runs: all pairs, or of two factors a diagonal."""
 
-    def factors_of(place: int) -> dict[str, Hashable]:
-        # A mutable value is told by being that object.
-        return {name: one if isinstance(one, Hashable) else id(one) for name, one in cells[place].items()}
+    def factors_of(position: int) -> dict[str, Hashable]:
+        # A mutable value is identified by its object.
+        return {name: one if isinstance(one, Hashable) else id(one) for name, one in cells[position].items()}
 
     if len(cells[0]) > 2:
-        return covering(range(len(cells)), lambda place: pairs_of(factors_of(place)))
+        return covering(range(len(cells)), lambda position: pairs_of(factors_of(position)))
     return each_setting(range(len(cells)), factors_of)

@@ -1,4 +1,4 @@
-"""Tests of the harness itself: it tells the truth about ranks that work, fail, die and hang."""
+"""Tests of the harness itself: it reports the truth about ranks that work, fail, die and hang."""
 
 import os
 import time
@@ -62,7 +62,7 @@ def one_rank_raises() -> None:
     dist.barrier()
 
 
-def test_a_failing_rank_is_told_with_its_own_traceback() -> None:
+def test_a_failing_rank_is_reported_with_its_own_traceback() -> None:
     with pytest.raises(RankFailed) as failure:
         run_on_ranks(4, one_rank_raises)
     text = str(failure.value)
@@ -110,7 +110,7 @@ def one_rank_returns_early() -> None:
         dist.recv(torch.zeros(1), src=0)
 
 
-def test_a_rank_that_waits_for_one_that_is_done_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_waits_for_one_that_is_done_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "LINGER_SECONDS", 1.0)
     with pytest.raises(RankFailed, match="rank 1 of 2 failed") as failure:
         run_on_ranks(2, one_rank_returns_early)

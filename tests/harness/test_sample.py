@@ -64,7 +64,7 @@ def test_whole_takes_all_cases(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_sample_of_the_certificate_is_the_same_in_another_process_and_has_every_model() -> None:
-    told = subprocess.run(
+    shown = subprocess.run(
         [sys.executable, "-c", "from tests.certificate.cases import sampled_cells; print(sampled_cells())"],
         cwd=ROOT,
         env={name: value for name, value in os.environ.items() if name != WHOLE} | {"PYTHONHASHSEED": "3"},
@@ -73,5 +73,5 @@ def test_the_sample_of_the_certificate_is_the_same_in_another_process_and_has_ev
         check=True,
     ).stdout
     here = sampled_cells() if WHOLE not in os.environ else None
-    assert here is None or told.strip() == str(here)
-    assert all(variant in told for layout in LAYOUTS for variant, _ in cells_of(layout))
+    assert here is None or shown.strip() == str(here)
+    assert all(variant in shown for layout in LAYOUTS for variant, _ in cells_of(layout))

@@ -20,7 +20,7 @@ from tests.harness.threads import (
 
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-# What a deadlock says that was seen and not timed: one found by the limit tells how long it waited.
+# What a deadlock says that was seen and not timed: one found by the limit says how long it waited.
 AT_ONCE = "^deadlock: no rank can go on\n"
 
 

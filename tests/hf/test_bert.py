@@ -121,8 +121,8 @@ def test_the_loss_is_that_of_transformers_and_so_is_what_one_step_makes_of_the_w
 def test_a_model_comes_back_as_it_came(case: str, tmp_path: Path) -> None:
     model = saved(case, tmp_path / "theirs")
     hf.save_pretrained(ours(tmp_path / "theirs"), tmp_path / "ours")
-    again, told = CASES[case][0].from_pretrained(tmp_path / "ours", output_loading_info=True)
-    assert not any(told.values()), told
+    again, shown = CASES[case][0].from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert not any(shown.values()), shown
     wanted, found = model.state_dict(), again.state_dict()
     assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
     # Ids of special tokens are the tokenizer's.
@@ -229,6 +229,6 @@ def test_every_activation_that_is_written_is_read_again(activation: Any, tmp_pat
     assert hf.config_from_pretrained(tmp_path / "a") == config
 
 
-def test_a_dropout_that_their_files_do_not_have_is_told() -> None:
+def test_a_dropout_that_their_files_do_not_have_is_reported() -> None:
     config = BertConfig(num_layers=1, hidden_size=8, num_attention_heads=2, vocab_size=9, ffn_dropout=0.2)
     assert any(fault.startswith("ffn_dropout (0.2)") for fault in FAMILIES["bert"].faults(config))

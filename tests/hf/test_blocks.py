@@ -37,7 +37,7 @@ def layouts(draw: st.DrawFn) -> tuple[tuple[blocks.TensorBlock, ...], tuple[int,
     layout, shape = draw(
         st.sampled_from(
             [
-                (blocks.whole, (groups, *rest)),
+                (blocks.identity, (groups, *rest)),
                 (blocks.transposed, (groups, hidden)),
                 (blocks.each, (2, hidden + 1, *rest)),
                 (blocks.each, (groups, hidden, head_dim)),
@@ -76,16 +76,16 @@ def test_what_is_written_and_read_in_pieces_is_what_it_was(data: st.DataObject) 
     assert torch.cat([tensor.flatten() for tensor in theirs]).sort().values.equal(ours.flatten())
     for box in data.draw(cut(shape)):
         out = torch.full(box.sizes, -1)
-        asked = []
+        requested = []
 
-        def read(source: int, part: Box, asked: list[int] = asked) -> torch.Tensor:
-            asked.append(math.prod(part.sizes))
+        def read(source: int, part: Box, requested: list[int] = requested) -> torch.Tensor:
+            requested.append(math.prod(part.sizes))
             return blocks.part(theirs[source], part)
 
         blocks.fill_ours(out, box, found, read)
         assert out.equal(blocks.part(ours, box))
         # And no element is read that is not needed.
-        assert sum(asked) == out.numel()
+        assert sum(requested) == out.numel()
 
 
 CONFIG: dict[str, Any] = {"groups": 2, "queries": 2, "head_dim": 1, "hidden": 3}

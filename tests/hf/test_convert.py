@@ -94,11 +94,11 @@ def fit_refused_and_begun_from_its_weights(path: Path) -> tuple[str, bool]:
 
 
 @pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no")
-def test_a_fit_that_is_to_go_on_from_it_is_told_how_to_begin_from_its_weights(tmp_path: Path) -> None:
+def test_a_fit_that_would_resume_from_it_is_refused_with_the_way_to_begin_from_its_weights(tmp_path: Path) -> None:
     saved("llama", tmp_path / "theirs")
     to_checkpoint(in_folder(tmp_path / "theirs"), tmp_path / "model.ckpt")
-    [(told, has_trained)] = run_on_ranks(1, fit_refused_and_begun_from_its_weights, tmp_path / "model.ckpt", init=False)
-    assert "model.ckpt) has weights alone" in told and "hf.from_pretrained" in told and has_trained
+    [(line, has_trained)] = run_on_ranks(1, fit_refused_and_begun_from_its_weights, tmp_path / "model.ckpt", init=False)
+    assert "model.ckpt) has weights alone" in line and "hf.from_pretrained" in line and has_trained
 
 
 LAYOUTS = {"one": Layout(), "tp2+sp": Layout(world=2, tp=2, sp=True), "pp2": Layout(world=2, pp=2)}
@@ -166,7 +166,7 @@ def test_a_checkpoint_that_names_no_model_needs_its_configuration(tmp_path: Path
         to_folder(in_checkpoint(tmp_path / "named.ckpt", config=FIELDS), tmp_path / "out2")
 
 
-def test_weights_that_are_not_those_of_the_configuration_are_all_told(tmp_path: Path) -> None:
+def test_weights_that_are_not_those_of_the_configuration_are_all_reported(tmp_path: Path) -> None:
     path = tmp_path / "wrong.ckpt"
     checkpoint_of(path, {MODELS: {"model": said(add_bias_linear=False)}}, add_bias_linear=False)
     with pytest.raises(ValueError) as raised:
@@ -184,7 +184,7 @@ def test_weights_that_are_not_those_of_the_configuration_are_all_told(tmp_path: 
     assert [p.name for p in tmp_path.iterdir()] == ["wrong.ckpt"]
 
 
-def test_low_rank_paths_are_refused_with_the_way_out(tmp_path: Path) -> None:
+def test_lora_adapters_are_refused_with_the_way_out(tmp_path: Path) -> None:
     saved("llama", tmp_path / "theirs")
     model = ours(tmp_path / "theirs")
     add_lora(model, LoraConfig(rank=2))

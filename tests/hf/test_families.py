@@ -45,8 +45,8 @@ def test_logits_are_those_of_transformers(case: str, tmp_path: Path) -> None:
 def test_a_model_comes_back_as_it_came(case: str, tmp_path: Path) -> None:
     model = saved(case, tmp_path / "theirs")
     hf.save_pretrained(ours(tmp_path / "theirs"), tmp_path / "ours", family=family_of(case))
-    again, told = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", output_loading_info=True)
-    assert not any(told.values()), told
+    again, shown = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert not any(shown.values()), shown
     wanted, found = model.state_dict(), again.state_dict()
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
@@ -82,7 +82,7 @@ def test_every_field_that_transformers_knows_is_translated_or_known_to_be_harmle
     reader = ConfigReader({}, FAMILIES[family].defaults)
     FAMILIES[family].config_from_hf(reader)
     assert reader.faults == []
-    unknown = config.to_dict().keys() - reader.asked - FAMILIES[family].harmless
+    unknown = config.to_dict().keys() - reader.taken - FAMILIES[family].harmless
     assert unknown == set()
 
 
@@ -110,7 +110,7 @@ def test_a_field_that_nobody_knows_is_refused_in_the_parts_of_a_llava(nested: st
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_field_that_a_family_cannot_write_is_refused(family: str) -> None:
-    # The default of a LLaVA's image token is behind the vocabulary.
+    # The default of a LLaVA's image token is after the vocabulary.
     config = FAMILIES[family].config({"model_type": family} | ({"image_token_index": 3} if family == "llava" else {}))
     assert FAMILIES[family].faults(config) == []
     grown = with_new_field(config)
@@ -206,7 +206,7 @@ def test_a_field_that_changes_numbers_and_is_not_built_is_refused(
     assert words in str(raised.value)
 
 
-def test_all_faults_of_a_config_are_told_at_once() -> None:
+def test_all_faults_of_a_config_are_reported_at_once() -> None:
     changes = {"reorder_and_upcast_attn": True, "activation_function": "relu", "embd_pdrop": 0.0}
     with pytest.raises(ValueError) as raised:
         FAMILIES["gpt2"].config(changes)
@@ -268,7 +268,7 @@ def test_a_configuration_that_several_families_have_asks_which() -> None:
     assert family_of_config(GPTConfig(**GATED), "mistral").name == "mistral"
 
 
-def test_a_configuration_that_no_family_has_is_told_why_by_each() -> None:
+def test_a_configuration_that_no_family_has_is_refused_with_the_reason_of_each() -> None:
     config = GPTConfig(**{**GATED, "position": "none"}, qk_norm=True, add_qkv_bias=True)
     with pytest.raises(ValueError) as raised:
         family_of_config(config, None)
@@ -313,7 +313,7 @@ def test_a_configuration_that_no_family_has_is_told_why_by_each() -> None:
         ("qwen3_moe", MoEConfig(router=ROUTER), "qk_norm (False) must be True"),
     ],
 )
-def test_experts_that_a_family_has_not_are_told(family: str, moe: MoEConfig, words: str) -> None:
+def test_experts_that_a_family_has_not_are_reported(family: str, moe: MoEConfig, words: str) -> None:
     with pytest.raises(ValueError) as raised:
         family_of_config(GPTConfig(**GATED, moe=moe), family)
     assert words in str(raised.value)
@@ -335,12 +335,12 @@ def test_what_balances_experts_is_read_and_written() -> None:
     assert without is not None and without.router.aux_losses == ()
 
 
-def test_an_unknown_family_is_told_which_there_are() -> None:
+def test_an_unknown_family_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"family \('falcon'\) must be one of 'bert', 'gpt2', 'llama'"):
         family_of_config(GPTConfig(**GATED), "falcon")
 
 
-def test_an_unknown_model_type_is_told_which_there_are(tmp_path: Path) -> None:
+def test_an_unknown_model_type_is_refused_with_the_known_ones(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "falcon"}))
     with pytest.raises(ValueError, match=r"model_type \('falcon'\) .* must be one of 'bert', 'gpt2', .*'t5'"):
         hf.from_pretrained(tmp_path)
@@ -356,7 +356,7 @@ def test_an_unknown_model_type_is_told_which_there_are(tmp_path: Path) -> None:
         ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}, "yarn"),
     ],
 )
-def test_a_scaling_written_beside_rope_parameters_counts_as_in_transformers(
+def test_a_scaling_written_next_to_rope_parameters_counts_as_in_transformers(
     scaling: dict[str, Any], kind: str, tmp_path: Path
 ) -> None:
     saved("llama", tmp_path)
@@ -373,7 +373,7 @@ def test_a_scaling_written_beside_rope_parameters_counts_as_in_transformers(
     ("field", "value"),
     [("hidden_size", "32"), ("num_hidden_layers", 2.0), ("rope_scaling", "x"), ("tie_word_embeddings", "no")],
 )
-def test_a_field_of_the_wrong_kind_is_told_by_its_name(field: str, value: Any, tmp_path: Path) -> None:
+def test_a_field_of_the_wrong_kind_is_reported_by_its_name(field: str, value: Any, tmp_path: Path) -> None:
     saved("llama", tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, field: value}))

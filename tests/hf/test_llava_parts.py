@@ -18,7 +18,7 @@ from tests.models.small_llava import LLAVA, VISION
 from tests.reference.unsplit import unsplit_weights
 
 SEED = 5
-# The folder's vocabulary is smaller: the image token is behind it.
+# The folder's vocabulary is smaller: the image token is after it.
 NUM_ROWS = 128
 
 
@@ -100,9 +100,9 @@ def test_each_rank_reads_its_slices(folders: Path, options: dict[str, Any]) -> N
 def test_a_whole_folder_is_read_into_the_configuration_that_is_asked_for(folders: Path, tmp_path: Path) -> None:
     saved = LlavaModel(LLAVA, seed=3)
     hf.save_pretrained(saved, tmp_path / "llava")
-    asked = replace(LLAVA, hidden_dropout=0.1, max_sequence_length=64)
-    model = hf.llava_from_folders(asked, whole=tmp_path / "llava", mesh=Mesh.single())
-    assert model.config == asked
+    requested = replace(LLAVA, hidden_dropout=0.1, max_sequence_length=64)
+    model = hf.llava_from_folders(requested, whole=tmp_path / "llava", mesh=Mesh.single())
+    assert model.config == requested
     weights = dict(saved.named_parameters())
     assert all(torch.equal(p, weights[name]) for name, p in model.named_parameters())
     assert {n for n, p in model.named_parameters() if not p.requires_grad} == {
@@ -110,7 +110,7 @@ def test_a_whole_folder_is_read_into_the_configuration_that_is_asked_for(folders
     }
 
 
-def test_what_does_not_fit_the_configuration_is_told_at_once(folders: Path) -> None:
+def test_what_does_not_fit_the_configuration_is_reported_at_once(folders: Path) -> None:
     other = replace(
         LLAVA,
         num_query_groups=4,
@@ -120,13 +120,13 @@ def test_what_does_not_fit_the_configuration_is_told_at_once(folders: Path) -> N
     )
     with pytest.raises(ValueError) as raised:
         hf.llava_from_folders(other, language=folders / "llama", vision=folders / "tower", mesh=Mesh.single())
-    for told in (
+    for shown in (
         "num_query_groups (4) is 2 in",
         "vocab_size (120) must be at least that of",
         "vision: num_layers (4) is 3 in",
         "vision: activation ('gelu') is 'quick_gelu' in",
     ):
-        assert told in str(raised.value)
+        assert shown in str(raised.value)
     with pytest.raises(ValueError, match="has no vision tower of a LLaVA: its model_type is 'llama'"):
         hf.llava_from_folders(LLAVA, vision=folders / "llama", mesh=Mesh.single())
     with pytest.raises(ValueError, match="is no LLaVA: its model_type is 'llama'"):

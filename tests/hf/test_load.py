@@ -1,4 +1,4 @@
-"""A rank reads the slices that it holds and nothing else; what does not fit is told before a weight is read."""
+"""A rank reads the slices that it holds and nothing else; what does not fit is reported before a weight is read."""
 
 import json
 import shutil
@@ -53,7 +53,7 @@ def test_each_rank_reads_what_it_holds_once(
     case: str, name: str, sizes: Sizes, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved(case, tmp_path, **options)
-    whole = dict(ours(tmp_path).named_parameters())
+    full = dict(ours(tmp_path).named_parameters())
     read: list[int] = []
     read_box = WeightFiles.read
 
@@ -68,7 +68,7 @@ def test_each_rank_reads_what_it_holds_once(
         model = hf.from_pretrained(tmp_path, Mesh.imagine(rank, sizes))
         held = 0
         for name, parameter, shard in sharded_parameters(model):
-            wanted = whole[name]
+            wanted = full[name]
             for dim, (start, size) in enumerate(zip(shard.box.offsets, shard.box.sizes, strict=True)):
                 wanted = wanted.narrow(dim, start, size)
             assert torch.equal(shard.valid(parameter), wanted)
@@ -109,7 +109,7 @@ def test_experts_in_one_tensor_are_read_as_those_in_many(case: str, tmp_path: Pa
     assert all(torch.equal(apart[name], together[name]) for name in apart)
 
 
-def test_an_expert_that_is_not_there_is_told_by_its_name(tmp_path: Path) -> None:
+def test_an_expert_that_is_not_there_is_reported_by_its_name(tmp_path: Path) -> None:
     saved("mixtral", tmp_path)
     lost = "model.layers.1.block_sparse_moe.experts.3.w2.weight"
     change(tmp_path, lambda weights: weights.update({lost.replace("experts.3", "experts.4"): weights.pop(lost)}))
@@ -155,7 +155,7 @@ def test_a_tied_head_may_be_there_if_it_is_the_embedding(tmp_path: Path) -> None
         ours(tmp_path)
 
 
-def test_all_tensors_that_do_not_fit_are_told_at_once(tmp_path: Path) -> None:
+def test_all_tensors_that_do_not_fit_are_reported_at_once(tmp_path: Path) -> None:
     saved("llama", tmp_path)
 
     def spoil(weights: dict[str, Tensor]) -> None:

@@ -185,7 +185,7 @@ def test_files_are_as_large_as_asked_and_named_by_the_index(tmp_path: Path) -> N
 def test_a_tensor_larger_than_a_file_may_be_has_its_own() -> None:
     shapes = {"a": (4,), "b": (100,), "c": (4,), "d": (4,)}
     plan = ShardPlan.of(shapes, torch.float32, 32)
-    assert [plan.places[name].file[:11] for name in shapes] == [f"model-0000{i}" for i in (1, 2, 3, 3)]
+    assert [plan.locations[name].file[:11] for name in shapes] == [f"model-0000{i}" for i in (1, 2, 3, 3)]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -244,7 +244,7 @@ def test_a_path_that_is_taken_is_refused(tmp_path: Path) -> None:
         ({"family": "llama"}, r"llama: position \('learned'\) must be 'rotary'"),
     ],
 )
-def test_what_cannot_be_written_is_told(
+def test_what_cannot_be_written_is_reported(
     options: dict[str, Any], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -280,8 +280,8 @@ def save_with_a_full_disk(target: Path) -> str:
 
 def test_a_rank_that_cannot_write_is_heard_by_all_and_nothing_is_left(tmp_path: Path) -> None:
     saved("gpt2", tmp_path / "0")
-    told = run_on_ranks(2, save_with_a_full_disk, tmp_path / "again", init=False)
-    assert told == [f"{tmp_path / 'again'} could not be written: no space left"] * 2
+    shown = run_on_ranks(2, save_with_a_full_disk, tmp_path / "again", init=False)
+    assert shown == [f"{tmp_path / 'again'} could not be written: no space left"] * 2
     assert [path.name for path in tmp_path.iterdir()] == ["0"]
 
 
@@ -323,7 +323,7 @@ def test_weights_that_are_still_on_their_way_are_waited_for(tmp_path: Path, monk
     assert set(read[0]) == set(model.part_names)
 
 
-def test_low_rank_paths_are_not_left_out_in_silence(tmp_path: Path) -> None:
+def test_lora_adapters_are_not_left_out_in_silence(tmp_path: Path) -> None:
     saved("llama", tmp_path / "theirs")
     model = ours(tmp_path / "theirs")
     add_lora(model, LoraConfig(rank=2))

@@ -115,9 +115,9 @@ def their_gradients(model: T5Model) -> dict[str, Tensor]:
     for name, link in table.links.items():
         grad = model.get_parameter(name).grad
         assert grad is not None
-        for place, source in enumerate(link.sources):
+        for index, source in enumerate(link.sources):
             found[source] = torch.empty(table.theirs[source])
-            fill_theirs(found[source], place, link.blocks, grad)
+            fill_theirs(found[source], index, link.blocks, grad)
     return found
 
 
@@ -191,8 +191,8 @@ def test_greedy_answers_are_those_of_transformers(case: str, tmp_path: Path) -> 
     config = GenerationConfig(max_new_tokens=12, temperature=0.0, stop_tokens=(end,))
     rows = generate_t5(hf.from_pretrained(tmp_path).eval(), tokens, start, config, lengths=lengths)
     assert len(rows[0]) <= 7 and len({tuple(row.tolist()) for row in rows}) == 3
-    for row, whole in zip(rows, their_answers(end), strict=True):
-        assert row.tolist() == whole[: len(row)] and set(whole[len(row) :]) <= {0}
+    for row, full in zip(rows, their_answers(end), strict=True):
+        assert row.tolist() == full[: len(row)] and set(full[len(row) :]) <= {0}
 
 
 LAYOUTS = {
@@ -208,12 +208,12 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_rank_reads_its_slices(layout: str, case: str, tmp_path: Path) -> None:
     theirs_of(case, tmp_path / "a")
-    whole = dict(hf.from_pretrained(tmp_path / "a").named_parameters())
+    full = dict(hf.from_pretrained(tmp_path / "a").named_parameters())
 
     for rank in range(LAYOUTS[layout].world):
         model = hf.from_pretrained(tmp_path / "a", Mesh.imagine(rank, LAYOUTS[layout]))
         for name, parameter, shard in sharded_parameters(model):
-            wanted = whole[name]
+            wanted = full[name]
             for dim, (start, size) in enumerate(zip(shard.box.offsets, shard.box.sizes, strict=True)):
                 wanted = wanted.narrow(dim, start, size)
             assert torch.equal(shard.valid(parameter), wanted), name
@@ -249,14 +249,14 @@ def test_what_follows_from_the_feed_forward_network_counts_where_a_file_has_it(
 
 
 @pytest.mark.parametrize("name", ["gated-relu", "silu", "gated-gelu-new", "linear-relu", "gated"])
-def test_functions_that_are_not_built_are_told_with_those_that_are(name: str) -> None:
+def test_functions_that_are_not_built_are_reported_with_those_that_are(name: str) -> None:
     with pytest.raises(ValueError) as raised:
         FAMILIES["t5"].config({"model_type": "t5", **SMALL, "feed_forward_proj": name})
     assert f"feed_forward_proj ({name!r}, with" in str(raised.value)
     assert "'gelu_new'" in str(raised.value) and "'gated-silu'" in str(raised.value)
 
 
-def test_what_transformers_cannot_say_is_told(tmp_path: Path) -> None:
+def test_what_transformers_cannot_say_is_reported(tmp_path: Path) -> None:
     fields: dict[str, Any] = {
         "num_layers": 1,
         "hidden_size": 8,

@@ -99,7 +99,7 @@ def test_all_ways_give_the_same_model(tmp_path: Path) -> None:
     assert gpt_config(read_meta(tmp_path / "3.ckpt")[MODELS]["model"]["config"]).moe == EXPERTS
 
 
-def test_what_routers_learn_beside_weights_begins_at_zero(tmp_path: Path) -> None:
+def test_what_routers_learn_besides_weights_begins_at_zero(tmp_path: Path) -> None:
     saved("llama", tmp_path / "dense")
     balance = (AuxLoss(coefficient=0.1), AuxLoss(scope="global", coefficient=0.2))
     moe = MoEConfig(router=RouterConfig(num_experts=4, bias_update_rate=0.1, aux_losses=balance))

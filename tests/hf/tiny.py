@@ -1,4 +1,4 @@
-"""Tiny random models of transformers, one for each thing that a family can do, and ours beside them."""
+"""Tiny random models of transformers, one for each thing that a family can do, and ours."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -46,7 +46,7 @@ _GATED = {
 _QWEN = {**_GATED, "num_hidden_layers": 4, "use_sliding_window": True, "sliding_window": 7}
 
 
-# As narrow as the dense layers beside them in no size, so that none is taken for another.
+# As narrow as the other dense layers in no size, so that none is taken for another.
 _MIXTRAL = {**_GATED, "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24}
 _QWEN_MOE = {**_GATED, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "head_dim": 12}
 

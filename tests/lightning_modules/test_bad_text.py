@@ -38,22 +38,22 @@ def streamed(folder: Path, **options: Any) -> Any:
 
 
 def faults_of(module: Any) -> str:
-    with pytest.raises(ConfigurationError) as told:
+    with pytest.raises(ConfigurationError) as shown:
         module.setup("fit")
-    return str(told.value)
+    return str(shown.value)
 
 
 @pytest.mark.parametrize("is_streamed", [True, False])
-def test_a_column_of_no_text_is_told_before_training(tmp_path: Path, is_streamed: bool) -> None:
+def test_a_column_of_no_text_is_reported_before_training(tmp_path: Path, is_streamed: bool) -> None:
     write_numbers(tmp_path)
     (tmp_path / "numbers.jsonl").write_text('{"text": 1}\n{"text": 2}\n')
     made = streamed if is_streamed else functools.partial(data, tokenizer="null:290")
     assert "numbers.jsonl" in faults_of(made(tmp_path, path=str(tmp_path / "numbers.jsonl")))
-    told = faults_of(made(tmp_path, path=str(tmp_path / "rows.jsonl"), text_column="body"))
-    assert "text_column ('body') is not a column of" in told and "rows.jsonl" in told
+    shown = faults_of(made(tmp_path, path=str(tmp_path / "rows.jsonl"), text_column="body"))
+    assert "text_column ('body') is not a column of" in shown and "rows.jsonl" in shown
 
 
-def test_a_stream_of_nothing_but_bad_text_is_told_before_training(tmp_path: Path) -> None:
+def test_a_stream_of_nothing_but_bad_text_is_reported_before_training(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"text"\n[1]\n')
     assert "holds no document that can be read" in faults_of(streamed(tmp_path))
     write_numbers(tmp_path, {0: '{"text": 5}'})
@@ -89,10 +89,10 @@ def fit(folder: Path, layout: Layout, **options: Any) -> str:
 
 def fit_in_windows(folder: Path, layout: Layout, choice: str, num_workers: int) -> str:
     options = {"streaming": StreamingConfig(window_documents=8), "num_workers": num_workers}
-    told = fit(folder, layout, bad_documents=choice, **options)
-    if "steps" not in told:
-        raise ConfigurationError([told])
-    return told
+    shown = fit(folder, layout, bad_documents=choice, **options)
+    if "steps" not in shown:
+        raise ConfigurationError([shown])
+    return shown
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -102,10 +102,10 @@ def test_a_bad_line_that_is_refused_ends_all_ranks_with_its_name(tmp_path: Path,
     # Who has other packers reads the line a little earlier or later.
     with pytest.raises(RankFailed) as ended:
         run_on_ranks(2, fit_in_windows, tmp_path, Layout(world=2), "refuse", num_workers, init=False)
-    told = str(ended.value)
-    assert f"a document is not JSON ({tmp_path}/rows.jsonl, line 61: " in told and "bad_documents='skip'" in told
-    [told] = run_on_ranks(1, fit_in_windows, tmp_path, Layout(), "skip", num_workers, init=False)
-    assert told == f"{STEPS} steps"
+    shown = str(ended.value)
+    assert f"a document is not JSON ({tmp_path}/rows.jsonl, line 61: " in shown and "bad_documents='skip'" in shown
+    [shown] = run_on_ranks(1, fit_in_windows, tmp_path, Layout(), "skip", num_workers, init=False)
+    assert shown == f"{STEPS} steps"
 
 
 def test_a_document_that_the_tokenizer_refuses_is_named_or_refused(
@@ -130,24 +130,24 @@ def test_files_that_are_prepared_follow_the_same_option(
     (tmp_path / "texts" / "long.txt").write_text("1 " * 50)
     wanted = ("latin.txt", "line 8", "line 12", "has 100 bytes, above max_document_bytes (90)")
     if choice == "refuse":
-        told = faults_of(module)
-        assert "latin.txt" in told and "has 100 bytes" in told
+        shown = faults_of(module)
+        assert "latin.txt" in shown and "has 100 bytes" in shown
         return
     with caplog.at_level(logging.WARNING):
         module.setup("fit")
     assert "were left without tokens" in caplog.text
     assert all(name in caplog.text for name in wanted)
     caplog.clear()
-    # A later run finds all in the cache, and tells it again.
+    # A later run finds all in the cache, and reports it too.
     again = data(tmp_path, path=str(tmp_path / "texts"), bad_documents=choice, **options)
     with caplog.at_level(logging.INFO):
         again.setup("fit")
-    [told] = [message for message in caplog.messages if message.startswith("training: ")]
-    assert all(name in told for name in wanted)
+    [shown] = [message for message in caplog.messages if message.startswith("training: ")]
+    assert all(name in shown for name in wanted)
 
 
 @pytest.mark.parametrize("is_blended", [True, False])
-def test_bad_text_is_told_of_each_part_of_the_documents(
+def test_bad_text_is_reported_for_each_part_of_the_documents(
     tmp_path: Path, is_blended: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     sources = []
@@ -160,18 +160,18 @@ def test_bad_text_is_told_of_each_part_of_the_documents(
     with caplog.at_level(logging.INFO):
         module.setup("fit")
     for what, line in (("training", 8), ("validation", 17), ("test", 19)):
-        [told] = [message for message in caplog.messages if message.startswith(f"{what}: ")]
+        [shown] = [message for message in caplog.messages if message.startswith(f"{what}: ")]
         for source in sources[: 1 + is_blended]:
-            assert f"{source.path}, line {line}" in told
+            assert f"{source.path}, line {line}" in shown
 
 
-def test_a_prompt_that_the_tokenizer_refuses_is_told_before_a_model_is_there(tmp_path: Path) -> None:
+def test_a_prompt_that_the_tokenizer_refuses_is_reported_before_a_model_is_there(tmp_path: Path) -> None:
     path = str(write_numbers(tmp_path, num_rows=20))
     with pytest.raises(ConfigurationError, match=r"'hello'.* must be a number from 0 to 289"):
         data(tmp_path, path=path, tokenizer="null:290", prompts=["hello"]).setup("predict")
 
 
-def test_wrong_options_are_told_with_the_others(tmp_path: Path) -> None:
+def test_wrong_options_are_reported_with_the_others(tmp_path: Path) -> None:
     faults = "\n".join(data(tmp_path, bad_documents="ignore", max_document_bytes=0, sequence_length=0).faults())
     assert "bad_documents ('ignore') must be one of 'skip', 'refuse'" in faults
     assert "max_document_bytes (0) must be at least 1" in faults and "sequence_length (0)" in faults
@@ -182,20 +182,20 @@ def test_wrong_options_are_told_with_the_others(tmp_path: Path) -> None:
 
 def test_ways_to_hold_out_do_not_overrule_each_other(tmp_path: Path) -> None:
     prefix = write_tokens(tmp_path / "tokens")
-    told = "all say what is held out; give one of them"
+    shown = "all say what is held out; give one of them"
     for options in (
         {"validation_fraction": 0.1, "document_split": "8,1,1"},
         {"validation_fraction": 0.1, "validation_path": prefix},
         {"document_split": "8,1,1", "validation_path": prefix},
     ):
         [fault] = data(tmp_path, path=prefix, **options).faults()
-        assert told in fault and all(name in fault for name in options)
+        assert shown in fault and all(name in fault for name in options)
     [fault] = streamed(tmp_path, path=str(tmp_path / "corpus"), validation_fraction=0.1).faults()
     assert fault.startswith("validation_fraction (0.1) counts documents, which a stream does not")
 
 
 @pytest.mark.parametrize("is_text", [True, False])
-def test_too_little_that_is_held_out_is_told_by_options_that_there_are(tmp_path: Path, is_text: bool) -> None:
+def test_too_little_that_is_held_out_is_reported_by_options_that_there_are(tmp_path: Path, is_text: bool) -> None:
     write_numbers(tmp_path, num_rows=20)
     path = str(tmp_path / "rows.jsonl") if is_text else write_tokens(tmp_path / "tokens", num_documents=20)
     options: dict[str, Any] = {
@@ -204,20 +204,20 @@ def test_too_little_that_is_held_out_is_told_by_options_that_there_are(tmp_path:
         "sequence_length": 100,
         "validation_fraction": 0.05,
     }
-    told = faults_of(data(tmp_path, **options))
-    assert "1 of 20 documents are held out by validation_fraction (0.05; 0 holds out none): " in told
-    assert "num_samples" not in told
+    shown = faults_of(data(tmp_path, **options))
+    assert "1 of 20 documents are held out by validation_fraction (0.05; 0 holds out none): " in shown
+    assert "num_samples" not in shown
     options = {**options, "validation_fraction": None, "document_split": "18,1,1"}
-    told = faults_of(data(tmp_path, **options))
-    assert "1 of 20 documents are for validation by document_split ('18,1,1'): " in told
+    shown = faults_of(data(tmp_path, **options))
+    assert "1 of 20 documents are for validation by document_split ('18,1,1'): " in shown
 
 
 def test_a_source_of_a_blend_with_nothing_to_hold_out_is_named(tmp_path: Path) -> None:
     (tmp_path / "one.txt").write_text("1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18")
     write_numbers(tmp_path)
     sources = [BlendSource(path=str(tmp_path / name), weight=1) for name in ("one.txt", "rows.jsonl")]
-    told = faults_of(data(tmp_path, path=None, blend=sources, tokenizer="null:290"))
-    assert f"of the blend {tmp_path}/one.txt has too little" in told and "validation_fraction=0" in told
+    shown = faults_of(data(tmp_path, path=None, blend=sources, tokenizer="null:290"))
+    assert f"of the blend {tmp_path}/one.txt has too little" in shown and "validation_fraction=0" in shown
     data(tmp_path, path=None, blend=sources, tokenizer="null:290", validation_fraction=0.0).setup("fit")
 
 
@@ -288,7 +288,7 @@ TOLD = {
 
 
 @pytest.mark.parametrize("pair", TOLD, ids=" to ".join)
-def test_a_place_in_one_kind_of_source_is_refused_by_another(
+def test_a_position_in_one_kind_of_source_is_refused_by_another(
     tmp_path: Path, pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = str(write_numbers(tmp_path))
@@ -298,8 +298,8 @@ def test_a_place_in_one_kind_of_source_is_refused_by_another(
         if name == "blend":
             options["blend"] = [BlendSource(path=path, weight=1)]
         both.append(options)
-    [told] = run_on_ranks(1, resumed, tmp_path, *both, init=False)
-    assert TOLD[pair] in told
+    [shown] = run_on_ranks(1, resumed, tmp_path, *both, init=False)
+    assert TOLD[pair] in shown
 
 
 # --- what fails while data is prepared --------------------------------------------------------------------------------

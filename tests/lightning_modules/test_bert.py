@@ -94,27 +94,27 @@ def test_the_accuracy_of_orders_counts_each_sample_once(folder: Path) -> None:
     [logged] = make_trainer(PLAIN).validate(module, datamodule=text, verbose=False)
     samples = text._held_out
     assert samples is not None and module.model is not None and samples.count % 8, "the last batch has copies"
-    right, told = 0, set()
+    right, shown = 0, set()
     with torch.no_grad():
         for i in range(samples.count):
             one = {name: value[None] for name, value in samples.dataset[i].items()}
             inputs = {name: one[name] for name in ("token_types", "padding_mask")}
             order = module.model.eval()(one["tokens"], **inputs).sentence_order
             right += int(order.argmax()) == int(one["sentence_order_labels"])
-            told.add(int(order.argmax()))
-    assert logged["val_sentence_order_accuracy"] == right / samples.count and told == {0, 1}
+            shown.add(int(order.argmax()))
+    assert logged["val_sentence_order_accuracy"] == right / samples.count and shown == {0, 1}
     assert 0 < right < samples.count
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "told"),
+    ("name", "value", "shown"),
     [
         ("token_types", 2, r"token_types\[1, 3\] is 2, and must be from 0 to 1; num_token_types \(2\)"),
         ("sentence_order_labels", 2, r"sentence_order_labels\[1\] is 2, and must be from 0 to 1, or -100 for none"),
         ("sentence_order_labels", -100, ""),
     ],
 )
-def test_numbers_that_stand_for_nothing_are_told_by_their_place(folder: Path, name: str, value: int, told: str) -> None:
+def test_invalid_numbers_are_reported_by_their_position(folder: Path, name: str, value: int, shown: str) -> None:
     class Wrong(torch.utils.data.Dataset[Any]):
         def __getitem__(self, index: int) -> Any:
             sample = dict(text._held_out.dataset[index])  # type: ignore[union-attr]
@@ -130,10 +130,10 @@ def test_numbers_that_stand_for_nothing_are_told_by_their_place(folder: Path, na
     text.setup("fit")
     loader = torch.utils.data.DataLoader(Wrong(), batch_size=2)
     trainer = make_trainer(Layout(), max_epochs=1)
-    if not told:
+    if not shown:
         trainer.validate(bert(), loader, verbose=False)
         return
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=shown):
         trainer.validate(bert(), loader, verbose=False)
 
 

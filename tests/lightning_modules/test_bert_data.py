@@ -1,4 +1,4 @@
-"""The data of a BERT: every span once an epoch, hidden anew each time, resumable, with all faults told at once."""
+"""The data of a BERT: every span once an epoch, masked differently each time, resumable, with all faults at once."""
 
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ def loader(replica: Replica = Replica(0, 1)) -> Any:  # noqa: B008
     )
 
 
-def test_a_sample_of_a_later_epoch_has_a_number_of_its_own_on_any_number_of_replicas() -> None:
+def test_a_sample_of_a_later_epoch_has_a_number_of_its_own_on_any_number_of_dp_ranks() -> None:
     alone, seen = loader(), []
     for epoch in range(3):
         alone.sampler.set_epoch(epoch)
@@ -51,8 +51,8 @@ def test_a_sample_of_a_later_epoch_has_a_number_of_its_own_on_any_number_of_repl
             own.load_state_dict({"consumed_samples": consumed})
             parts.append([batch["tokens"].flatten().tolist() for batch in own])
         found = [number for left, right in zip(*parts, strict=True) for number in left + right]
-        epoch, place = divmod(consumed, 20)
-        assert found == [22 * epoch + number for number in seen[epoch][place:]]
+        epoch, position = divmod(consumed, 20)
+        assert found == [22 * epoch + number for number in seen[epoch][position:]]
 
 
 class Reader(L.LightningModule):
@@ -91,7 +91,7 @@ def original(batch: dict[str, Tensor]) -> list[list[int]]:
     return torch.where(batch["labels"] == -100, batch["tokens"], batch["labels"]).tolist()
 
 
-def test_every_epoch_has_every_span_anew_and_a_resumed_run_goes_on(tmp_path: Path) -> None:
+def test_every_epoch_masks_every_span_differently_and_a_resumed_run_goes_on(tmp_path: Path) -> None:
     text = bert_data(tmp_path)
     text.setup("fit")
     assert text._training is not None and isinstance(text._training.dataset, BertSpans)
@@ -123,20 +123,20 @@ def test_a_single_document_is_held_out_by_its_last_spans(tmp_path: Path) -> None
         and held_out is not None
         and held_out.count == round(0.1 * (training.count + held_out.count))
     )
-    whole = bert_data(tmp_path, validation_fraction=0.0)
-    whole.setup("fit")
-    assert whole._training is not None
-    everything, count = whole._training.dataset, whole._training.count
+    full = bert_data(tmp_path, validation_fraction=0.0)
+    full.setup("fit")
+    assert full._training is not None
+    everything, count = full._training.dataset, full._training.count
     assert count == training.count + held_out.count
     for epoch in range(2):
-        for place in (0, training.count - 1):
-            found = training.dataset[epoch * training.count + place]
-            assert found["tokens"].equal(everything[epoch * count + place]["tokens"])
+        for position in (0, training.count - 1):
+            found = training.dataset[epoch * training.count + position]
+            assert found["tokens"].equal(everything[epoch * count + position]["tokens"])
     last = held_out.dataset[held_out.count - 1]
     assert last["tokens"].equal(everything[count - 1]["tokens"])
 
 
-def test_a_batch_is_laid_out_for_the_model(tmp_path: Path) -> None:
+def test_a_batch_has_the_layout_of_the_model(tmp_path: Path) -> None:
     text = bert_data(tmp_path, mask_prob=0.3, max_ngram=1)
     [batch, *_] = read(tmp_path, 1, mask_prob=0.3, max_ngram=1)
     assert {name: tuple(value.shape) for name, value in batch.items()} == {
@@ -155,7 +155,7 @@ def test_a_batch_is_laid_out_for_the_model(tmp_path: Path) -> None:
     assert "sentence_order_labels" not in without and not without["token_types"].any()
 
 
-def test_all_faults_are_told_at_once(tmp_path: Path) -> None:
+def test_all_faults_are_reported_at_once(tmp_path: Path) -> None:
     write_sentences(tmp_path)
     plain = tmp_path / "plain.json"
     train_tokenizer(["a b"], 270, plain, ("[CLS]",))
@@ -170,7 +170,7 @@ def test_all_faults_are_told_at_once(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigurationError) as raised:
         module.setup("fit")
-    told = str(raised.value)
+    shown = str(raised.value)
     for part in (
         "num_workers (-1)",
         "no token for separator ([SEP] or <sep> or </s>), mask ([MASK] or <mask>), padding",
@@ -179,7 +179,7 @@ def test_all_faults_are_told_at_once(tmp_path: Path) -> None:
         "mask_prob (1.5)",
         "max_ngram (0)",
     ):
-        assert told.count(part) == 1, (part, told)
+        assert shown.count(part) == 1, (part, shown)
 
 
 def test_a_text_without_two_sentences_is_a_fault_that_says_why(tmp_path: Path) -> None:
@@ -216,7 +216,7 @@ def test_prompts_without_a_gap_or_too_long_are_faults(tmp_path: Path) -> None:
     assert "sequence_length (24) is the most" in str(raised.value) and "'a [MASK]'" not in str(raised.value)
 
 
-def test_documents_of_one_sentence_are_told_with_the_option_that_takes_them(tmp_path: Path) -> None:
+def test_documents_of_one_sentence_are_reported_with_the_option_that_takes_them(tmp_path: Path) -> None:
     (tmp_path / "corpus").mkdir()
     for i in range(30):
         (tmp_path / "corpus" / f"{i}.txt").write_text("The cat sat on a mat and ran home")

@@ -140,12 +140,12 @@ def test_every_row_that_is_held_out_counts_once(folder: Path) -> None:
     assert len(module.validated) == 5 and len({tuple(row.tolist()) for row in module.validated}) == 1
 
 
-def test_what_became_of_the_rows_is_told(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_became_of_the_rows_is_reported(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
         data(folder, sequence_length=50).setup("fit")
-    told = [record.message for record in caplog.records]
-    assert any(line.startswith("training: ") and "were cut" in line for line in told)
-    assert any(line.startswith("validation: ") for line in told)
+    shown = [record.message for record in caplog.records]
+    assert any(line.startswith("training: ") and "were cut" in line for line in shown)
+    assert any(line.startswith("validation: ") for line in shown)
 
 
 def test_packed_chats_are_the_same_answers_in_fewer_rows(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -200,7 +200,7 @@ def test_a_prompt_is_a_users_message_where_there_is_a_template(folder: Path) -> 
     assert prompts(folder, tokenizer=str(folder / "bare"), path=None) == ["Hi.", "é"]
 
 
-def test_all_faults_are_told_at_once(folder: Path) -> None:
+def test_all_faults_are_reported_at_once(folder: Path) -> None:
     module = data(
         folder,
         tokenizer="none",
@@ -212,14 +212,14 @@ def test_all_faults_are_told_at_once(folder: Path) -> None:
     )
     faults = module.faults()
     assert len(faults) == 6
-    for told in ("sequence_length (0)", "global_batch_size (0)", "nowhere.jsonl", "'none'", "pad_to_multiple (0)"):
-        assert any(told in fault for fault in faults), told
+    for shown in ("sequence_length (0)", "global_batch_size (0)", "nowhere.jsonl", "'none'", "pad_to_multiple (0)"):
+        assert any(shown in fault for fault in faults), shown
     assert sum(fault.startswith("validation_path: path ('neither.jsonl') does not exist") for fault in faults) == 1
     assert data(folder).faults() == []
 
 
 @pytest.mark.parametrize(
-    ("rows", "template", "told"),
+    ("rows", "template", "shown"),
     [
         ([{"question": "x", "answer": "y"}], HEADERS, "needs 'messages'"),
         ([{"messages": [{"role": "user", "content": "x"}]}], HEADERS, "anything to learn"),
@@ -227,10 +227,10 @@ def test_all_faults_are_told_at_once(folder: Path) -> None:
         ([{"prompt": "x", "completion": None}, {"prompt": "x", "completion": "y"}], HEADERS, "must be text"),
     ],
 )
-def test_rows_that_cannot_be_learnt_from_are_a_fault(tmp_path: Path, rows: Any, template: Any, told: str) -> None:
+def test_rows_that_cannot_be_learnt_from_are_a_fault(tmp_path: Path, rows: Any, template: Any, shown: str) -> None:
     write_tokenizer(tmp_path / "tokenizer", template)
     write_rows(tmp_path / "chats.jsonl", rows)
-    with pytest.raises(ConfigurationError, match=told):
+    with pytest.raises(ConfigurationError, match=shown):
         data(tmp_path, validation_fraction=0.0).setup("fit")
 
 
@@ -239,9 +239,7 @@ def test_without_a_source_there_is_nothing_to_train_on(folder: Path) -> None:
         data(folder, path=None).setup("fit")
 
 
-def test_rows_for_validation_are_cached_beside_the_others_also_of_a_named_data_set(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_rows_for_validation_are_cached_with_the_others_also_of_a_named_data_set(folder: Path, tmp_path: Path) -> None:
     table = load_rows(path=folder / "chats.jsonl", cache_dir=tmp_path / "own")
     table.save_to_disk(str(tmp_path / "saved"))
     rows = [{"messages": [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hello."}]}] * 5

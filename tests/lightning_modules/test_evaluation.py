@@ -51,7 +51,7 @@ def on_one_device(folder: Path, has_experts: bool) -> dict[str, float]:
     return evaluated(PLAIN, folder, has_experts)
 
 
-def test_perplexity_and_accuracy_are_those_of_plain_torch_on_whole_logits(folder: Path) -> None:
+def test_perplexity_and_accuracy_are_those_of_plain_torch_on_unsharded_logits(folder: Path) -> None:
     torch.manual_seed(7)
     module, text = GPTModule(config(**SIZES)), data(folder, packing="documents")
     trainer = make_trainer(PLAIN)
@@ -81,7 +81,7 @@ def test_perplexity_and_accuracy_are_those_of_plain_torch_on_whole_logits(folder
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("name", "has_experts"),
-    # On dp2 each replica would have all experts, as on one device.
+    # On dp2 each dp rank would have all experts, as on one device.
     [(name, has) for name in LAYOUTS for has in (False, True) if (name, has) not in {("dp2", True), ("ep2", False)}],
 )
 def test_every_mean_is_that_of_one_device(name: str, has_experts: bool, folder: Path) -> None:

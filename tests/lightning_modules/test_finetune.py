@@ -1,4 +1,4 @@
-"""A model of transformers, fine-tuned whole or by low-rank paths on every layout, and given back."""
+"""A model of transformers, fine-tuned in full or by LoRA adapters on every layout, and given back."""
 
 import functools
 from pathlib import Path
@@ -125,7 +125,7 @@ def test_experts_made_of_a_dense_model_are_trained_and_exported_as_on_one_device
     assert module.upcycle == UPCYCLE and module.config.moe == UPCYCLE
 
 
-def test_what_upcycling_cannot_go_with_is_told_before_training(folder: Path) -> None:
+def test_what_upcycling_cannot_go_with_is_reported_before_training(folder: Path) -> None:
     path = str(folder / "tokenizer")
     with pytest.raises(ValueError, match="lora and upcycle do not go together"):
         FinetuneModule(path, LORA, upcycle=UPCYCLE)
@@ -133,8 +133,8 @@ def test_what_upcycling_cannot_go_with_is_told_before_training(folder: Path) -> 
     trainer = make_trainer(Layout(), callbacks=[ExportPretrained(str(folder / "nowhere"))])
     with pytest.raises(ConfigurationError) as raised:
         trainer.fit(FinetuneModule(path, upcycle=moe), datamodule=data(folder))
-    told = "mixtral: moe score_function ('sigmoid') must be 'softmax'; layers 0 must have experts, as all others"
-    assert told in str(raised.value)
+    shown = "mixtral: moe score_function ('sigmoid') must be 'softmax'; layers 0 must have experts, as all others"
+    assert shown in str(raised.value)
 
 
 def test_paths_are_resumed_on_another_layout(folder: Path) -> None:
@@ -162,7 +162,7 @@ def test_transformer_engine_with_paths_is_a_fault(folder: Path) -> None:
         module.setup("fit")
 
 
-def test_what_cannot_be_exported_is_told_before_training(folder: Path) -> None:
+def test_what_cannot_be_exported_is_reported_before_training(folder: Path) -> None:
     taken = str(folder / "tokenizer")
     trainer = make_trainer(PLAIN, callbacks=[ExportPretrained(taken)])
     module = GPTModule(FinetuneModule(taken).config)
@@ -175,7 +175,7 @@ def test_what_cannot_be_exported_is_told_before_training(folder: Path) -> None:
     assert module.model is None
 
 
-def test_an_export_path_that_exists_is_told_with_other_faults_before_a_process_starts(
+def test_an_export_path_that_exists_is_reported_with_other_faults_before_a_process_starts(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def starts(*_: Any) -> None:
@@ -194,7 +194,7 @@ def test_an_export_path_that_exists_is_told_with_other_faults_before_a_process_s
 
 
 def test_padding_that_routers_would_count_is_refused_and_that_of_dense_models_is_not(folder: Path) -> None:
-    def told(upcycle: MoEConfig | None, packing: str) -> str:
+    def shown(upcycle: MoEConfig | None, packing: str) -> str:
         trainer = make_trainer(Layout(), max_steps=1, max_epochs=-1, limit_val_batches=0)
         module = FinetuneModule(str(folder / "tokenizer"), None, AdamWConfig(total_steps=1), upcycle=upcycle)
         try:
@@ -203,8 +203,8 @@ def test_padding_that_routers_would_count_is_refused_and_that_of_dense_models_is
             return str(error)
         return ""
 
-    assert "routers of experts would count the padding" in told(UPCYCLE, "none")
-    assert not told(None, "none") and not told(UPCYCLE, "documents")
+    assert "routers of experts would count the padding" in shown(UPCYCLE, "none")
+    assert not shown(None, "none") and not shown(UPCYCLE, "documents")
 
 
 def test_a_model_that_sees_is_neither_fine_tuned_on_text_nor_upcycled(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ class Run:
     losses: list[float]
     metrics: dict[str, float]
     texts: list[list[int]]
-    """Of this replica's share of the prompts."""
+    """Of this dp rank's share of the prompts."""
 
 
 def run(layout: Layout, folder: Path, packing: str) -> Run:
@@ -139,7 +139,7 @@ class Recorder(nn.Module):
 
 
 @pytest.mark.parametrize("packing", ["stream", "documents"])
-def test_the_model_is_told_the_segments_of_batches_that_have_them(folder: Path, packing: str) -> None:
+def test_the_model_gets_the_segments_of_batches_that_have_them(folder: Path, packing: str) -> None:
     module = gpt()
     module.model = recorder = Recorder()  # type: ignore[assignment]
     trainer = make_trainer(PLAIN, max_steps=2, max_epochs=-1, limit_val_batches=1, val_check_interval=1)
@@ -205,7 +205,7 @@ def test_the_rate_rises_over_the_warm_up_and_falls_to_its_minimum_at_the_end() -
     assert rates[10:] == pytest.approx([0.2, 0.2])
 
 
-def test_a_resumed_curve_is_the_one_now_asked_for() -> None:
+def test_a_resumed_curve_is_the_one_now_configured() -> None:
     short = optimizer_of(gpt(), max_steps=5)["lr_scheduler"]["scheduler"]
     longer = optimizer_of(gpt(), max_steps=50)["lr_scheduler"]["scheduler"]
     longer.load_state_dict(short.state_dict())
@@ -223,22 +223,22 @@ def test_a_run_without_an_end_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "told"),
+    ("make", "shown"),
     [
         (lambda: AdamWConfig(lr=-1.0, betas=(0.9, 1.0)), r"lr \(-1.0\).*\n.*betas \(1.0\)"),
         (lambda: AdamWConfig(epsilon=0.0), "epsilon"),
         (lambda: GenerationConfig(temperature=-1.0), "temperature"),
     ],
 )
-def test_settings_that_make_no_sense_are_refused(make: Any, told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_settings_that_make_no_sense_are_refused(make: Any, shown: str) -> None:
+    with pytest.raises(ValueError, match=shown):
         make()
 
 
 # --- generation -------------------------------------------------------------------------------------------------------
 
 
-def test_a_prediction_ends_with_the_end_of_text_where_that_is_asked_for(folder: Path) -> None:
+def test_a_prediction_ends_with_the_end_of_text_where_requested(folder: Path) -> None:
     def predicted(**options: Any) -> list[Tensor]:
         module = GPTModule(config(), generation=GenerationConfig(max_new_tokens=SEQUENCE, **options))
         text = data(folder, prompts=["the cat sat", "home", "it"])

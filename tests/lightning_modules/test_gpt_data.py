@@ -1,4 +1,4 @@
-"""The data module tells its faults at once, gives each sample once, and goes on where a run was left off."""
+"""The data module reports its faults at once, gives each sample once, and goes on where a run was left off."""
 
 from pathlib import Path
 from typing import Any
@@ -41,9 +41,9 @@ def first_of(batches: Any, count: int) -> list[list[int]]:
     return numbers(found)
 
 
-def test_a_loader_goes_on_after_what_it_handed_out_on_any_number_of_replicas() -> None:
-    whole = loader(Replica(0, 1))
-    wanted = numbers(whole)
+def test_a_loader_goes_on_after_what_it_handed_out_on_any_number_of_dp_ranks() -> None:
+    full = loader(Replica(0, 1))
+    wanted = numbers(full)
     assert len(wanted) == 5
     begun = loader(Replica(0, 1))
     assert first_of(begun, 2) == wanted[:2]
@@ -56,7 +56,7 @@ def test_a_loader_goes_on_after_what_it_handed_out_on_any_number_of_replicas() -
     assert [left + right for left, right in zip(*parts, strict=True)] == wanted[2:]
 
 
-def test_an_epoch_after_a_resumed_one_is_whole_and_in_another_order() -> None:
+def test_an_epoch_after_a_resumed_one_is_complete_and_in_another_order() -> None:
     resumed = loader(Replica(0, 1))
     resumed.load_state_dict({"consumed_samples": 12})
     assert len(numbers(resumed)) == 2
@@ -70,13 +70,13 @@ def test_an_epoch_that_ended_early_does_not_shift_the_next_one() -> None:
     limited = loader(Replica(0, 1))
     first_of(limited, 3)
     limited.sampler.set_epoch(1)
-    whole = loader(Replica(0, 1))
-    whole.sampler.set_epoch(1)
-    assert numbers(limited) == numbers(whole)
+    full = loader(Replica(0, 1))
+    full.sampler.set_epoch(1)
+    assert numbers(limited) == numbers(full)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_evaluation_counts_every_sample_once_on_any_number_of_replicas(size: int) -> None:
+def test_evaluation_counts_every_sample_once_on_any_number_of_dp_ranks(size: int) -> None:
     counted: list[int] = []
     for rank in range(size):
         batches = evaluation_loader(Numbered(), 10, global_batch_size=4, replica=Replica(rank, size), num_workers=0)
@@ -86,7 +86,7 @@ def test_evaluation_counts_every_sample_once_on_any_number_of_replicas(size: int
     assert sorted(counted) == list(range(10))
 
 
-def test_an_evaluation_that_was_cut_short_begins_anew() -> None:
+def test_an_evaluation_that_was_cut_short_restarts() -> None:
     batches = evaluation_loader(Numbered(), 10, global_batch_size=4, replica=Replica(0, 1), num_workers=0)
     assert first_of(batches, 1) == first_of(batches, 1) == [[0, 1, 2, 3]]
     assert len(numbers(batches)) == 3
@@ -146,7 +146,7 @@ def test_a_second_fit_starts_from_the_beginning(tmp_path: Path) -> None:
     assert all(torch.equal(*pair) for pair in zip(read(tmp_path, 2), wanted, strict=True))
 
 
-def test_all_faults_are_told_at_once(tmp_path: Path) -> None:
+def test_all_faults_are_reported_at_once(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     module = GPTDataModule(
         GPTDataConfig(
@@ -161,8 +161,8 @@ def test_all_faults_are_told_at_once(tmp_path: Path) -> None:
         )
     )
     faults = "\n".join(module.faults())
-    for told in ("sequence_length (0)", "global_batch_size (-1)", "both given", "no file", "1.5", "vocab_size (100)"):
-        assert told in faults
+    for shown in ("sequence_length (0)", "global_batch_size (-1)", "both given", "no file", "1.5", "vocab_size (100)"):
+        assert shown in faults
     assert "packing ('rows') must be one of 'stream', 'documents'" in faults
     assert "long_documents ('cut') must be one of 'split', 'drop', 'refuse'" in faults
     with pytest.raises(ConfigurationError, match="8 faults"):
@@ -228,9 +228,9 @@ def test_packed_rows_hold_the_documents_to_train_on_and_not_those_held_out(
     assert [len(documents) for documents in found] == [10, 2]
     texts = sorted(module.tokenizer.decode(document[:-1]) for part in found for document in part)
     assert texts == sorted(path.read_text() for path in (tmp_path / "corpus").iterdir())
-    told = [record.message for record in caplog.records]
-    assert any(line.startswith("training: 10 documents in ") and "% full" in line for line in told)
-    assert any(line.startswith("validation: 2 documents in ") for line in told)
+    shown = [record.message for record in caplog.records]
+    assert any(line.startswith("training: 10 documents in ") and "% full" in line for line in shown)
+    assert any(line.startswith("validation: 2 documents in ") for line in shown)
 
 
 def test_long_documents_are_split_dropped_or_a_fault(tmp_path: Path) -> None:

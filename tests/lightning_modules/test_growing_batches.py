@@ -106,13 +106,13 @@ def runs(name: str, folder: Path, kind: str, ckpt: str | None = None) -> Any:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if name != PLAIN])
 def test_steps_across_the_ramp_are_those_of_one_device(name: str, kind: str, folder: Path) -> None:
-    [(wanted, whole)] = runs(PLAIN, folder, kind)
+    [(wanted, full)] = runs(PLAIN, folder, kind)
     assert wanted.rows == SIZES
     assert wanted.losses[-1] < wanted.losses[0] - 0.05, "it learns, so a step that is left out would show"
     for found, parts in runs(name, folder, kind):
         assert found.losses == pytest.approx(wanted.losses, abs=1e-9)
         assert found.rows == [size // LAYOUTS[name][1] for size in SIZES]
-        assert parts_apart(parts, whole) < 1e-9
+        assert parts_apart(parts, full) < 1e-9
 
 
 # A layout, and after how many steps it goes on.
@@ -126,16 +126,16 @@ PLACES = {
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("place", PLACES)
-def test_a_run_goes_on_in_the_midst_of_the_ramp_on_any_layout(place: str, kind: str, folder: Path) -> None:
-    name, step = PLACES[place]
-    [(wanted, whole)] = runs(PLAIN, folder, kind)
+@pytest.mark.parametrize("position", PLACES)
+def test_a_run_goes_on_in_the_midst_of_the_ramp_on_any_layout(position: str, kind: str, folder: Path) -> None:
+    name, step = PLACES[position]
+    [(wanted, full)] = runs(PLAIN, folder, kind)
     first, _ = runs(SAVER, folder, kind)[0]
     assert first.losses == pytest.approx(wanted.losses, abs=1e-9)
     for found, parts in runs(name, folder, kind, str(folder / kind / f"step={step}.ckpt")):
         assert found.rows == [size // LAYOUTS[name][1] for size in SIZES[step:]]
         assert found.losses == pytest.approx(wanted.losses[step:], abs=1e-9)
-        assert parts_apart(parts, whole) < 1e-9
+        assert parts_apart(parts, full) < 1e-9
 
 
 # --- what is counted and refused --------------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ def test_the_tokens_of_a_step_are_those_of_its_batch(folder: Path) -> None:
 
 def test_ramps_and_microbatches_that_do_not_fit_are_faults(folder: Path) -> None:
     text = data_of("ramp", folder)
-    for strategy, told in (
+    for strategy, shown in (
         ({"microbatch_size": 2, "num_microbatches": 2}, "both say how a batch is cut"),
         ({"microbatch_size": -1}, r"microbatch_size \(-1\) must be at least 1"),
         ({"microbatch_size": 8}, r"4 as their greatest divisor.*\(1 x 8 = 8\)"),
@@ -168,7 +168,7 @@ def test_ramps_and_microbatches_that_do_not_fit_are_faults(folder: Path) -> None
         ),
     ):
         trainer = make_trainer(ONE_DEVICE, strategy=MegatronStrategy(**strategy), max_steps=1)  # type: ignore[arg-type]
-        with pytest.raises(ConfigurationError, match=told):
+        with pytest.raises(ConfigurationError, match=shown):
             trainer.fit(module_of(), datamodule=text)
     uneven = data_of("ramp", folder, batch_ramp=None, global_batch_size=6)
     trainer = make_trainer(ONE_DEVICE, strategy=MegatronStrategy(microbatch_size=4), max_steps=1)

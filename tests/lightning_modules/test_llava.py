@@ -184,10 +184,10 @@ def test_answers_are_printed_with_one_word_for_an_image(folder: Path, capsys: py
 
 def test_a_checkpoint_is_resumed_on_another_layout_and_converted_both_ways(folder: Path, tmp_path: Path) -> None:
     run_on_ranks(2, _saved, LAYOUTS["tp=2 sp"], folder, tmp_path, init=False)
-    [whole] = run_on_ranks(1, _saved, PLAIN, folder, tmp_path / "alone", init=False)
+    [full] = run_on_ranks(1, _saved, PLAIN, folder, tmp_path / "alone", init=False)
     for layout in ("pp=2", "dp=2"):
         for losses in run_on_ranks(2, _resumed, LAYOUTS[layout], folder, tmp_path, init=False):
-            assert losses == pytest.approx(whole[2:], abs=1e-5)
+            assert losses == pytest.approx(full[2:], abs=1e-5)
     source = tmp_path / "step=4.ckpt"
     module = load_from_checkpoint(LlavaModule, source, mesh=Mesh.single())
     assert module.config == CONFIG and module.frozen == ["vision"]
@@ -261,7 +261,7 @@ def test_a_step_costs_what_its_products_cost_and_less_where_parts_are_frozen(fol
     assert frozen[0] - frozen[1] == rows * length * 2 * language
 
 
-def test_faults_are_told_at_once(folder: Path) -> None:
+def test_faults_are_reported_at_once(folder: Path) -> None:
     wrong = data(
         folder,
         image_folder="nowhere",
@@ -272,7 +272,7 @@ def test_faults_are_told_at_once(folder: Path) -> None:
         prompts=["one"],
         prompt_images=[[], []],
     )
-    told = "\n".join(wrong.faults())
+    shown = "\n".join(wrong.faults())
     for fault in (
         "image_folder ('nowhere') is no directory",
         "sequence_length (4) must be above the 4 tokens that an image takes",
@@ -281,7 +281,7 @@ def test_faults_are_told_at_once(folder: Path) -> None:
         "template is 'tokenizer', and no tokenizer is given",
         "prompt_images (2) must have the images of each of the 1 prompts",
     ):
-        assert fault in told
+        assert fault in shown
     with pytest.raises(ConfigurationError, match=r"image_token \(7\) must be the id of <image> .*: 1; set"):
         data(folder, image_token=7).setup("fit")
     with pytest.raises(ConfigurationError, match=r"frozen \('tower'\) must be of 'vision', 'projector', 'language'"):
@@ -298,7 +298,7 @@ def test_faults_are_told_at_once(folder: Path) -> None:
         absent.setup("predict")
 
 
-def test_rows_with_unreadable_images_are_told_and_left_out_of_every_rank(folder: Path, tmp_path: Path) -> None:
+def test_rows_with_unreadable_images_are_reported_and_left_out_of_every_rank(folder: Path, tmp_path: Path) -> None:
     own = folder_with_rows(tmp_path)
     (own / "2-1.png").unlink()
     with pytest.raises(ConfigurationError, match=r"images of 1 rows cannot be read: row 2, 2-1.png"):
@@ -319,7 +319,7 @@ def _counted(layout: Layout, folder: Path) -> list[Tensor]:
     return [torch.tensor(loss) for loss in losses.losses]
 
 
-def test_images_of_another_table_lie_beside_it(folder: Path, tmp_path: Path) -> None:
+def test_images_of_another_table_lie_next_to_it(folder: Path, tmp_path: Path) -> None:
     held_out = tmp_path / "held_out"
     held_out.mkdir()
     (held_out / "rows.jsonl").write_text((folder / "rows.jsonl").read_text())

@@ -1,4 +1,4 @@
-"""Prompts are dealt so that replicas together have each of them once, in order."""
+"""Prompts are dealt so that dp ranks together have each of them once, in order."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from lightning_megatron.trainer.setup.replica import Replica
 
 @pytest.mark.parametrize("num_replicas", [1, 2, 3])
 @pytest.mark.parametrize(("num_prompts", "global_batch_size"), [(1, 1), (1, 4), (5, 2), (6, 3), (7, 4), (12, 4)])
-def test_replicas_share_the_prompts_of_each_global_batch_in_order(
+def test_dp_ranks_share_the_prompts_of_each_global_batch_in_order(
     num_prompts: int, global_batch_size: int, num_replicas: int
 ) -> None:
     prompts = [torch.full((1 + number % 3,), number) for number in range(num_prompts)]
@@ -28,6 +28,6 @@ def test_replicas_share_the_prompts_of_each_global_batch_in_order(
     assert numbers == list(range(num_prompts))
 
 
-def test_one_replica_gets_no_copies() -> None:
+def test_one_dp_rank_gets_no_copies() -> None:
     [batch] = prompt_loader([torch.tensor([3])] * 3, 8)
     assert batch["samples"].tolist() == [0, 1, 2]

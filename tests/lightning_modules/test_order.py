@@ -1,4 +1,4 @@
-"""The samples of every global batch are the same for any number of replicas and workers, and go on from any batch."""
+"""The samples of every global batch are the same for any number of dp ranks and workers, and go on from any batch."""
 
 import itertools
 from pathlib import Path
@@ -22,9 +22,9 @@ NAMES = ["stream", "documents", "blend", "ramp", "blend ramp", "streaming", "str
 
 
 class OfReplica(GPTDataModule):
-    """The data module as one replica has it."""
+    """The data module on one data-parallel rank."""
 
-    replica = ALONE
+    dp_rank = ALONE
 
     @property
     def _replica(self) -> Replica:
@@ -47,7 +47,7 @@ def options(name: str, folder: Path) -> dict[str, Any]:
     if "streaming" in name:
         found["streaming"] = StreamingConfig(window_documents=5)
     if "blend" in name:
-        # Those to train on: what is held out lies beside them.
+        # Those to train on: what is held out is next to them.
         prefix = max((folder / "cache").glob("tokens-*.idx"), key=lambda path: path.stat().st_size).with_suffix("")
         found["path"] = None
         found["blend"] = [
@@ -60,7 +60,7 @@ def options(name: str, folder: Path) -> dict[str, Any]:
     return found
 
 
-def loader(name: str, folder: Path, replica: Replica = ALONE, num_workers: int = 0, **changes: Any) -> Any:
+def loader(name: str, folder: Path, dp_rank: Replica = ALONE, num_workers: int = 0, **changes: Any) -> Any:
     config = GPTDataConfig(
         **(
             {
@@ -75,7 +75,7 @@ def loader(name: str, folder: Path, replica: Replica = ALONE, num_workers: int =
         )
     )
     module = OfReplica(config)
-    module.replica = replica
+    module.replica = dp_rank
     module.trainer = make_trainer(PLAIN, max_steps=30)
     module.setup("fit")
     return module.train_dataloader()
@@ -90,7 +90,7 @@ def together(parts: list[list[Tensor]]) -> list[list[list[int]]]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_global_batch_is_the_same_on_any_number_of_replicas_and_workers(name: str, folder: Path) -> None:
+def test_a_global_batch_is_the_same_on_any_number_of_dp_ranks_and_workers(name: str, folder: Path) -> None:
     wanted = together([batches(loader(name, folder), BATCHES)])
     assert len({str(batch) for batch in wanted}) == BATCHES
     sizes = [len(batch) for batch in wanted]
@@ -103,10 +103,10 @@ def test_a_global_batch_is_the_same_on_any_number_of_replicas_and_workers(name: 
 @pytest.mark.matrix
 @pytest.mark.parametrize("num_before", [2, 4, 7])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_loader_goes_on_from_its_state_on_another_number_of_replicas(
+def test_a_loader_goes_on_from_its_state_on_another_number_of_dp_ranks(
     name: str, num_before: int, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # A state is taken before batch 0 and 3, and what comes behind is made again.
+    # A state is taken before batch 0 and 3, and what comes after is recomputed.
     monkeypatch.setattr(streaming, "NUM_BETWEEN", 3)
     wanted = together([batches(loader(name, folder), BATCHES)])
     begun = [loader(name, folder, Replica(rank, 2), 2 * (num_before == 4)) for rank in range(2)]
@@ -128,15 +128,15 @@ def test_a_loader_goes_on_from_its_state_on_another_number_of_replicas(
 
 
 @pytest.mark.parametrize("name", ["blend", "ramp", "streaming"])
-def test_a_round_goes_on_behind_the_one_before_it(name: str, folder: Path) -> None:
+def test_a_round_goes_on_after_the_one_before_it(name: str, folder: Path) -> None:
     changes = {} if name == "ramp" else {"epoch_samples": 12}
     rounds = loader(name, folder, **changes)
     count = len(rounds)
     assert count == (11 if name == "ramp" else 3)
     first, second = batches(rounds, count), batches(rounds, count)
     longer = loader(name, folder, **({} if name == "ramp" else {"epoch_samples": 24}))
-    whole = batches(longer, count) + batches(longer, count)
-    assert together([first + second]) == together([whole])
+    full = batches(longer, count) + batches(longer, count)
+    assert together([first + second]) == together([full])
     assert len(list(loader(name, folder, num_workers=2, **changes))) == count
 
 

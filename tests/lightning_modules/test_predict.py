@@ -1,4 +1,4 @@
-"""Prediction through a Trainer: replicas share the prompts, and no layout or precision changes what is written."""
+"""Prediction through a Trainer: dp ranks share the prompts, and no layout or precision changes what is written."""
 
 import functools
 import io
@@ -21,7 +21,7 @@ from tests.trainer.layouts import PLAIN, QUIET, Layout, make_trainer
 
 pytestmark = pytest.mark.filterwarnings(QUIET)
 
-# Of different lengths, more than one batch, and not divisible by two replicas.
+# Of different lengths, more than one batch, and not divisible by dp 2.
 PROMPTS = ["the cat sat", "it ran home to eat some fish on a mat and", "", "a mat", "then it sat on the fish"]
 BATCH = 4
 NEW = 8
@@ -38,7 +38,7 @@ LAYOUTS = {
     "ep2": Layout(world=2, ep=2),
     "pp2 dp2": Layout(world=4, pp=2, microbatches=2),
 }
-Told = tuple[list[list[list[int]]], str]
+Predicted = tuple[list[list[list[int]]], str]
 """By batch the rows that a rank got, and what it printed."""
 
 
@@ -49,7 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def predicted(layout: Layout, folder: Path, model: str, precision: str = "64-true") -> Told:
+def predicted(layout: Layout, folder: Path, model: str, precision: str = "64-true") -> Predicted:
     torch.manual_seed(7)
     # The longest prompt goes on beyond the positions that the model knows.
     generation = GenerationConfig(max_new_tokens=NEW, temperature=0.9, seed=3)
@@ -72,7 +72,7 @@ def predicted(layout: Layout, folder: Path, model: str, precision: str = "64-tru
 
 
 @functools.cache
-def on_one_device(folder: Path, model: str) -> Told:
+def on_one_device(folder: Path, model: str) -> Predicted:
     return predicted(PLAIN, folder, model)
 
 
@@ -89,14 +89,14 @@ CASES = [
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(("name", "model"), CASES)
-def test_replicas_together_write_in_order_what_one_device_writes(name: str, model: str, folder: Path) -> None:
+def test_dp_ranks_together_write_in_order_what_one_device_writes(name: str, model: str, folder: Path) -> None:
     layout, (wanted, printed) = LAYOUTS[name], on_one_device(folder, model)
     ranks = run_on_ranks(layout.world, predicted, layout, folder, model, init=False, timeout=120)
-    by_replica = [batches for batches, _ in ranks[: layout.dp]]
-    assert [[row for rows in batch for row in rows] for batch in zip(*by_replica, strict=True)] == wanted
+    by_dp_rank = [batches for batches, _ in ranks[: layout.dp]]
+    assert [[row for rows in batch for row in rows] for batch in zip(*by_dp_rank, strict=True)] == wanted
     for rank, (batches, _) in enumerate(ranks):
-        assert batches == by_replica[rank % layout.dp], "stages agree"
-    assert [told for _, told in ranks] == [printed] + [""] * (layout.world - 1)
+        assert batches == by_dp_rank[rank % layout.dp], "stages agree"
+    assert [shown for _, shown in ranks] == [printed] + [""] * (layout.world - 1)
 
 
 def test_each_prompt_is_printed_with_its_number_in_order(folder: Path) -> None:

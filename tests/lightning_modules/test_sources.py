@@ -239,7 +239,7 @@ def test_several_texts_share_one_tokenizer(tmp_path: Path) -> None:
 # --- faults -----------------------------------------------------------------------------------------------------------
 
 
-def test_all_faults_of_sources_are_told_at_once(tmp_path: Path) -> None:
+def test_all_faults_of_sources_are_reported_at_once(tmp_path: Path) -> None:
     write_tokens(tmp_path / "tokens")
     sources = [
         BlendSource(path=str(tmp_path / "none"), weight=-1),
@@ -256,12 +256,12 @@ def test_all_faults_of_sources_are_told_at_once(tmp_path: Path) -> None:
         packing="documents",
     )
     faults = "\n".join(module.faults())
-    for told in (
+    for shown in (
         "source 0 of the blend: path",
         "source 1 of the blend: neither path nor dataset",
         "source 2 of the blend: path",
         "number 0 is -1",
-        "blend is given beside path",
+        "blend is given with path",
         "epoch_samples (-1)",
         "validation_path: path",
         "document_split ('969,30') must be three numbers",
@@ -269,7 +269,7 @@ def test_all_faults_of_sources_are_told_at_once(tmp_path: Path) -> None:
         "fill_in_the_middle must be left out with packing='documents'",
         "(1, 2, 300) must be from 0 to below vocab_size (300)",
     ):
-        assert told.replace("{nothing}", str(tmp_path / "nothing")) in faults, told
+        assert shown.replace("{nothing}", str(tmp_path / "nothing")) in faults, shown
 
 
 @pytest.mark.parametrize("weights", [(0, 0), (-1, 1), (float("nan"), 1), (float("inf"), 1)])
@@ -301,8 +301,8 @@ def test_streams_refuse_what_they_cannot_do(tmp_path: Path) -> None:
         long_documents="refuse",
     )
     faults = "\n".join(module.faults())
-    for told in ("leave streaming out", "could learn from", "document_split counts", "'refuse' must see all"):
-        assert told in faults, told
+    for shown in ("leave streaming out", "could learn from", "document_split counts", "'refuse' must see all"):
+        assert shown in faults, shown
     assert "streaming reads one source" in "\n".join(blended(tmp_path, streaming=StreamingConfig()).faults())
     assert "give one of them" in "\n".join(data(tmp_path, path=None, streaming=StreamingConfig()).faults())
     with pytest.raises(ValueError, match=r"window_documents \(0\)"):
@@ -329,7 +329,7 @@ def test_parts_of_the_same_files_do_not_share_an_index(tmp_path: Path) -> None:
         assert [sample["labels"].tolist() for sample in found] == [sample["labels"].tolist() for sample in wanted]
 
 
-def test_tokens_beside_text_need_the_tokenizer_that_made_them(tmp_path: Path) -> None:
+def test_token_files_with_text_need_the_tokenizer_that_made_them(tmp_path: Path) -> None:
     prefix = write_tokens(tmp_path / "tokens")
     blend = [BlendSource(weight=1, path=prefix), BlendSource(weight=1, path=str(write_corpus(tmp_path)))]
     for options in (
@@ -338,10 +338,10 @@ def test_tokens_beside_text_need_the_tokenizer_that_made_them(tmp_path: Path) ->
         {"path": prefix, "validation_path": str(tmp_path / "corpus")},
     ):
         [fault] = data(tmp_path, **options).faults()
-        assert fault.startswith("token files beside text need the tokenizer that they were made with")
+        assert fault.startswith("token files with text need the tokenizer that they were made with")
 
 
-def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_written_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_tokens(tmp_path / "tokens")
     write_corpus(tmp_path)
     # Whoever runs this may be allowed to write everywhere.

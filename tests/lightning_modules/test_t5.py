@@ -141,7 +141,7 @@ def test_a_run_goes_on_alike_on_another_layout_and_its_checkpoint_becomes_a_fold
 # --- answers ----------------------------------------------------------------------------------------------------------
 
 
-def test_an_answer_ends_with_the_end_of_text_where_that_is_asked_for_and_is_printed(
+def test_an_answer_ends_with_the_end_of_text_where_requested_and_is_printed(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def predicted(**options: Any) -> list[Tensor]:
@@ -200,12 +200,12 @@ def test_parameters_are_those_of_the_model(name: str) -> None:
 def test_flops_are_those_that_are_counted(name: str) -> None:
     config = t5_config(**SHAPES[name], max_decoder_sequence_length=20)
     model = T5Model(config, seed=1)
-    read, told = torch.zeros(3, 24, dtype=torch.int64), torch.zeros(3, 18, dtype=torch.int64)
+    read, shown = torch.zeros(3, 24, dtype=torch.int64), torch.zeros(3, 18, dtype=torch.int64)
     # Which torch counts under another name.
     op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     attention = {op: lambda queries, keys, values, *_, **__: sdpa_flop_count(queries, keys, values)}
     with FlopCounterMode(display=False, custom_mapping=attention) as counter:
-        model(read, told, labels=told)
+        model(read, shown, labels=shown)
     # What is counted computes causal attention whole; here it counts half.
     half = config.num_decoder_layers * 2 * 3 * 18 * 18 * config.num_attention_heads * config.head_dim
     counted = counter.get_total_flops() - half
@@ -215,9 +215,9 @@ def test_flops_are_those_that_are_counted(name: str) -> None:
 def test_a_batch_counts_what_its_pairs_of_documents_would_alone() -> None:
     module = t5()
     read = torch.tensor([[0, 0, 0, 1, 1, -1], [0, 0, 0, 0, -1, -1]])
-    told = torch.tensor([[0, 1, 1, 1, -1], [0, 0, -1, -1, -1]])
-    tokens = {"encoder_tokens": torch.zeros_like(read), "decoder_tokens": torch.zeros_like(told)}
-    packed = {**tokens, "encoder_segments": read, "decoder_segments": told}
+    shown = torch.tensor([[0, 1, 1, 1, -1], [0, 0, -1, -1, -1]])
+    tokens = {"encoder_tokens": torch.zeros_like(read), "decoder_tokens": torch.zeros_like(shown)}
+    packed = {**tokens, "encoder_segments": read, "decoder_segments": shown}
     alone = [
         {name: torch.zeros(1, n, dtype=torch.int64) for name, n in zip(tokens, pair, strict=True)}
         for pair in ((3, 1), (2, 3), (4, 2))
@@ -234,7 +234,7 @@ def test_a_batch_counts_what_its_pairs_of_documents_would_alone() -> None:
     assert module.batch_tokens(tokens) == 12 + 10
 
 
-def test_padding_between_two_tokens_is_told_by_its_place(folder: Path) -> None:
+def test_padding_between_two_tokens_is_reported_by_its_position(folder: Path) -> None:
     rows = [{"encoder_tokens": torch.arange(1, 7), "decoder_tokens": torch.arange(4), "labels": torch.arange(4)}] * 2
     masks = ([0, 1, 1, 1, 0, 0], [0, 1, 0, 1, 1, 0])
     for mask in masks:

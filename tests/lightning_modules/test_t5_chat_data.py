@@ -56,7 +56,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path: Path = tmp_path_factory.mktemp("t5 chats")
     texts = [*ANSWERS, *ANSWERS.values()] * 9
     train_tokenizer(texts, 300, path / "tokenizer" / "tokenizer.json", ("<pad>",))
-    write_rows(path / "rows.jsonl", [{"prompt": asked, "completion": told} for asked, told in ANSWERS.items()] * 12)
+    write_rows(path / "rows.jsonl", [{"prompt": asked, "completion": shown} for asked, shown in ANSWERS.items()] * 12)
     data(path).setup("fit")
     return path
 
@@ -142,12 +142,12 @@ def test_a_loss_is_that_of_each_sample_alone_without_padding(packing: Any, folde
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Be aware that when using .ckpt_path.")
 def test_it_learns_to_answer_and_a_resumed_run_learns_the_same(folder: Path) -> None:
-    [whole] = run_on_ranks(1, run, Layout(), folder, "none", 90, None, True, init=False)
-    assert whole["answers"][:-1] == [f"{answer}<|endoftext|>" for answer in ANSWERS.values()]
+    [full] = run_on_ranks(1, run, Layout(), folder, "none", 90, None, True, init=False)
+    assert full["answers"][:-1] == [f"{answer}<|endoftext|>" for answer in ANSWERS.values()]
     path = str(folder / "saved" / "step=60.ckpt")
     [resumed] = run_on_ranks(1, run, Layout(), folder, "none", 90, path, init=False)
-    assert resumed["losses"] == pytest.approx(whole["losses"][60:], abs=1e-12)
-    assert resumed["metrics"] == pytest.approx(whole["metrics"], rel=1e-12)
+    assert resumed["losses"] == pytest.approx(full["losses"][60:], abs=1e-12)
+    assert resumed["metrics"] == pytest.approx(full["metrics"], rel=1e-12)
 
 
 def test_a_folder_is_trained_further(folder: Path, tmp_path: Path) -> None:
@@ -169,24 +169,24 @@ def test_a_folder_is_trained_further(folder: Path, tmp_path: Path) -> None:
 
 def samples_in(row: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
     """What a row holds, each by itself."""
-    read, told = row["encoder_segments"], row["decoder_segments"]
+    read, shown = row["encoder_segments"], row["decoder_segments"]
     return [
-        {name: value[(read if name.startswith("encoder") else told) == i] for name, value in row.items()}
+        {name: value[(read if name.startswith("encoder") else shown) == i] for name, value in row.items()}
         for i in range(int(read.max()) + 1)
     ]
 
 
-def test_all_faults_are_told_at_once(folder: Path, tmp_path: Path) -> None:
+def test_all_faults_are_reported_at_once(folder: Path, tmp_path: Path) -> None:
     wrong: dict[str, Any] = {"packing": "rows", "path": "nowhere", "pad_to_multiple": 0}
     faults = "\n".join(data(folder, decoder_sequence_length=0, **wrong).faults())
-    for told in ("decoder_sequence_length (0)", "'nowhere'", "pad_to_multiple (0)", "packing ('rows')"):
-        assert told in faults
+    for shown in ("decoder_sequence_length (0)", "'nowhere'", "pad_to_multiple (0)", "packing ('rows')"):
+        assert shown in faults
     write_tokenizer(tmp_path / "bare", None)
     [fault] = data(folder, tokenizer=str(tmp_path / "bare")).faults()
     assert "no token for padding" in fault
 
 
-def test_a_prompt_without_room_is_told_before_prediction_where_positions_are_learned(folder: Path) -> None:
+def test_a_prompt_without_room_is_reported_before_prediction_where_positions_are_learned(folder: Path) -> None:
     for position in ("learned", "relative"):
         module = T5Module(T5Config(**SIZES | {"position": position}), generation=GenerationConfig(max_new_tokens=2))
         text = data(folder, prompts=["short", LONG])

@@ -1,4 +1,4 @@
-"""Spans are taken out anew in every epoch, as a function of seed and number; prompts are read with their gaps."""
+"""Spans are masked differently in every epoch, as a function of seed and number; prompts are read with their gaps."""
 
 from pathlib import Path
 from typing import Any
@@ -87,16 +87,16 @@ def test_the_pieces_of_an_epoch_are_the_documents_without_those_held_out(folder:
     assert found[0] == "".join(sorted(kept, key=found[0].index))
 
 
-def test_the_decoder_starts_with_padding_and_reads_what_it_has_told(folder: Path) -> None:
+def test_the_decoder_starts_with_padding_and_reads_its_own_output(folder: Path) -> None:
     data = t5_data(folder)
     data.setup("fit")
     assert data._training is not None and data.tokenizer is not None
     start = data.tokenizer.token_id("<pad>")
     for i in range(data._training.count):
         sample = data._training.dataset[i]
-        told = sample["labels"][sample["labels"] != -100].tolist()
-        assert sample["decoder_tokens"][: len(told)].tolist() == [start, *told[:-1]]
-        assert told[-1] == data.tokenizer.end_of_text != start
+        shown = sample["labels"][sample["labels"] != -100].tolist()
+        assert sample["decoder_tokens"][: len(shown)].tolist() == [start, *shown[:-1]]
+        assert shown[-1] == data.tokenizer.end_of_text != start
 
 
 class Reader(L.LightningModule):
@@ -140,13 +140,13 @@ def test_every_epoch_has_every_piece_in_another_order_with_other_spans_and_goes_
     folder: Path, tmp_path: Path, num_workers: int
 ) -> None:
     options = {"num_workers": num_workers, "global_batch_size": 4, "sequence_length": 60, "decoder_sequence_length": 24}
-    whole = read(folder, tmp_path, 3, **options)
+    full = read(folder, tmp_path, 3, **options)
     data = t5_data(folder, **options)
     data.setup("fit")
     assert data._training is not None
     steps = data._training.count // 4
-    assert len(whole.seen) == 3 * steps
-    texts = [text for batch in texts_of(folder, whole.seen) for text in batch]
+    assert len(full.seen) == 3 * steps
+    texts = [text for batch in texts_of(folder, full.seen) for text in batch]
     epochs = [texts[e * 4 * steps : (e + 1) * 4 * steps] for e in range(3)]
     assert all(len(set(epoch)) == len(epoch) for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2]
@@ -154,18 +154,18 @@ def test_every_epoch_has_every_piece_in_another_order_with_other_spans_and_goes_
     everywhere = set(epochs[0]) & set(epochs[1]) & set(epochs[2])
     assert len(everywhere) > len(epochs[0]) / 2
     labels: dict[str, set[tuple[int, ...]]] = {text: set() for text in everywhere}
-    for batch, own in zip(whole.seen, texts_of(folder, whole.seen), strict=True):
+    for batch, own in zip(full.seen, texts_of(folder, full.seen), strict=True):
         for row, text in enumerate(own):
             if text in everywhere:
                 labels[text].add(tuple(batch["labels"][row].tolist()))
     assert sum(len(found) for found in labels.values()) > 2.9 * len(everywhere)
     # Validation is the same in every epoch.
-    third = len(whole.validated) // 3
-    assert all(torch.equal(whole.validated[i], whole.validated[i + third]) for i in range(third))
+    third = len(full.validated) // 3
+    assert all(torch.equal(full.validated[i], full.validated[i + third]) for i in range(third))
     for step in (1, steps, 2 * steps - 1):
         resumed = read(folder, tmp_path, 3, str(tmp_path / f"step={step}.ckpt"), **options)
         assert len(resumed.seen) == 3 * steps - step
-        for one, other in zip(resumed.seen, whole.seen[step:], strict=True):
+        for one, other in zip(resumed.seen, full.seen[step:], strict=True):
             assert all(torch.equal(one[name], other[name]) for name in other)
 
 
@@ -249,16 +249,16 @@ def test_a_prompt_is_read_with_its_gaps_and_its_end(folder: Path) -> None:
 # --- faults -----------------------------------------------------------------------------------------------------------
 
 
-def test_all_faults_are_told_at_once(tmp_path: Path) -> None:
+def test_all_faults_are_reported_at_once(tmp_path: Path) -> None:
     data = t5_data(tmp_path, vocab_size=300, mask_prob=1.0, span_stop_prob=0.0, max_span_length=0, sequence_length=2)
     faults = "\n".join(data.faults())
-    for told in (
+    for shown in (
         "vocab_size (300) must be at least 358",
         "101 special tokens",
         "mask_prob (1.0)",
         "span_stop_prob (0.0)",
     ):
-        assert told in faults
+        assert shown in faults
     assert "max_span_length (0)" in faults and "\nsequence_length (2)" in faults
     [fault] = t5_data(tmp_path, decoder_sequence_length=3).faults()
     assert fault.startswith("decoder_sequence_length (3) must be at least 5")

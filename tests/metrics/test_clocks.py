@@ -21,7 +21,7 @@ def met(ahead: float, seed: int, num_meetings: int) -> tuple[list[Meeting], list
 
 @pytest.mark.parametrize("ahead", [0.0, 1234.5, -0.7])
 @pytest.mark.parametrize("seed", range(20))
-def test_the_true_offset_lies_within_the_error_that_is_told(ahead: float, seed: int) -> None:
+def test_the_true_offset_lies_within_the_error_that_is_reported(ahead: float, seed: int) -> None:
     errors = []
     for num_meetings in (1, 3, 30):
         own, first = met(ahead, seed, num_meetings)

@@ -1,4 +1,4 @@
-"""What is told of the experts' load, in numbers and as a picture."""
+"""Reports of the experts' load, in numbers and as a picture."""
 
 from pathlib import Path
 
@@ -38,7 +38,7 @@ def test_loads_are_shares_of_the_mean_and_the_extremes_those_of_all_layers() -> 
     assert len(by_layer) == 5 + 2 * 5 + 2 * 2
 
 
-def test_a_step_of_no_tokens_tells_nothing() -> None:
+def test_a_step_of_no_tokens_logs_nothing() -> None:
     assert numbers_of({"layers.0": report([0, 0])}, per_layer=True, per_expert=True) == {}
     assert numbers_of({}, per_layer=True, per_expert=True) == {}
 
@@ -53,7 +53,7 @@ def test_a_full_history_joins_neighbours_and_loses_no_token() -> None:
     assert history.last_steps == [4, 8, 11] and [int(c[0, 1]) for c in history.counts] == [4, 4, 3]
 
 
-def test_the_picture_has_a_row_for_each_expert_and_tells_busy_from_idle(tmp_path: Path) -> None:
+def test_the_picture_has_a_row_for_each_expert_and_distinguishes_busy_from_idle(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     history = LoadHistory()
     for step in range(3):

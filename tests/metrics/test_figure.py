@@ -1,4 +1,4 @@
-"""Files of figures: their format follows their name, they are equal to the byte, and what is missing is told before."""
+"""Files of figures: their format follows their name, they are equal to the byte, and a missing package shows first."""
 
 import sys
 from pathlib import Path
@@ -24,7 +24,7 @@ def test_the_ending_picks_the_format_and_equal_figures_make_equal_files(ending: 
     assert one == two != other
 
 
-def test_every_fault_of_a_file_is_told_and_a_good_one_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_faults_of_a_file_are_listed_and_a_good_one_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     assert matplotlib_faults() == [] and picture_faults(tmp_path / "a.pdf", "--out") == []
     # What the import system takes for "there is none".

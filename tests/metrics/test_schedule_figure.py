@@ -65,5 +65,5 @@ def test_a_step_is_in_milliseconds_with_computes_above_what_ran_below_them() -> 
     names = ["waiting for a message", DATA, "backward", "forward", "forward", REDUCE, OPTIMIZER]
     assert [bar.entry for bar in row.bars] == names
     assert [bar.label for bar in row.bars] == ["", "", "1", "0", "1", "", ""]
-    # Both chunks' forwards, and everything else, are told apart.
+    # Both chunks' forwards, and everything else, are distinguished.
     assert len({bar.colour for bar in row.bars}) == len(SPANS)

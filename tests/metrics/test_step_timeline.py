@@ -116,9 +116,9 @@ def test_a_trace_has_a_process_for_each_rank_and_prediction_and_every_span_to_th
         2: "planned: pipeline rank 0",
         3: "planned: pipeline rank 1",
     }
-    told = [event for event in events if event["ph"] == "X" and event["pid"] == 1]
-    assert len(told) == len(spans)
-    for event, span in zip(told, spans, strict=True):
+    shown = [event for event in events if event["ph"] == "X" and event["pid"] == 1]
+    assert len(shown) == len(spans)
+    for event, span in zip(shown, spans, strict=True):
         # The earliest of all, the wait for data, is at 0.
         assert (event["ts"], event["dur"]) == pytest.approx(((span.start - 9.5) * 1e6, (span.end - span.start) * 1e6))
         assert event["name"] == str(span.activity) and LANES[event["tid"]] == event["cat"] == lane_of(span.activity)

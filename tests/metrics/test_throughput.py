@@ -12,7 +12,7 @@ def test_speed_is_work_over_seconds_and_mfu_its_share_of_all_devices() -> None:
     assert speed.mfu(peak_flops=1e15) == 0.75
 
 
-def test_one_device_does_its_share_and_hfu_counts_what_is_run_again() -> None:
+def test_one_device_does_its_share_and_hfu_counts_recomputation() -> None:
     speed = Speed(num_tokens=1, num_flops=6e15, seconds=2.0, num_devices=4, num_recomputed_flops=2e15)
     assert speed.tflops_per_device == 750
     assert (speed.mfu(1e15), speed.hfu(1e15)) == (0.75, 1.0)

@@ -17,7 +17,7 @@ OTHER = Panel(rows=[Row("third", [Bar(0, 5, BLUE, "rest"), Bar(5, 6, RED, "more"
 
 
 def drawn(axes: Any) -> list[tuple[float, float, float, str]]:
-    """Start, end, middle of the height and colour of every bar, without the grey behind them, in order of drawing."""
+    """Start, end, middle of the height and colour of every bar, without the grey background, in order of drawing."""
     from matplotlib.colors import to_hex
 
     found = []

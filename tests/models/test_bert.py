@@ -127,7 +127,7 @@ def found_by(model: BertModel, batch: dict[str, Tensor]) -> dict[str, Any]:
     cp = model.mesh.cp
 
     def gradients() -> dict[str, Tensor]:
-        # Ranks of cp are replicas whose losses are averaged.
+        # Losses of the ranks of cp are averaged as over data-parallel ranks.
         return {name: collectives.all_reduce(g, cp) / cp.size for name, g in unsplit_gradients(model).items()}
 
     loss = model(**batch)
@@ -297,7 +297,7 @@ def test_padding_changes_nothing() -> None:
     assert abs(model(**changed).item() - model(**batch).item()) > 1e-3
 
 
-def test_every_token_sees_those_behind_it_and_no_other_row() -> None:
+def test_every_token_sees_those_after_it_and_no_other_row() -> None:
     model = model_of(PRE).eval()
     batch = inputs_of(batch_of(PRE, False))
     changed = batch["tokens"].clone()
@@ -352,12 +352,12 @@ def test_names_of_the_parameters_are_those_of_checkpoints() -> None:
         ({"tokens": torch.zeros(2, 17, dtype=torch.long)}, "max_sequence_length"),
     ],
 )
-def test_wrong_inputs_are_told(change: dict[str, Tensor], message: str) -> None:
+def test_wrong_inputs_are_reported(change: dict[str, Tensor], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         BertModel(POST, seed=1)(**{"tokens": torch.zeros(2, 8, dtype=torch.long), **change})
 
 
-def test_inputs_for_what_the_model_has_not_are_told() -> None:
+def test_inputs_for_what_the_model_has_not_are_reported() -> None:
     config = replace(POST, add_binary_head=False, num_token_types=0)
     tokens = torch.zeros(2, 8, dtype=torch.long)
     with pytest.raises(ValueError, match="no binary head"):
@@ -366,7 +366,7 @@ def test_inputs_for_what_the_model_has_not_are_told() -> None:
         BertModel(config, seed=1)(tokens, token_types=tokens)
 
 
-def test_every_fault_of_a_configuration_is_told_at_once() -> None:
+def test_every_fault_of_a_configuration_is_reported_at_once() -> None:
     with pytest.raises(ValueError) as raised:
         replace(POST, norm_placement="both", num_token_types=-1, activation="swiglu", sliding_window=3)
     text = str(raised.value)

@@ -56,7 +56,7 @@ def on_mesh(world: Any, sizes: Sizes, config: GPTConfig, batch: int, sequence: i
     loss = model(tokens, labels, mask, segments)
     loss.backward()
     cp = model.mesh.cp
-    # Ranks of cp are replicas whose losses are averaged.
+    # Losses of the ranks of cp are averaged as over data-parallel ranks.
     grads = {name: collectives.all_reduce(g, cp) / cp.size for name, g in unsplit_gradients(model).items()}
     model.draws.step = 5
     model.zero_grad()
@@ -131,7 +131,7 @@ def test_without_bounds_a_document_does_change_the_logits_of_another() -> None:
 
 
 @pytest.mark.parametrize(
-    ("segments", "told"),
+    ("segments", "message"),
     [
         ([[0, 0, 1, 1, 0]], "document 0 of row 0 after document 1"),
         ([[0, -1, 0, 1, 1]], "document 0 of row 0 after document 0"),
@@ -140,9 +140,9 @@ def test_without_bounds_a_document_does_change_the_logits_of_another() -> None:
         ([[0, 0, 1, 1]], "segments"),
     ],
 )
-def test_bounds_that_do_not_hold_are_refused(segments: list[list[float]], told: str) -> None:
+def test_bounds_that_do_not_hold_are_refused(segments: list[list[float]], message: str) -> None:
     model = model_of(LLAMA)
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         model(torch.zeros(1, 5, dtype=torch.int64), segments=torch.tensor(segments))
 
 

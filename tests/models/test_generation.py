@@ -1,4 +1,4 @@
-"""Text comes out the same on every layout, and as from a model that is called on each whole prefix."""
+"""Text comes out the same on every layout, and as from a model that is called on each full prefix."""
 
 import functools
 from dataclasses import replace
@@ -68,7 +68,7 @@ def sizes_of(options: dict[str, Any]) -> Sizes:
 
 
 def prompts() -> Tensor:
-    """Rows of LENGTHS tokens, with others behind them that nobody shall see."""
+    """Rows of LENGTHS tokens, followed by others that nobody shall see."""
     return torch.randint(131, (len(LENGTHS), max(LENGTHS)), generator=torch.Generator().manual_seed(11))
 
 
@@ -95,7 +95,7 @@ def written(model: GPTModel, config: GenerationConfig) -> tuple[list[list[int]],
 
 @functools.cache
 def wanted(name: str) -> tuple[list[list[int]], list[Tensor]]:
-    """Greedy texts, each token from a call on one whole row, and the logits of these calls."""
+    """Greedy texts, each token from a call on one full row, and the logits of these calls."""
     config = VARIANTS[name]
     plain = model_of(config).eval()
     if config.moe is None:
@@ -134,7 +134,7 @@ def test_rows_go_on_in_their_own_ways(name: str) -> None:
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_logits_and_texts_are_those_of_whole_prefixes(layout: str, name: str) -> None:
+def test_logits_and_texts_are_those_of_full_prefixes(layout: str, name: str) -> None:
     sizes = sizes_of(LAYOUTS[layout])
     for found in run_on_threads(sizes.world, on_mesh, sizes, VARIANTS[name], GREEDY):
         require_equal(found, name)
@@ -142,7 +142,7 @@ def test_logits_and_texts_are_those_of_whole_prefixes(layout: str, name: str) ->
 
 @pytest.mark.parametrize("name", EXPERTS)
 @pytest.mark.parametrize("layout", OF_EXPERTS)
-def test_texts_of_experts_are_those_of_whole_prefixes(layout: str, name: str) -> None:
+def test_texts_of_experts_are_those_of_full_prefixes(layout: str, name: str) -> None:
     sizes = sizes_of(OF_EXPERTS[layout])
     for found in run_on_threads(sizes.world, on_mesh, sizes, VARIANTS[name], GREEDY):
         require_equal(found, name)
@@ -300,8 +300,8 @@ def test_ranks_that_share_experts_end_together() -> None:
     assert run_on_threads(2, on_rank) == [4, 4]
 
 
-def test_replicas_that_share_experts_write_rows_of_their_own() -> None:
-    """One replica's text is over long before the other's."""
+def test_data_parallel_ranks_that_share_experts_generate_rows_of_their_own() -> None:
+    """One data-parallel rank's text is over long before the other's."""
     texts, _ = wanted("experts")
     stop = texts[0][LENGTHS[0]]
     config = replace(GREEDY, stop_tokens=(stop,))
@@ -336,7 +336,7 @@ def test_experts_that_look_at_whole_sequences_get_them() -> None:
     assert shapes_of_calls(model, 3) == [(3, 7), (3, 8), (3, 9)]
 
 
-def test_ranks_of_cp_keep_equal_parts_of_what_is_written() -> None:
+def test_ranks_of_cp_cache_equal_parts_of_what_is_generated() -> None:
     def on_rank(world: Any) -> int:
         model = model_of(LLAMA, Mesh.build(Sizes(world=2, cp=2), world.rank(), new_group)).eval()
         next_logits: Any = GPTNextLogits(model, 3)
@@ -350,7 +350,7 @@ def test_ranks_of_cp_keep_equal_parts_of_what_is_written() -> None:
         )
         return int(next_logits._cache.num_columns)
 
-    # Of 7 tokens of the prompts 4 and 3, filled up, and of the 6 behind them 3 each.
+    # Of 7 tokens of the prompts 4 and 3, filled up, and of the 6 after them 3 each.
     assert run_on_threads(2, on_rank) == [7, 7]
 
 
@@ -416,7 +416,7 @@ def test_a_stop_token_in_a_prompt_ends_nothing() -> None:
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
-def test_generation_keeps_no_graph_and_takes_no_model_that_drops() -> None:
+def test_generation_builds_no_graph_and_takes_no_model_that_drops() -> None:
     model = model_of(LLAMA)
     with pytest.raises(RuntimeError, match="training mode"):
         generate(model, prompts(), GREEDY)
@@ -427,8 +427,9 @@ def test_generation_keeps_no_graph_and_takes_no_model_that_drops() -> None:
 
 
 @pytest.mark.parametrize(
-    ("lengths", "told"), [([7, 0, 4], "row 1 has 0 tokens; it must have 1 to 7"), ([7, 8, 4], "row 1"), ([7], r"\[3\]")]
+    ("lengths", "message"),
+    [([7, 0, 4], "row 1 has 0 tokens; it must have 1 to 7"), ([7, 8, 4], "row 1"), ([7], r"\[3\]")],
 )
-def test_lengths_that_tokens_do_not_have_are_refused(lengths: list[int], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_lengths_that_tokens_do_not_have_are_refused(lengths: list[int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         generate(model_of(LLAMA).eval(), prompts(), GREEDY, lengths=torch.tensor(lengths))

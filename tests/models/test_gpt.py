@@ -232,9 +232,9 @@ def on_mesh(world: Any, sizes: Sizes, config: GPTConfig, batch: int, sequence: i
 def _with_zero_padding(parameter: Tensor) -> Tensor:
     shard = shard_of(parameter)
     assert parameter.grad is not None
-    kept = torch.zeros_like(parameter.grad)
-    shard.valid(kept).copy_(shard.valid(parameter.grad))
-    return kept
+    cleared = torch.zeros_like(parameter.grad)
+    shard.valid(cleared).copy_(shard.valid(parameter.grad))
+    return cleared
 
 
 @pytest.mark.matrix
@@ -322,7 +322,7 @@ def test_output_projections_start_smaller_by_the_root_of_twice_the_layers() -> N
 # Faults
 
 
-def test_every_fault_of_a_layout_is_told_at_once() -> None:
+def test_every_fault_of_a_layout_is_reported_at_once() -> None:
     config = GPTConfig(num_layers=2, hidden_size=48, num_attention_heads=6, ffn_hidden_size=50, vocab_size=9)
     with pytest.raises(ValueError) as raised:
         GPTModel(config, mesh=Mesh.imagine(0, Sizes(world=12, tp=4, pp=3)))
@@ -342,7 +342,7 @@ def test_every_fault_of_a_layout_is_told_at_once() -> None:
         ({"tokens": torch.zeros(2, 17, dtype=torch.long)}, "max_sequence_length"),
     ],
 )
-def test_wrong_inputs_are_told(change: dict[str, Tensor], message: str) -> None:
+def test_wrong_inputs_are_reported(change: dict[str, Tensor], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         GPTModel(GPT2, seed=1)(**{"tokens": torch.zeros(2, 8, dtype=torch.long), **change})
 
@@ -369,7 +369,7 @@ def test_half_precision_stays_close_to_double() -> None:
             assert abs(loss.item() - exact) < 0.02  # bfloat16 keeps 8 bits
 
 
-def test_whole_joins_what_the_mesh_cut() -> None:
+def test_unsplit_weights_join_what_the_mesh_cut() -> None:
     """The comparison itself bites: swapped shards would be seen."""
     joined = run_on_threads(2, _joined_rows)
     assert all(torch.equal(rows, torch.arange(5.0)) for rows in joined)

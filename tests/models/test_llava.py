@@ -128,7 +128,7 @@ def run(model: LlavaModel, batch: dict[str, Any]) -> dict[str, Any]:
     loss = model(**batch)
     loss.backward()
     cp = model.mesh.cp
-    # Ranks of cp are replicas whose losses are averaged.
+    # Losses of the ranks of cp are averaged as over data-parallel ranks.
     grads = {name: collectives.all_reduce(g, cp) / cp.size for name, g in unsplit_gradients(model).items()}
     without = {name for name, p in model.named_parameters() if p.requires_grad and p.grad is None}
     with torch.no_grad():
@@ -142,17 +142,17 @@ def test_loss_logits_and_gradients_equal_those_of_transformers(variant: str, cas
     config = VARIANTS[variant]
     result = run(model_of(config), batch_of(config, COUNTS[case]))
     check(variant, case, result)
-    trained = {name: grad for name, grad in result["grads"].items() if not is_behind(config, name)}
+    trained = {name: grad for name, grad in result["grads"].items() if not is_unused(config, name)}
     sees = {name for name in trained if name.startswith(("vision", "projector"))}
     # Every weight is seen by the comparison; without an image the tower has gradients, and they are zeros.
     assert result["without"] == set()
     assert all((name in sees and case == "none") != bool(grad.abs().max() > 1e-6) for name, grad in trained.items())
 
 
-def is_behind(config: LlavaConfig, name: str) -> bool:
-    """Whether a weight of the tower stands behind the layer whose output is used."""
-    behind = range(config.num_vision_layers, config.vision.num_layers)
-    return name.startswith(("vision.final_norm", *(f"vision.layers.{i}." for i in behind)))
+def is_unused(config: LlavaConfig, name: str) -> bool:
+    """Whether a weight of the tower comes after the layer whose output is used."""
+    after = range(config.num_vision_layers, config.vision.num_layers)
+    return name.startswith(("vision.final_norm", *(f"vision.layers.{i}." for i in after)))
 
 
 @pytest.mark.matrix
@@ -234,7 +234,7 @@ def test_learned_positions_are_added_to_features_too() -> None:
 
 FORMS: dict[str, Callable[[list[Tensor]], dict[str, Any]]] = {
     "a ragged": lambda rows: {"images": Ragged.of(rows)},
-    "rows told, in any order": lambda rows: {
+    "image_rows, in any order": lambda rows: {
         "images": torch.cat((rows[2][:1], rows[0], rows[2][1:])),
         "image_rows": torch.tensor([2, 0, 2]),
     },
@@ -262,13 +262,13 @@ def test_as_many_images_for_each_row_may_be_one_tensor() -> None:
 def test_microbatches_are_cut_with_their_images() -> None:
     batch = batch_of(LLAVA, COUNTS["many"])
     model = model_of(LLAVA).eval()
-    whole = {"tokens": batch["tokens"], "images": Ragged.of(batch["images"])}
-    parts = split(whole, 2)
+    full_batch = {"tokens": batch["tokens"], "images": Ragged.of(batch["images"])}
+    parts = split(full_batch, 2)
     assert [part["images"].counts for part in parts] == [(2, 3), (2,)]
     logits = torch.cat([model(**part) for part in parts])
-    torch.testing.assert_close(logits, model(**whole), rtol=0, atol=1e-11)
+    torch.testing.assert_close(logits, model(**full_batch), rtol=0, atol=1e-11)
     with pytest.raises(ValueError, match=r"have \[2, 3\] rows"):
-        split({**whole, "tokens": batch["tokens"][:2]}, 2)
+        split({**full_batch, "tokens": batch["tokens"][:2]}, 2)
 
 
 @pytest.mark.parametrize("names", [("vision",), ("vision", "projector"), ("language",), ("projector",)])
@@ -283,7 +283,7 @@ def test_frozen_parts_get_no_gradient_and_the_others_get_theirs(names: tuple[str
     for name, parameter in frozen.named_parameters():
         owner = name.partition(".")[0]
         is_frozen = (owner if owner in ("vision", "projector") else "language") in names
-        if is_frozen or is_behind(LLAVA, name):
+        if is_frozen or is_unused(LLAVA, name):
             assert parameter.grad is None and not parameter.requires_grad
         else:
             assert torch.equal(parameter.grad, expected[name].grad)
@@ -324,18 +324,20 @@ def test_a_frozen_tower_drops_as_one_that_is_trained() -> None:
 
 def test_layers_of_the_tower_are_recomputed_with_the_others() -> None:
     batch = batch_of(LLAVA, COUNTS["some"])
-    kept, again = model_of(LLAVA), model_of(LLAVA)
+    plain, recomputing = model_of(LLAVA), model_of(LLAVA)
     calls: list[str] = []
-    again.get_submodule("vision.layers.0").register_forward_pre_hook(lambda *_: calls.append("vision"))
-    again.get_submodule("layers.0").register_forward_pre_hook(lambda *_: calls.append("language"))
-    again.runner = RecomputeRunner(RecomputeConfig(granularity="full"), tp=again.mesh.tp, sp=again.mesh.sp)
-    for model in (kept, again):
+    recomputing.get_submodule("vision.layers.0").register_forward_pre_hook(lambda *_: calls.append("vision"))
+    recomputing.get_submodule("layers.0").register_forward_pre_hook(lambda *_: calls.append("language"))
+    recomputing.runner = RecomputeRunner(
+        RecomputeConfig(granularity="full"), tp=recomputing.mesh.tp, sp=recomputing.mesh.sp
+    )
+    for model in (plain, recomputing):
         model(**batch).backward()
     assert sorted(calls) == ["language", "language", "vision", "vision"]
-    assert largest_difference(unsplit_gradients(again), unsplit_gradients(kept)) == 0.0
+    assert largest_difference(unsplit_gradients(recomputing), unsplit_gradients(plain)) == 0.0
 
 
-def test_what_does_not_fit_is_told() -> None:
+def test_what_does_not_fit_is_reported() -> None:
     model = model_of(LLAVA)
     batch = batch_of(LLAVA, COUNTS["some"])
     tokens, images = batch["tokens"], batch["images"]
@@ -370,12 +372,12 @@ def test_what_does_not_fit_is_told() -> None:
         ({"image_token": -100}, "image_token"),
     ],
 )
-def test_faults_of_a_configuration_are_told(changed: dict[str, Any], message: str) -> None:
+def test_faults_of_a_configuration_are_reported(changed: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         replace(LLAVA, **changed)
 
 
-def test_faults_of_a_tower_are_told() -> None:
+def test_faults_of_a_tower_are_reported() -> None:
     with pytest.raises(ValueError, match=r"image_size \(7\) must be a multiple of patch_size \(3\); it may be 6 or 9"):
         replace(VISION, image_size=7, max_sequence_length=0)
     with pytest.raises(ValueError, match=r"position .* must be 'learned' in a vision tower"):
@@ -405,22 +407,22 @@ def test_a_folder_of_transformers_and_ours_are_one(is_inner: bool, tmp_path: Pat
     weights = unsplit_weights(model_of(LLAVA))
     assert all(torch.equal(value, weights[name]) for name, value in unsplit_weights(ours).items())
     assert ours.config == LLAVA
-    # Those behind the last layer in use are not trained, read or not.
+    # Those after the last layer in use are not trained, read or not.
     assert {name for name, p in ours.named_parameters() if not p.requires_grad} == {
-        name for name in weights if is_behind(LLAVA, name)
+        name for name in weights if is_unused(LLAVA, name)
     }
     hf.save_pretrained(ours, tmp_path / "ours")
-    again, info = transformers.LlavaForConditionalGeneration.from_pretrained(
+    reloaded, info = transformers.LlavaForConditionalGeneration.from_pretrained(
         tmp_path / "ours", output_loading_info=True, dtype=torch.float64
     )
     assert not any(info.values())
     theirs = dict(model.named_parameters())
-    assert all(torch.equal(value, theirs[name]) for name, value in again.named_parameters())
-    kept = ("vision_feature_layer", "image_token_index", "projector_hidden_act", "vision_feature_select_strategy")
-    assert all(getattr(again.config, name) == getattr(model.config, name) for name in kept)
+    assert all(torch.equal(value, theirs[name]) for name, value in reloaded.named_parameters())
+    preserved = ("vision_feature_layer", "image_token_index", "projector_hidden_act", "vision_feature_select_strategy")
+    assert all(getattr(reloaded.config, name) == getattr(model.config, name) for name in preserved)
 
 
-def test_what_a_folder_asks_for_and_is_not_built_is_told_at_once() -> None:
+def test_what_a_folder_asks_for_and_is_not_built_is_reported_at_once() -> None:
     family = FAMILIES["llava"]
     raw = family.config_to_hf(LLAVA)
     raw["text_config"] = {**raw["text_config"], "model_type": "mistral"}

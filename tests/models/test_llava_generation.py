@@ -33,7 +33,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def prompts(config: LlavaConfig = LLAVA) -> tuple[Tensor, list[Tensor | None]]:
-    """Rows of LENGTHS tokens with the images of COUNTS, and image tokens behind them that nobody shall see."""
+    """Rows of LENGTHS tokens with the images of COUNTS, followed by image tokens that nobody shall see."""
     batch = batch_of(config, COUNTS)
     tokens = batch["tokens"][:, : max(LENGTHS)].clone()
     for row, length in enumerate(LENGTHS):
@@ -126,7 +126,7 @@ def test_what_is_drawn_is_the_same_on_every_layout() -> None:
     assert all(texts == expected for texts in run_on_ranks(2, on_stages, Sizes(world=2, pp=2), DRAWN))
 
 
-def test_an_image_token_is_never_said() -> None:
+def test_an_image_token_is_never_generated() -> None:
     # Logits are products of the states and the head's rows: so large a row wins in half of the cases.
     model = model_of(LLAVA)
     with torch.no_grad():
@@ -145,7 +145,7 @@ def test_a_model_without_a_cache_sees_the_images_in_every_call() -> None:
     assert written(capped) == written(free)
 
 
-def test_what_cannot_be_generated_is_told() -> None:
+def test_what_cannot_be_generated_is_reported() -> None:
     tokens, images = prompts()
     with pytest.raises(ValueError, match="images are for a LlavaModel, and this is a GPTModel"):
         generate(GPTModel(LLAMA).eval(), tokens, GREEDY, images=images)

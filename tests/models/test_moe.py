@@ -59,9 +59,9 @@ def without_losses(config: GPTConfig) -> GPTConfig:
 
 
 def gradients(model: GPTModel) -> dict[str, Tensor]:
-    """Of replicas whose losses are averaged, with the names of the unsplit model."""
+    """Gradients of data-parallel ranks whose losses are averaged, with the names of the unsplit model."""
     cp, shards = model.mesh.cp, {name: shard for name, _, shard in sharded_parameters(model)}
-    # Experts have replicas of their own.
+    # Experts have data-parallel ranks of their own.
     return {
         name: collectives.all_reduce(grad, shards[name].data or cp) / cp.size
         for name, grad in unsplit_gradients(model).items()

@@ -37,12 +37,12 @@ def test_of_top_k_only_the_likeliest_come() -> None:
 
 
 @pytest.mark.parametrize(
-    ("top_p", "kept"),
+    ("top_p", "nucleus"),
     # In order they have 0.470, 0.285, 0.173, 0.064 and 0.009.
     [(1e-9, [1]), (0.46, [1]), (0.48, [1, 3]), (0.77, [1, 2, 3]), (0.94, [0, 1, 2, 3]), (1.0, [0, 1, 2, 3, 4])],
 )
-def test_of_top_p_the_fewest_come_that_reach_it(top_p: float, kept: list[int]) -> None:
-    assert drawn(5000, temperature=1.0, top_p=top_p).nonzero().flatten().tolist() == kept
+def test_of_top_p_the_fewest_come_that_reach_it(top_p: float, nucleus: list[int]) -> None:
+    assert drawn(5000, temperature=1.0, top_p=top_p).nonzero().flatten().tolist() == nucleus
 
 
 def test_top_p_counts_among_the_top_k() -> None:
@@ -70,11 +70,11 @@ def test_a_small_temperature_is_the_likeliest_token_and_logits_stay_as_they_are(
     assert torch.equal(LOGITS, before)
 
 
-def test_all_settings_that_make_no_sense_are_told_at_once() -> None:
-    with pytest.raises(ValueError) as told:
+def test_all_settings_that_make_no_sense_are_reported_at_once() -> None:
+    with pytest.raises(ValueError) as error:
         GenerationConfig(max_new_tokens=-1, temperature=float("nan"), top_k=-2, top_p=0.0, stop_tokens=(3, -1))
-    assert all(word in str(told.value) for word in ("max_new_tokens (-1)", "nan", "top_k (-2)", "top_p (0.0)", "-1;"))
-    # It would make a number out of what shall never be said.
+    assert all(word in str(error.value) for word in ("max_new_tokens (-1)", "nan", "top_k (-2)", "top_p (0.0)", "-1;"))
+    # It would give a probability to an excluded token.
     with pytest.raises(ValueError, match=r"temperature \(inf\) must be a number of at least 0"):
         GenerationConfig(temperature=math.inf)
 
@@ -85,14 +85,14 @@ def plain(logits: list[float], temperature: float, top_k: int, top_p: float) -> 
     ranked = sorted(weights, key=lambda token: (-weights[token], token))
     if top_k:
         ranked = ranked[:top_k]
-    total, kept, reached = sum(weights[token] for token in ranked), [], 0.0
+    total, nucleus, reached = sum(weights[token] for token in ranked), [], 0.0
     for token in ranked:
-        kept.append(token)
+        nucleus.append(token)
         reached += weights[token] / total
         if reached >= top_p:
             break
-    total = sum(weights[token] for token in kept)
-    return [weights[token] / total if token in kept else 0.0 for token in range(len(logits))]
+    total = sum(weights[token] for token in nucleus)
+    return [weights[token] / total if token in nucleus else 0.0 for token in range(len(logits))]
 
 
 @settings(max_examples=300, deadline=None)
@@ -107,7 +107,7 @@ def test_probabilities_are_exactly_those_of_a_plain_reference(
     logits: list[float], temperature: float, top_k: int, top_p: float
 ) -> None:
     config = GenerationConfig(temperature=temperature, top_k=top_k, top_p=top_p)
-    # In float64 and beside another row.
+    # In float64 and with another row.
     rows = torch.tensor([logits, logits[::-1]], dtype=torch.float64)
     found = probabilities(rows, config)
     for row, own in ((0, logits), (1, logits[::-1])):
@@ -125,7 +125,7 @@ def test_probabilities_are_exactly_those_of_a_plain_reference(
         # More than there are.
         (1.0, 1000, 1.0, 200, 200),
         (1.0, 1000, 0.5, 2, 199),
-        # The likeliest alone, however it is asked for.
+        # The likeliest alone, however it is set.
         (1.0, 1, 1.0, 1, 1),
         (1.0, 0, 1e-12, 1, 1),
         (1.0, 3, 1e-12, 1, 1),
@@ -137,7 +137,7 @@ def test_probabilities_are_those_of_transformers(
 ) -> None:
     processors = pytest.importorskip("transformers.generation.logits_process")
     logits = torch.randn(6, 200, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    # What is never said.
+    # A token that is never drawn.
     logits[2, 17] = -torch.inf
     warped = processors.TemperatureLogitsWarper(temperature)(None, logits)
     if top_k:
@@ -146,6 +146,6 @@ def test_probabilities_are_those_of_transformers(
         warped = processors.TopPLogitsWarper(top_p)(None, warped)
     found = probabilities(logits, GenerationConfig(temperature=temperature, top_k=top_k, top_p=top_p))
     torch.testing.assert_close(found, warped.softmax(dim=-1), rtol=0, atol=1e-12)
-    kept = (found > 0).sum(dim=-1)
-    assert fewest <= int(kept[0]) <= most and int(kept.min()) >= 1
+    num_likeliest = (found > 0).sum(dim=-1)
+    assert fewest <= int(num_likeliest[0]) <= most and int(num_likeliest.min()) >= 1
     assert not found[2, 17]

@@ -109,7 +109,7 @@ def logits_of(model: T5Model, batch: Batch) -> Tensor:
 
 
 def results_of(model: T5Model, batch: Batch) -> dict[str, Any]:
-    """Loss, logits and the gradients of either; gradients of ranks of cp are averaged as those of replicas."""
+    """Loss, logits and the gradients of either; gradients over cp are averaged as over dp."""
     cp = model.mesh.cp
     found: dict[str, Any] = {}
     model.draws.step = 5
@@ -168,10 +168,10 @@ def test_loss_logits_and_gradients_of_a_cut_layer_are_those_of_one_device(layout
 def test_flex_attention_adds_relative_biases_as_other_kernels_do(
     layout: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = []
+    kernels = []
 
     def chosen(queries: Tensor, pairing: AttentionStep, kernel: AttentionKernel) -> Kernel:
-        asked.append(kernel)
+        kernels.append(kernel)
         return FlexAttention(plain_flex)  # its own kernels are CUDA's
 
     expected = on_one_device("t5", kind)
@@ -183,7 +183,7 @@ def test_flex_attention_adds_relative_biases_as_other_kernels_do(
         assert (found["logits"] - expected["logits"]).abs().max() < TOLERANCE
         assert largest_difference(found["grads"], expected["grads"]) < TOLERANCE
         assert largest_difference(found["of logits"], expected["of logits"]) < TOLERANCE
-    assert set(asked) == {"flex"}
+    assert set(kernels) == {"flex"}
 
 
 @pytest.mark.parametrize("variant", ["t5", "learned positions, layer norms, biases, own embeddings"])
@@ -320,13 +320,15 @@ def small() -> tuple[T5Model, Batch]:
         ({"encoder_segments": torch.zeros(3, 9, dtype=torch.long)}, "shape of encoder_tokens"),
     ],
 )
-def test_inputs_that_do_not_fit_are_told(small: tuple[T5Model, Batch], change: dict[str, Any], message: str) -> None:
+def test_inputs_that_do_not_fit_are_reported(
+    small: tuple[T5Model, Batch], change: dict[str, Any], message: str
+) -> None:
     model, batch = small
     with pytest.raises(ValueError, match=message):
         model(**{**batch, **change})
 
 
-def test_every_fault_of_a_configuration_is_told_at_once() -> None:
+def test_every_fault_of_a_configuration_is_reported_at_once() -> None:
     with pytest.raises(ValueError) as raised:
         replace(T5, position="rotary", qk_norm=True, relative_buckets=8, num_decoder_layers=-1, ffn_dropout=1.0)
     for name in ("position ('rotary')", "qk_norm", "num_decoder_layers (-1)", "ffn_dropout"):
@@ -337,7 +339,7 @@ def test_every_fault_of_a_configuration_is_told_at_once() -> None:
         GPTConfig(num_layers=1, hidden_size=8, num_attention_heads=1, vocab_size=9, position="relative")
 
 
-def test_a_sequence_that_context_ranks_do_not_divide_is_told_by_the_cut_of_its_stack() -> None:
+def test_a_sequence_that_context_ranks_do_not_divide_is_reported_by_the_cut_of_its_stack() -> None:
     model = T5Model(T5, mesh=Mesh.imagine(0, Sizes(world=2, cp=2, pads_uneven=False)), seed=1)
     tokens = torch.zeros(1, 6, dtype=torch.long)
     with pytest.raises(ValueError, match="of 6 tokens, are no multiples of 4"):

@@ -1,4 +1,4 @@
-"""Answers of a T5 come out the same on every layout, as from calls on each whole prefix.
+"""Answers of a T5 come out the same on every layout, as from calls on each full prefix.
 
 tests/hf/test_t5.py compares them with those of transformers.
 """
@@ -43,7 +43,7 @@ def sizes_of(options: dict[str, Any]) -> Sizes:
 
 
 def texts() -> tuple[Tensor, Tensor]:
-    """What the encoder reads, with tokens behind each end that nobody shall see, and what answers begin with."""
+    """What the encoder reads, with tokens after each end that nobody shall see, and what answers begin with."""
     generator = torch.Generator().manual_seed(11)
     read = torch.randint(131, (len(LENGTHS), max(LENGTHS)), generator=generator)
     return read, torch.randint(131, (len(LENGTHS), 2), generator=generator)
@@ -107,7 +107,7 @@ def test_answers_go_their_own_ways(name: str) -> None:
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_logits_and_answers_are_those_of_whole_prefixes(layout: str, name: str) -> None:
+def test_logits_and_answers_are_those_of_full_prefixes(layout: str, name: str) -> None:
     sizes = sizes_of(LAYOUTS[layout])
     for found in run_on_threads(sizes.world, on_mesh, sizes, VARIANTS[name], GREEDY):
         require_equal(found, name)
@@ -187,7 +187,7 @@ def test_the_encoder_runs_once_and_each_call_has_the_new_tokens_alone() -> None:
     assert decoded == [6] + [3] * (NEW - 1)
 
 
-def test_ranks_of_cp_keep_equal_parts() -> None:
+def test_ranks_of_cp_cache_equal_parts() -> None:
     def on_rank(world: Any) -> list[int]:
         model = model_of(VARIANTS["t5"], Mesh.build(Sizes(world=2, cp=2), world.rank(), new_group)).eval()
         read, begun = texts()
@@ -227,7 +227,8 @@ def test_an_answer_ends_with_its_first_stop_token_and_the_others_go_on_on_every_
     new = [answer[2:] for answer in answers]
     stop = next(token for token in new[1][1:-1] if token not in new[0] + new[1][:1])
     expected = [
-        answer[: 3 + told.index(stop)] if stop in told else answer for answer, told in zip(answers, new, strict=True)
+        answer[: 3 + tokens.index(stop)] if stop in tokens else answer
+        for answer, tokens in zip(answers, new, strict=True)
     ]
     assert len(answers[1]) > len(expected[1]) > 3 and expected[0] == answers[0]
     config = replace(GREEDY, stop_tokens=(stop,))

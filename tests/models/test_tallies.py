@@ -1,4 +1,4 @@
-"""What models add up in evaluation is what plain torch counts on whole logits, on every layout."""
+"""Tallies of models in evaluation are what plain torch counts on full logits, on every layout."""
 
 import functools
 from dataclasses import replace
@@ -93,7 +93,7 @@ def batch_and_wanted(name: str) -> tuple[dict[str, Any], dict[str, float]]:
     }
 
 
-def told(model: Any, batch: dict[str, Any]) -> dict[str, float]:
+def tallies_of(model: Any, batch: dict[str, Any]) -> dict[str, float]:
     with torch.no_grad():
         model(**batch)
     found: dict[str, Tensor] = {**model.tallies, "weight": model.loss_weight}
@@ -113,12 +113,12 @@ def test_some_labels_are_hit_and_some_are_not(name: str) -> None:
 
 
 def on_mesh(world: Any, sizes: Sizes, name: str, batch: dict[str, Any]) -> dict[str, float]:
-    return told(model_of(name, Mesh.build(sizes, world.rank(), new_group)), batch)
+    return tallies_of(model_of(name, Mesh.build(sizes, world.rank(), new_group)), batch)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_tallies_are_those_of_whole_logits(layout: str, name: str) -> None:
+def test_tallies_are_those_of_full_logits(layout: str, name: str) -> None:
     options = LAYOUTS[layout]
     batch, wanted = batch_and_wanted(name)
     sizes = Sizes(world=options.get("tp", 1) * options.get("cp", 1), **options)
@@ -138,13 +138,13 @@ def on_stages(sizes: Sizes, num_microbatches: int, name: str, batch: dict[str, A
         model.mesh.pp, make_mailbox(model.mesh), torch.device("cpu"), lambda rows: min(rows, num_microbatches)
     )
     # Twice: nothing of the first call may be left in the second.
-    return [told(model, batch), told(model, batch)]
+    return [tallies_of(model, batch), tallies_of(model, batch)]
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", ["gpt", "packed llama", "bert", "t5", "llava"])
 @pytest.mark.parametrize("layout", STAGES)
-def test_every_stage_is_told_the_tallies_of_all_microbatches(layout: str, name: str) -> None:
+def test_every_stage_gets_the_tallies_of_all_microbatches(layout: str, name: str) -> None:
     options, num_microbatches = STAGES[layout]
     batch, wanted = batch_and_wanted(name)
     sizes = Sizes(world=2 * options.get("tp", 1), **options)
@@ -156,11 +156,11 @@ def test_every_stage_is_told_the_tallies_of_all_microbatches(layout: str, name: 
 def test_nothing_is_counted_where_gradients_are_wanted_and_nothing_old_is_left() -> None:
     batch, _ = batch_and_wanted("gpt")
     model = model_of("gpt")
-    told(model, batch)
+    tallies_of(model, batch)
     assert model.tallies
     model.train()(**batch)
     assert model.tallies == {}
-    told(model.eval(), batch)
+    tallies_of(model.eval(), batch)
     assert model.tallies
     with torch.no_grad():
         model(batch["tokens"])
@@ -171,4 +171,4 @@ def test_nothing_is_counted_where_gradients_are_wanted_and_nothing_old_is_left()
 def test_a_batch_of_nothing_adds_up_to_nothing(name: str) -> None:
     batch = inputs_of(name)
     batch["labels"] = torch.full_like(batch["labels"], -100)
-    assert set(told(model_of(name), batch).values()) == {0.0}
+    assert set(tallies_of(model_of(name), batch).values()) == {0.0}

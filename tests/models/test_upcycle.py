@@ -154,14 +154,14 @@ def test_a_wrong_scale_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_each_rank_takes_its_part_and_reads_no_more(sizes: Sizes) -> None:
     found = way(6, num_experts=8, top_k=4)
     dense = GPTModel(found.dense, mesh=Mesh.single(), seed=3)
-    whole = dict(filled(found, dense, Mesh.single())[0].named_parameters())
+    unsplit = dict(filled(found, dense, Mesh.single())[0].named_parameters())
     held = sum(parameter.numel() for name, parameter in dense.named_parameters())
     for rank in range(sizes.world):
         model, num_read = filled(found, dense, Mesh.imagine(rank, sizes))
         for name, parameter in model.named_parameters():
             box = shard_of(parameter).box
             slices = tuple(slice(a, a + n) for a, n in zip(box.offsets, box.sizes, strict=True))
-            assert torch.equal(parameter, whole[name][slices]), name
+            assert torch.equal(parameter, unsplit[name][slices]), name
         assert num_read <= held
 
 
@@ -208,7 +208,7 @@ def test_what_cannot_compute_the_same_is_refused(dense: dict[str, Any], moe: dic
     assert words in str(raised.value)
 
 
-def test_all_that_is_wrong_is_told_at_once() -> None:
+def test_all_that_is_wrong_is_reported_at_once() -> None:
     moe = MoEConfig(
         router=replace(ROUTER, routing_type="round_robin"), ffn_hidden_size=3, shared_expert_intermediate_size=1
     )

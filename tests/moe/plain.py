@@ -101,9 +101,9 @@ def experts_of(plain: Plain, mesh: Mesh, gemm: ExpertGemm = GROUPED_GEMM) -> Exp
     return experts
 
 
-def own(whole: Tensor, mesh: Mesh) -> Tensor:
+def own(full: Tensor, mesh: Mesh) -> Tensor:
     """This rank's share of tokens."""
-    return collectives.shard_slice(whole.detach(), mesh.world).clone()
+    return collectives.shard_slice(full.detach(), mesh.world).clone()
 
 
 def assert_same(actual: Tensor, expected: Tensor, tolerance: float = TOLERANCE) -> None:
@@ -112,9 +112,9 @@ def assert_same(actual: Tensor, expected: Tensor, tolerance: float = TOLERANCE) 
 
 def assert_expert_gradients(experts: Experts, plain: Plain) -> None:
     """The gradients, summed over the axis that the shard names, are the plain ones' slices."""
-    for parameter, whole in ((experts.up, plain.up), (experts.down, plain.down)):
+    for parameter, full in ((experts.up, plain.up), (experts.down, plain.down)):
         shard = shard_of(parameter)
-        assert shard.data is not None and parameter.grad is not None and whole.grad is not None
+        assert shard.data is not None and parameter.grad is not None and full.grad is not None
         summed = collectives.all_reduce(parameter.grad, shard.data)
-        assert_same(shard.valid(summed), part_of(whole.grad, shard))
+        assert_same(shard.valid(summed), part_of(full.grad, shard))
         assert summed.count_nonzero() == shard.valid(summed).count_nonzero()

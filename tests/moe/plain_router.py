@@ -24,7 +24,7 @@ class Batch:
     out_BSE: Tensor
     """What the weight of each expert is worth in the objective."""
     documents_BS: Tensor
-    """Of the whole batch, -1 for padding."""
+    """Documents of the full batch, -1 for padding."""
     positions_BS: Tensor
     keys_BS: Tensor
     targets_BS: Tensor

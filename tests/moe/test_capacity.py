@@ -15,7 +15,7 @@ from lightning_megatron.moe.capacity import DropPolicy, ExpertCapacity
 from lightning_megatron.moe.sequence_groups import RoutedTokens, SequenceGroups
 from lightning_megatron.moe.topk import expert_choice
 from tests.harness.threads import new_group, run_on_threads
-from tests.moe.plain_capacity import E, kept_by_hand
+from tests.moe.plain_capacity import E, drop_by_hand
 
 
 def alone(segments: list[int], num: int) -> SequenceGroups:
@@ -24,10 +24,12 @@ def alone(segments: list[int], num: int) -> SequenceGroups:
     return SequenceGroups(ids_T=torch.where(ids_T < 0, num, ids_T), num_groups=num + 1, axes=())
 
 
-def kept(experts: Tensor, weights: Tensor, capacity: ExpertCapacity, *, num: int = E) -> list[list[int]]:
-    """Of one sequence in order."""
-    places = torch.arange(len(experts))
-    answer = capacity.drop(experts, weights, places, alone([0] * len(experts), 1), num_chosen=experts.shape[1], num=num)
+def drop(experts: Tensor, weights: Tensor, capacity: ExpertCapacity, *, num: int = E) -> list[list[int]]:
+    """Experts of each token of one sequence, -1 where dropped."""
+    positions = torch.arange(len(experts))
+    answer = capacity.drop(
+        experts, weights, positions, alone([0] * len(experts), 1), num_chosen=experts.shape[1], num=num
+    )
     return answer.tolist()
 
 
@@ -59,7 +61,7 @@ def test_the_choices_that_stay_are_those_found_by_hand(
     ours = ExpertCapacity(factor=float(factor), drop_policy=drop_policy).drop(
         experts, weights, positions, alone(segments, 3), num_chosen=num_chosen, num=E
     )
-    assert ours.tolist() == kept_by_hand(
+    assert ours.tolist() == drop_by_hand(
         experts, weights, segments, positions.tolist(), factor, num_chosen, drop_policy
     )
 
@@ -85,11 +87,11 @@ def test_what_is_dropped_is_that_of_one_device_on_every_cut_of_the_batch(
     experts, weights = choices_of(B * S, K, 7)
     segments = [2 * b + (s >= 3) if (b, s) < (3, 5) else -1 for b in range(B) for s in range(S)]
     positions = [s - 3 * (s >= 3) for _ in range(B) for s in range(S)]
-    right = torch.tensor(kept_by_hand(experts, weights, segments, positions, "0.75", K, drop_policy))
+    right = torch.tensor(drop_by_hand(experts, weights, segments, positions, "0.75", K, drop_policy))
     # It bites: some are dropped, and rows by themselves, or parts of them, would drop others.
     assert int((right >= 0).sum()) < int((experts[torch.tensor(segments) >= 0] >= 0).sum())
     halves = [2 * number + s % 2 if number >= 0 else -1 for s, number in enumerate(segments)]
-    assert kept_by_hand(experts, weights, halves, positions, "0.75", K, drop_policy) != right.tolist()
+    assert drop_by_hand(experts, weights, halves, positions, "0.75", K, drop_policy) != right.tolist()
 
     def on_rank(world: Any) -> None:
         mesh = Mesh.build(sizes, world.rank(), new_group)
@@ -125,8 +127,8 @@ def test_experts_that_choose_lose_nothing_to_a_factor_of_one_and_their_last_to_a
     scores = torch.rand(8, E, generator=torch.Generator().manual_seed(1))
     groups, places = alone([0] * 5 + [1] * 3, 2), torch.arange(8)
     chosen = expert_choice(scores, places, groups, 2)
-    whole = ExpertCapacity(factor=1.0).drop(chosen, scores, places, groups, num_chosen=2, num=E)
-    assert torch.equal(whole, chosen) and bool((chosen >= 0).any())
+    full = ExpertCapacity(factor=1.0).drop(chosen, scores, places, groups, num_chosen=2, num=E)
+    assert torch.equal(full, chosen) and bool((chosen >= 0).any())
     half = ExpertCapacity(factor=0.5).drop(chosen, scores, places, groups, num_chosen=2, num=E)
     # Of 5 tokens each takes 2 instead of 3, of 3 tokens 1 instead of 2.
     assert (half[:5] >= 0).sum(0).tolist() == [2] * E and (half[5:] >= 0).sum(0).tolist() == [1] * E
@@ -137,10 +139,10 @@ def test_experts_that_choose_lose_nothing_to_a_factor_of_one_and_their_last_to_a
 
 def test_the_greatest_weights_stay_or_the_first_tokens_do() -> None:
     experts, weights = torch.tensor([[0], [0], [0], [1]]), torch.tensor([[0.1], [0.9], [0.9], [0.2]])
-    assert kept(experts, weights, ExpertCapacity(factor=1.0), num=2) == [[-1], [0], [0], [1]]
-    assert kept(experts, weights, ExpertCapacity(factor=1.0, drop_policy="position"), num=2) == [[0], [0], [-1], [1]]
+    assert drop(experts, weights, ExpertCapacity(factor=1.0), num=2) == [[-1], [0], [0], [1]]
+    assert drop(experts, weights, ExpertCapacity(factor=1.0, drop_policy="position"), num=2) == [[0], [0], [-1], [1]]
     # Among equals the first.
-    assert kept(experts, weights, ExpertCapacity(factor=0.5), num=2) == [[-1], [0], [-1], [1]]
+    assert drop(experts, weights, ExpertCapacity(factor=0.5), num=2) == [[-1], [0], [-1], [1]]
 
 
 def test_the_capacity_is_the_even_share_times_the_factor_rounded_up_as_the_factor_is_written() -> None:
@@ -153,7 +155,7 @@ def test_the_capacity_is_the_even_share_times_the_factor_rounded_up_as_the_facto
 
 def test_a_call_without_tokens_has_nothing_to_drop() -> None:
     nothing = torch.empty(0, 2)
-    assert kept(nothing.long(), nothing, ExpertCapacity(factor=1.0)) == []
+    assert drop(nothing.long(), nothing, ExpertCapacity(factor=1.0)) == []
     padding = ExpertCapacity(factor=1.0).drop(
         torch.tensor([[0, 1]]), torch.ones(1, 2), torch.zeros(1).long(), alone([-1], 0), num_chosen=2, num=E
     )
@@ -169,7 +171,7 @@ def test_a_capacity_below_one_token_is_refused_with_what_would_do() -> None:
         not ExpertCapacity(factor=1.5).length_faults(11, 2, 32) and ExpertCapacity(factor=1.5).num_rows(11, 2, 32) == 2
     )
     assert ExpertCapacity(factor=1.5).length_faults(10, 2, 32)
-    # The factor that is told is rounded up, never down.
+    # The factor in the message is rounded up, never down.
     assert ExpertCapacity(factor=0.1).length_faults(6, 1, 4)[0].count("0.667") == 1
     assert not ExpertCapacity(factor=0.667).length_faults(6, 1, 4)
 
@@ -178,7 +180,7 @@ def test_a_sequence_that_is_shorter_leaves_each_expert_one_token_at_least() -> N
     assert [ExpertCapacity(factor=1.0).num_rows(length, 2, 32) for length in (0, 1, 15, 16, 17)] == [0, 1, 1, 1, 2]
 
 
-def test_all_faults_are_told_at_once() -> None:
+def test_all_faults_are_reported_at_once() -> None:
     with pytest.raises(ValueError) as refused:
         ExpertCapacity(factor=0.0, drop_policy="luck")  # type: ignore[arg-type]
     assert str(refused.value).splitlines() == [

@@ -52,15 +52,15 @@ from lightning_megatron.transformer.config import TransformerConfig
         ({"aux_losses": (AuxLoss(), AuxLoss(coefficient=1.0))}, r"aux_losses has 2 losses of scope 'sequence'"),
     ],
 )
-def test_a_wrong_value_is_told_with_the_way_out(wrong: dict[str, Any], says: str) -> None:
+def test_a_wrong_value_is_reported_with_the_way_out(wrong: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         RouterConfig(**{"num_experts": 8, **wrong})
 
 
-def test_all_faults_are_told_at_once() -> None:
-    with pytest.raises(ValueError) as told:
+def test_all_faults_are_reported_at_once() -> None:
+    with pytest.raises(ValueError) as error:
         RouterConfig(num_experts=8, top_k=9, jitter=2.0, z_loss=-1.0, score_function="relu")  # type: ignore[arg-type]
-    assert len(str(told.value).splitlines()) == 4
+    assert len(str(error.value).splitlines()) == 4
 
 
 def test_a_configuration_cannot_be_changed_unchecked() -> None:
@@ -88,12 +88,12 @@ def test_sizes_are_taken_exactly_where_the_groups_can_give_top_k_experts(
         "group_topk": group_topk,
         "norm_topk_prob": False,
     }
-    told = ""
+    message = ""
     try:
         RouterConfig(**chosen)  # type: ignore[arg-type]
     except ValueError as error:
-        told = str(error)
-    assert fits == (told == ""), told
+        message = str(error)
+    assert fits == (message == ""), message
 
 
 ROUTER = RouterConfig(num_experts=8)
@@ -114,7 +114,7 @@ ROUTER = RouterConfig(num_experts=8)
         ({"expert_gemm": "slow"}, r"moe expert_gemm \('slow'\) must be one of 'grouped', 'sequential'"),
     ],
 )
-def test_wrong_layers_of_experts_are_told_with_the_way_out(wrong: dict[str, Any], says: str) -> None:
+def test_wrong_layers_of_experts_are_reported_with_the_way_out(wrong: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         MoEConfig(router=ROUTER, **wrong)
 
@@ -130,8 +130,8 @@ def test_every_second_layer_or_a_list_of_layers_has_experts() -> None:
 
 def test_layers_that_a_stack_does_not_have_and_capacities_too_small_for_its_sequences_are_refused_at_once() -> None:
     moe = MoEConfig(router=ROUTER, layers=(0, 4), capacity=ExpertCapacity(factor=0.5))
-    with pytest.raises(ValueError) as told:
+    with pytest.raises(ValueError) as error:
         TransformerConfig(num_layers=4, hidden_size=8, num_attention_heads=2, max_sequence_length=7, moe=moe)
-    layers, capacity = str(told.value).splitlines()
+    layers, capacity = str(error.value).splitlines()
     assert "moe layers 4 must be from 0 to num_layers - 1 (3)" in layers
     assert "for sequences of 7 tokens" in capacity and "is 0.875 tokens an expert" in capacity

@@ -97,8 +97,8 @@ def experts_of(plain: Plain, mesh: Mesh, gemm: ExpertGemm = GROUPED_GEMM) -> Exp
         has_bias=True,
         gemm=gemm,
     ).double()
-    for name, whole in plain.parameters.items():
-        fill(experts.get_parameter(name), whole.detach())
+    for name, full in plain.parameters.items():
+        fill(experts.get_parameter(name), full.detach())
     return experts
 
 
@@ -109,17 +109,17 @@ def check(plain: Plain, out: Tensor, make: Make, mesh: Mesh, gemm: ExpertGemm = 
     mixed, _ = moe_forward(hidden, own(plain.experts, mesh), weights, dispatcher=dispatcher, experts=experts)
     assert_same(mixed, own(out, mesh))
     mixed.backward(own(plain.out_grad, mesh))
-    for leaf, whole in ((hidden, plain.hidden), (weights, plain.weights)):
-        assert leaf.grad is not None and whole.grad is not None
-        assert_same(leaf.grad, own(whole.grad, mesh))
-    for name, whole in plain.parameters.items():
+    for leaf, full in ((hidden, plain.hidden), (weights, plain.weights)):
+        assert leaf.grad is not None and full.grad is not None
+        assert_same(leaf.grad, own(full.grad, mesh))
+    for name, full in plain.parameters.items():
         parameter = experts.get_parameter(name)
         shard = shard_of(parameter)
-        assert parameter.grad is not None and whole.grad is not None
+        assert parameter.grad is not None and full.grad is not None
         assert shard.data is not None and shard.partial is None
         # The one sum that the engine makes of what its `Shard` says.
         summed = collectives.all_reduce(parameter.grad, shard.data)
-        assert_same(shard.valid(summed), part_of(whole.grad, shard))
+        assert_same(shard.valid(summed), part_of(full.grad, shard))
         assert summed.count_nonzero() == shard.valid(summed).count_nonzero()
         # Copies stay copies.
         for axis in shard.replicas:
@@ -191,10 +191,10 @@ def test_under_autocast_biases_are_added_wide_and_have_gradients_of_their_own_dt
 def test_a_biased_shared_expert_equals_plain_torch(num_ranks: int, is_sequence_parallel: bool, activation: Any) -> None:
     width = (2, FFN) if activation == "swiglu" else (FFN,)
     shapes = {"up.weight": (*width, H), "up.bias": width, "down.weight": (H, FFN), "down.bias": (H,)}
-    whole = {name: torch.randn(shape, dtype=torch.float64, requires_grad=True) for name, shape in shapes.items()}
+    full = {name: torch.randn(shape, dtype=torch.float64, requires_grad=True) for name, shape in shapes.items()}
     x = torch.randn(8, H, dtype=torch.float64, requires_grad=True)
     out_grad = torch.randn(8, H, dtype=torch.float64)
-    up, up_bias, down, down_bias = whole.values()
+    up, up_bias, down, down_bias = full.values()
     out = torch.stack([down @ activated(up @ row + up_bias, activation) + down_bias for row in x])
     out.backward(out_grad)
 
@@ -211,8 +211,8 @@ def test_a_biased_shared_expert_equals_plain_torch(num_ranks: int, is_sequence_p
             tp=mesh.tp,
             sp=mesh.sp,
         ).double()
-        assert {name for name, _ in shared.named_parameters()} == set(whole)
-        for name, tensor in whole.items():
+        assert {name for name, _ in shared.named_parameters()} == set(full)
+        for name, tensor in full.items():
             fill(shared.get_parameter(name), tensor.detach())
         hidden = shard_slice(x.detach(), mesh.sp).clone().requires_grad_()
         made = shared(hidden)
@@ -220,7 +220,7 @@ def test_a_biased_shared_expert_equals_plain_torch(num_ranks: int, is_sequence_p
         made.backward(shard_slice(out_grad, mesh.sp))
         assert hidden.grad is not None and x.grad is not None
         assert_same(hidden.grad, shard_slice(x.grad, mesh.sp))
-        for name, tensor in whole.items():
+        for name, tensor in full.items():
             assert tensor.grad is not None
             assert_gradient_is_slice(shared.get_parameter(name), tensor.grad)
 

@@ -59,11 +59,11 @@ def test_the_kernel_is_used_where_it_takes_the_tensors_and_there_alone(monkeypat
     used: list[torch.dtype] = []
     kernel = torch.nn.functional.grouped_mm
 
-    def told(x: Tensor, *rest: Any, **options: Any) -> Tensor:
+    def recording(x: Tensor, *rest: Any, **options: Any) -> Tensor:
         used.append(x.dtype)
         return kernel(x, *rest, **options)
 
-    monkeypatch.setattr(grouped_gemm.F, "grouped_mm", told)
+    monkeypatch.setattr(grouped_gemm.F, "grouped_mm", recording)
     for dtype, in_features, rows, is_kernel in [
         (torch.float32, 8, 8, True),
         (torch.bfloat16, 8, 8, True),
@@ -113,7 +113,7 @@ def test_weight_gradients_go_past_autograd_where_a_schedule_says_so(
 
 
 @either
-def test_a_product_that_is_put_off_holds_its_operands_and_not_what_they_came_from(gemm: ExpertGemm) -> None:
+def test_a_deferred_weight_gradient_holds_its_operands_and_not_what_they_came_from(gemm: ExpertGemm) -> None:
     received = torch.randn(sum(SIZES), 8, requires_grad=True)
     weight, gradients = nn.Parameter(torch.randn(len(SIZES), 16, 8)), WeightGradients()
     queue: list[Task] = []
@@ -141,14 +141,14 @@ def test_weight_gradients_are_added_to_wider_and_to_strided_ones(gemm: ExpertGem
 
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
 def test_each_rank_draws_its_slice_of_the_experts_of_one_device(activation: Any) -> None:
-    whole = experts_on(Mesh.single(), activation=activation)
-    initialise(whole, seed=3)
-    counts = {name: torch.zeros_like(parameter) for name, parameter in whole.named_parameters()}
+    full = experts_on(Mesh.single(), activation=activation)
+    initialise(full, seed=3)
+    counts = {name: torch.zeros_like(parameter) for name, parameter in full.named_parameters()}
     for rank in range(4):
         experts = experts_on(Mesh.imagine(rank, Sizes(world=4, ep=2, etp=2)), activation=activation)
         initialise(experts, seed=3)
         for name, parameter in experts.named_parameters():
-            shard, part, count = shard_of(parameter), whole.get_parameter(name).detach(), counts[name]
+            shard, part, count = shard_of(parameter), full.get_parameter(name).detach(), counts[name]
             for dim, (offset, size) in enumerate(zip(shard.box.offsets, shard.box.sizes, strict=True)):
                 part, count = part.narrow(dim, offset, size), count.narrow(dim, offset, size)
             assert torch.equal(parameter, part) and shard.is_counted and shard.data is not None

@@ -126,20 +126,20 @@ def test_weight_gradients_that_are_added_later_or_wider_are_those_of_autograd(is
         torch.testing.assert_close(experts.get_parameter(name).grad, parameter.grad, rtol=1e-6, atol=1e-6)
 
 
-def test_rows_are_kept_for_backward_as_bytes() -> None:
+def test_tokens_are_saved_for_backward_as_bytes() -> None:
     experts = experts_in_fp8()
-    kept: dict[torch.dtype, int] = {}
+    num_saved: dict[torch.dtype, int] = {}
     parameters = {parameter.untyped_storage().data_ptr() for parameter in experts.parameters()}
 
     def pack(tensor: Tensor) -> Tensor:
         if tensor.untyped_storage().data_ptr() not in parameters and tensor.dim() > 1:
-            kept[tensor.dtype] = kept.get(tensor.dtype, 0) + tensor.numel()
+            num_saved[tensor.dtype] = num_saved.get(tensor.dtype, 0) + tensor.numel()
         return tensor
 
     num_rows = sum(SIZES)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         experts(DispatchedTokens(torch.randn(num_rows, 16, requires_grad=True), torch.rand(num_rows), GROUPS))
-    assert kept[torch.uint8] == num_rows * (16 + 32)
+    assert num_saved[torch.uint8] == num_rows * (16 + 32)
 
 
 def test_no_rows_at_all_give_gradients_of_zeros() -> None:

@@ -41,7 +41,7 @@ def test_routers_of_any_size_learn_from_all_ranks_in_two_messages(monkeypatch: A
     def on_rank(world: Any) -> None:
         mesh = Mesh.build(Sizes(world=2), world.rank(), new_group)
         routers = [build(2, mesh), build(3, mesh)]
-        # The first rank has two calls, the second one: of replicas with batches of different sizes.
+        # The first rank has two calls, the second one: data-parallel ranks with batches of different sizes.
         routers[0].records.add(0, [counts([3, 1]), counts([0, 2])][mesh.dp.rank], sums(4, 1))
         routers[1].records.add(0, counts([1, 1, 1]), sums(3, 6))
         if mesh.dp.is_first:
@@ -84,7 +84,7 @@ def test_the_dropped_share_is_that_of_all_choices_and_zero_where_there_is_none()
     assert reports[1].load_E.tolist() == [1.5, 0.5] and reports[2].load_E.tolist() == [1.0, 1.0]
 
 
-def test_a_call_that_is_seen_again_counts_once_and_what_it_kept_too() -> None:
+def test_a_recomputed_call_counts_once_and_its_accepted_tokens_too() -> None:
     mesh = Mesh.single()
     router = build(2, mesh)
     for _ in range(2):

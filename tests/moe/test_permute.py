@@ -43,7 +43,7 @@ def test_rows_stand_by_expert_and_within_an_expert_by_token(expert_ids_TK: Tenso
 
 
 @given(choices(), st.integers(0, 3))
-def test_padded_rows_are_the_same_ones_with_gaps_behind_those_of_each_expert(expert_ids_TK: Tensor, more: int) -> None:
+def test_padded_rows_are_the_same_ones_with_gaps_after_those_of_each_expert(expert_ids_TK: Tensor, more: int) -> None:
     by_expert, expected = sort_by_expert(expert_ids_TK, E), expected_rows(expert_ids_TK)
     capacity = max(len(rows) for rows in expected) + more
     padded = by_expert.padded(capacity)
@@ -98,7 +98,7 @@ def test_blocks_of_rows_change_places_and_keep_their_order_within(p: int, q: int
     order = regrouped(sizes, len(before))
     assert [before[source] for source in order.sources_R.tolist()] == after
     assert [after[place] for place in order.places_SK[:, 0].tolist()] == before
-    # Where nothing can change its place nothing is copied.
+    # Where no row can move nothing is copied.
     rows = torch.arange(len(before))
     assert permute(rows, order).tolist() == order.sources_R.tolist()
     assert (permute(rows, order) is rows) == (unpermute(rows, order) is rows) == (sorted((p, q, own))[1] == 1)

@@ -119,7 +119,7 @@ def places_of(layout: Layout, mesh: Mesh) -> list[Tensor]:
 
 
 def tokens_of(batch: Batch, layout: Layout, places_T: Tensor, call: int, mesh: Mesh) -> RoutedTokens:
-    """What a rank is told of its tokens; its documents are numbered within the call."""
+    """Metadata of the tokens of a rank; its documents are numbered within the call."""
     rows = B // layout.dp // layout.num_microbatches
     first = (mesh.dp.rank * layout.num_microbatches + call) * rows
     own = batch.documents_BS[first : first + rows]
@@ -235,8 +235,8 @@ def test_weights_losses_and_gradients_of_two_steps_equal_those_of_one_device(
                 assert_close(loss, right.plain.losses[name].detach(), rtol=0, atol=TOLERANCE)
             assert_close(stepped.weight_grad, right.weight_grad_EH, rtol=0, atol=TOLERANCE)
             for places_T, grad_TH in stepped.x_grads:
-                whole = right.x_grad_BSH.view(-1, H)[places_T] * (places_T >= 0).unsqueeze(1)
-                assert_close(grad_TH, whole, rtol=0, atol=TOLERANCE)
+                wanted_TH = right.x_grad_BSH.view(-1, H)[places_T] * (places_T >= 0).unsqueeze(1)
+                assert_close(grad_TH, wanted_TH, rtol=0, atol=TOLERANCE)
             if router.has_bias:
                 assert router.expert_bias.dtype == torch.float32
                 assert torch.equal(router.expert_bias, right.bias_E)
@@ -332,7 +332,7 @@ def test_weights_fall_from_the_first_chosen_to_the_last() -> None:
 
 @pytest.mark.parametrize("is_autocast", [False, True])
 @pytest.mark.parametrize(("wanted", "tolerance"), [("float32", 1e-6), ("float64", 1e-14)])
-def test_scores_of_half_inputs_are_as_wide_as_asked(is_autocast: bool, wanted: Any, tolerance: float) -> None:
+def test_scores_of_half_inputs_are_as_wide_as_configured(is_autocast: bool, wanted: Any, tolerance: float) -> None:
     config = RouterConfig(num_experts=E, top_k=2, dtype=wanted)
     router = single(config, weight_of()).bfloat16()
     x_TH = torch.randn(64, H).bfloat16()
@@ -361,7 +361,7 @@ def test_a_cast_of_the_module_leaves_the_state_of_balance_as_it_is() -> None:
     assert set(single(RouterConfig(num_experts=E), weight_of()).state_dict()) == {"weight"}
 
 
-def test_a_call_that_is_made_again_for_the_backward_counts_once() -> None:
+def test_a_call_that_is_recomputed_for_the_backward_counts_once() -> None:
     config = RouterConfig(num_experts=E, aux_losses=ALL_SCOPES, bias_update_rate=0.1, jitter=0.2)
     x_TH, out_TE = torch.randn(S, H, dtype=torch.float64), torch.randn(S, E, dtype=torch.float64)
     grads, reports, biases = [], [], []

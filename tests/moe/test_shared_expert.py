@@ -105,14 +105,14 @@ def test_what_is_computed_while_tokens_travel_equals_plain_torch_where_tp_is_fol
     def on_rank(world: Any) -> None:
         mesh = expert_mesh(world, 2, 2, tp=2)
         mine = own(plain.hidden, mesh).requires_grad_()
-        beside = shared.cut(mesh)
+        shared_expert = shared.cut(mesh)
         mixed, made = moe_forward(
             mine,
             own(plain.experts, mesh),
             own(plain.weights, mesh),
             dispatcher=dispatcher_of(AllToAllTokenDispatcher, mesh),
             experts=experts_of(plain, mesh),
-            overlapped=lambda: beside(mine),
+            overlapped=lambda: shared_expert(mine),
         )
         assert made is not None
         mixed = mixed + made

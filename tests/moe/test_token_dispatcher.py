@@ -54,9 +54,9 @@ def check(plain: Plain, out: Tensor, make: Make, mesh: Mesh, num_rows: int | Non
     )
     assert_same(mixed, own(out, mesh))
     mixed.backward(own(plain.out_grad, mesh))
-    for leaf, whole in ((hidden, plain.hidden), (weights, plain.weights)):
-        assert leaf.grad is not None and whole.grad is not None
-        assert_same(leaf.grad, own(whole.grad, mesh))
+    for leaf, unsharded in ((hidden, plain.hidden), (weights, plain.weights)):
+        assert leaf.grad is not None and unsharded.grad is not None
+        assert_same(leaf.grad, own(unsharded.grad, mesh))
     assert_expert_gradients(experts, plain)
 
 
@@ -114,8 +114,8 @@ def test_ranks_may_have_different_numbers_of_tokens_under_all_to_all(ep: int, et
     out = plain.run()
 
     def on_rank(mesh: Mesh) -> None:
-        def mine(whole: Tensor) -> Tensor:
-            return whole.detach().split(counts)[mesh.global_rank].clone()
+        def mine(unsharded: Tensor) -> Tensor:
+            return unsharded.detach().split(counts)[mesh.global_rank].clone()
 
         experts = experts_of(plain, mesh)
         hidden, weights = mine(plain.hidden).requires_grad_(), mine(plain.weights).requires_grad_()
@@ -128,9 +128,9 @@ def test_ranks_may_have_different_numbers_of_tokens_under_all_to_all(ep: int, et
         )
         mixed.backward(mine(plain.out_grad))
         assert_same(mixed, mine(out))
-        for leaf, whole in ((hidden, plain.hidden), (weights, plain.weights)):
-            assert leaf.grad is not None and whole.grad is not None
-            assert_same(leaf.grad, mine(whole.grad))
+        for leaf, unsharded in ((hidden, plain.hidden), (weights, plain.weights)):
+            assert leaf.grad is not None and unsharded.grad is not None
+            assert_same(leaf.grad, mine(unsharded.grad))
         assert_expert_gradients(experts, plain)
 
     on_mesh(4, ep, etp, on_rank)
@@ -178,7 +178,7 @@ def test_both_dispatchers_hand_over_the_same_rows_in_the_same_order(
                 torch.cat([row, weight[:, None]], dim=1)
                 for row, weight in zip(rows.split(groups.sizes), weights.split(groups.sizes), strict=True)
             ]
-            # Padding stands behind each rank's rows, or behind those of all.
+            # Padding follows each rank's rows, or those of all ranks.
             return [part[part[:, -1] != 0] for part in parts]
 
         for sent, gathered in zip(arrived(AllToAllTokenDispatcher), arrived(AllGatherTokenDispatcher), strict=True):
@@ -284,13 +284,13 @@ def test_rows_and_weights_travel_while_something_else_is_computed_in_both_direct
     monkeypatch.setattr(collectives, "all_to_all_v", noting)
 
     def on_rank(mesh: Mesh) -> list[int]:
-        flying: list[int] = []
+        in_flight: list[int] = []
 
         def note() -> None:
-            flying.append(sum(each.work is not None for each in started[threading.get_ident()]))
+            in_flight.append(sum(each.work is not None for each in started[threading.get_ident()]))
 
         hidden, weights = (own(each, mesh).requires_grad_() for each in (plain.hidden, plain.weights))
-        mixed, beside = moe_forward(
+        mixed, overlapped_out = moe_forward(
             hidden,
             own(plain.experts, mesh),
             weights,
@@ -298,8 +298,8 @@ def test_rows_and_weights_travel_while_something_else_is_computed_in_both_direct
             experts=experts_of(plain, mesh),
             overlapped=lambda: Beside.apply(hidden, note),
         )
-        (mixed + beside).backward(own(plain.out_grad, mesh))
-        return flying
+        (mixed + overlapped_out).backward(own(plain.out_grad, mesh))
+        return in_flight
 
     assert on_mesh(ep * etp, ep, etp, on_rank) == [[2, 2]] * (ep * etp)
 
@@ -329,7 +329,7 @@ def test_the_gradients_of_experts_are_parts_of_a_sum_over_edp_and_of_no_other() 
 
 
 @with_either_dispatcher
-def test_experts_that_are_made_again_for_the_backward_equal_the_loop(make: Make) -> None:
+def test_experts_that_are_recomputed_in_the_backward_equal_the_loop(make: Make) -> None:
     plain = Plain(5 * 4)
     out = plain.run()
 
@@ -344,9 +344,9 @@ def test_experts_that_are_made_again_for_the_backward_equal_the_loop(make: Make)
         mixed = recompute.checkpoint(run, hidden, weights)
         mixed.backward(own(plain.out_grad, mesh))
         assert_same(mixed, own(out, mesh))
-        for leaf, whole in ((hidden, plain.hidden), (weights, plain.weights)):
-            assert leaf.grad is not None and whole.grad is not None
-            assert_same(leaf.grad, own(whole.grad, mesh))
+        for leaf, unsharded in ((hidden, plain.hidden), (weights, plain.weights)):
+            assert leaf.grad is not None and unsharded.grad is not None
+            assert_same(leaf.grad, own(unsharded.grad, mesh))
         assert_expert_gradients(experts, plain)
 
     on_mesh(4, 2, 2, on_rank)

@@ -45,9 +45,9 @@ def test_experts_outside_of_the_best_groups_are_never_chosen(seed: int, num_grou
     scores_TE = torch.randint(0, 5, (6, 8), generator=torch.Generator().manual_seed(seed)).double()
     limited = topk.group_limited_scores(scores_TE, num_groups=num_groups, group_topk=num_chosen, count=num_chosen)
     size = 8 // num_groups
-    for row, kept in zip(scores_TE.tolist(), limited.tolist(), strict=True):
+    for row, limited_row in zip(scores_TE.tolist(), limited.tolist(), strict=True):
         best = plain_top([max(row[g * size : (g + 1) * size]) for g in range(num_groups)], num_chosen)
-        assert kept == [value if e // size in best else -torch.inf for e, value in enumerate(row)]
+        assert limited_row == [value if e // size in best else -torch.inf for e, value in enumerate(row)]
 
 
 def test_a_group_is_worth_its_best_experts_and_not_its_best_one() -> None:

@@ -1,4 +1,4 @@
-"""Tests of what stands between the matrices of experts: it equals autograd's, and keeps what it reads alone."""
+"""Tests of the activation between the matrices of experts: it equals autograd's, and saves only its inputs."""
 
 from typing import Any, get_args
 
@@ -57,12 +57,12 @@ def test_the_gradients_of_a_weighed_gate_are_those_that_differences_show(activat
 
 
 @pytest.mark.parametrize("activation", sorted(GATED))
-def test_a_weighed_gate_keeps_what_it_reads_alone(activation: Any) -> None:
+def test_a_weighed_gate_saves_what_it_reads_alone(activation: Any) -> None:
     x, weights = input_of(activation, 4, 8).requires_grad_(), torch.rand(4, requires_grad=True)
-    kept: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         weighted_activation(x, weights, activation)
-    assert [tensor.data_ptr() for tensor in kept] == [x.data_ptr(), weights.data_ptr()]
+    assert [tensor.data_ptr() for tensor in saved] == [x.data_ptr(), weights.data_ptr()]
 
 
 @pytest.mark.parametrize("activation", sorted(GATED))

@@ -156,7 +156,7 @@ FAULTS = (
     ),
     Fault(
         "optim/master_weights.py",
-        "torch.where(is_kept | now.isnan(), shard.tensor, now.to(shard.tensor.dtype))",
+        "torch.where(is_same | now.isnan(), shard.tensor, now.to(shard.tensor.dtype))",
         "now.to(shard.tensor.dtype)",
         ("optim",),
     ),
@@ -205,8 +205,8 @@ FAULTS = (
     ),
     Fault(
         "data/gpt_samples.py",
-        "min(int(ends[at]) - place, num_left)",
-        "min(int(ends[at]) - place - 1, num_left)",
+        "min(int(ends[at]) - position, num_left)",
+        "min(int(ends[at]) - position - 1, num_left)",
         ("data/test_gpt_samples.py",),
     ),
     Fault("data/masking.py", "token += token >= special", "token += token > special", ("data/test_masking.py",)),
@@ -226,8 +226,8 @@ FAULTS = (
     ),
     Fault(
         "transformer/rotary.py",
-        "(kept_R + (1 - kept_R) / scaling.factor)",
-        "(kept_R + (1 - kept_R) * scaling.factor)",
+        "(unscaled_R + (1 - unscaled_R) / scaling.factor)",
+        "(unscaled_R + (1 - unscaled_R) * scaling.factor)",
         ("transformer/test_rotary.py",),
     ),
     Fault(

@@ -73,13 +73,13 @@ def true_values(num_stages: int) -> dict[str, Tensor]:
 
 
 class Microbatch:
-    """The tokens of a stage, and what is asked of them."""
+    """The tokens of a stage, their experts and gradients."""
 
     def __init__(self, step: int, microbatch: int, stage: int) -> None:
         key = f"{step}.{microbatch}.{stage}"
         self.x_TH, self.out_grad_TH = drawn(f"x{key}", NUM_TOKENS, H), drawn(f"g{key}", NUM_TOKENS, H)
         self.cut_grad_TO = drawn(f"c{key}", NUM_TOKENS, OUT)
-        # In the second step only two experts get tokens: whole ranks have none. Some tokens choose one expert only.
+        # In the second step only two experts get tokens: some ranks have none. Some tokens choose one expert only.
         scores_TE = drawn(f"s{key}", NUM_TOKENS, E)
         if step == 1:
             scores_TE[:, 2:] = -9.0
@@ -153,7 +153,7 @@ class Stage(nn.Module):
     def loss(self, batch: Microbatch) -> Tensor:
         h_TH = self.own(batch.x_TH) @ self.dense.t()
         whole_TH = differentiable.all_gather(h_TH, self.mesh.tp)
-        cut_grad_TO = self.of_replica(batch.cut_grad_TO).chunk(self.mesh.tp.size, dim=1)[self.mesh.tp.rank]
+        cut_grad_TO = self.of_data_parallel_rank(batch.cut_grad_TO).chunk(self.mesh.tp.size, dim=1)[self.mesh.tp.rank]
         loss = (whole_TH @ self.cut.t() * cut_grad_TO).sum()
         if self.experts is not None:
             dispatcher = AllToAllTokenDispatcher(E, ep=self.mesh.axis("ep"), etp=self.mesh.axis("etp"))
@@ -161,14 +161,14 @@ class Stage(nn.Module):
             h_TH, _ = moe_forward(h_TH, expert_ids_TK, probs_TK, dispatcher=dispatcher, experts=self.experts)
         return loss + (h_TH @ self.dense.t() * self.own(batch.out_grad_TH)).sum()
 
-    def of_replica(self, whole: Tensor) -> Tensor:
-        """The tokens of this place on dp and cp."""
-        replicas = self.mesh.axis("dp+cp")
-        return whole.chunk(replicas.size)[replicas.rank]
+    def of_data_parallel_rank(self, full: Tensor) -> Tensor:
+        """The tokens of this rank of dp and cp."""
+        dp_cp = self.mesh.axis("dp+cp")
+        return full.chunk(dp_cp.size)[dp_cp.rank]
 
-    def own(self, whole: Tensor) -> Tensor:
-        """Those of this rank."""
-        return self.of_replica(whole).chunk(self.mesh.tp.size)[self.mesh.tp.rank]
+    def own(self, full: Tensor) -> Tensor:
+        """The tokens of this rank."""
+        return self.of_data_parallel_rank(full).chunk(self.mesh.tp.size)[self.mesh.tp.rank]
 
 
 def experts_on(mesh: Mesh) -> Experts:

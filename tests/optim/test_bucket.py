@@ -24,7 +24,7 @@ OVERLAP = OptimizerConfig(overlap_grad_reduce=True, bucket_size=1)
 
 
 class Watched:
-    """Events in order: that a bucket's sum began, and that autograd went through a place in the model."""
+    """Events in order: that a bucket's sum began, and that autograd reached a layer of the model."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.events: list[str] = []
@@ -94,7 +94,7 @@ def test_only_the_last_backward_of_a_step_reduces(watched: Watched) -> None:
     assert watched.sums == [[4.0], [4.0]]
 
 
-def test_without_overlap_nothing_is_sent_before_the_sum_is_asked_for(watched: Watched) -> None:
+def test_without_overlap_nothing_is_sent_before_the_reduction_is_called(watched: Watched) -> None:
     named = scalars("a", "b")
     dp_comm = exchange_of(named, OptimizerConfig(bucket_size=1))
     dp_comm.begin_backwards()
@@ -240,7 +240,7 @@ def in_flight(kind: Any) -> dict[str, Any]:
     dp_comm = exchange_of(named, config, mesh)
     dp_comm.begin_backwards()
     dp_comm.expect(0)
-    # Each replica uses its parameters in an order of its own, one of them not at all.
+    # Each data-parallel rank uses its parameters in an order of its own, one of them not at all.
     order = named[mesh.dp.rank :] + named[: mesh.dp.rank]
     if mesh.dp.rank == 1:
         order = [(name, parameter) for name, parameter in order if name != "c"]
@@ -254,7 +254,7 @@ def in_flight(kind: Any) -> dict[str, Any]:
     return {"own": [bucket.own.tolist() for bucket in buckets], "grads": [p.grad is not None for _, p in named]}
 
 
-def test_replicas_that_fill_buckets_in_other_orders_sum_like_with_like() -> None:
+def test_data_parallel_ranks_that_fill_buckets_in_other_orders_sum_like_with_like() -> None:
     # Products of four numbers of 2 on ranks 0 and 2, of three on rank 1.
     full, short = 2.0**3 / 5, 2.0**2 / 5
     wanted = {"a": 2 * full + short, "b": 2 * full + short, "c": 2 * full, "d": 2 * full + short}

@@ -1,4 +1,4 @@
-"""Flat buckets: every element has one place, every place one owner."""
+"""Flat buckets: every element has one index, every index one owner."""
 
 import itertools
 
@@ -15,7 +15,7 @@ def occupied(layout: BucketLayout, sizes: list[int]) -> list[tuple[int, int]]:
 
 
 @given(SIZES, st.integers(1, 5), st.integers(1, 700), st.booleans())
-def test_every_parameter_has_a_place_of_its_own(sizes: list[int], shards: int, bucket: int, whole: bool) -> None:
+def test_every_parameter_has_a_range_of_its_own(sizes: list[int], shards: int, bucket: int, whole: bool) -> None:
     layouts = bucket_layouts(sizes, num_shards=shards, bucket_size=bucket, no_split=whole)
     assert [i for layout in layouts for i in layout.members] == list(range(len(sizes)))
     for layout in layouts:
@@ -46,7 +46,7 @@ def test_a_bucket_is_full_before_the_next_begins(sizes: list[int], bucket: int) 
         assert len(one.members) == 1 or sum(sizes[i] for i in one.members) <= bucket
 
 
-def test_whole_parameters_are_spread_evenly() -> None:
+def test_unsplit_parameters_are_spread_evenly() -> None:
     [layout] = bucket_layouts([512, 256, 256, 128, 128], num_shards=2, bucket_size=10_000, no_split=True)
     # 512 + 128 against 256 + 256 + 128.
     assert layout.num_elements == 2 * 640

@@ -1,4 +1,4 @@
-"""What a user sets wrong about gradients and loss scales is told at once, each with its value and its rule."""
+"""Faults in settings of gradients and loss scales are reported at once, each with its value and its rule."""
 
 import dataclasses
 from typing import Any

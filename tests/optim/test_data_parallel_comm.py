@@ -32,7 +32,7 @@ class Steps:
         self.dp_comm = DataParallelComm(gradients, self.master_weights, [self.named["a"], self.named["b"]])
 
     def step(self) -> None:
-        """Every weight falls by the sum of ones over the replicas."""
+        """Every weight falls by the sum of ones over the data-parallel ranks."""
         self.optimizer.zero_grad()
         self.dp_comm.gather_all()
         self.dp_comm.gradients.free(dropped=False)
@@ -46,7 +46,7 @@ class Steps:
         self.optimizer.step()
         self.dp_comm.update_params()
 
-    def flying(self) -> list[str]:
+    def in_flight(self) -> list[str]:
         assert self.master_weights is not None
         return sorted(param.name for bucket in self.master_weights._in_flight for param in bucket.members)
 
@@ -57,16 +57,16 @@ class Steps:
 def waits(overlaps: bool) -> list[Any]:
     steps = Steps(make_mesh(Sizes(world=2)), kind="distributed", overlap_param_gather=overlaps)
     steps.step()
-    found: list[Any] = [steps.flying()]
+    found: list[Any] = [steps.in_flight()]
     steps.dp_comm.gather_part([steps.named["b"]])
-    found.append(steps.flying())
+    found.append(steps.in_flight())
     steps.dp_comm.gather(0)
-    found.append(steps.flying())
+    found.append(steps.in_flight())
     steps.dp_comm.gather_all()
-    return [*found, steps.flying(), steps.values()]
+    return [*found, steps.in_flight(), steps.values()]
 
 
-def test_with_overlap_each_wait_is_for_the_weights_that_are_asked_for() -> None:
+def test_with_overlap_each_wait_is_for_the_weights_that_are_needed() -> None:
     for found in run_on_ranks(2, waits, True):
         # A step that is entered may use what no part has.
         assert found[:4] == [["a", "b", "outside"], ["a", "outside"], ["a"], []]
@@ -106,7 +106,7 @@ def changed_by_hand() -> tuple[list[float], list[float]]:
     return [by_name[name] for name in NAMES], steps.values()
 
 
-def test_a_step_begins_from_what_somebody_wrote_and_keeps_what_16_bits_do_not_hold() -> None:
+def test_a_step_begins_from_what_somebody_wrote_and_has_what_16_bits_do_not_hold() -> None:
     mains, values = changed_by_hand()
     assert mains == [9.0, 2.0**-12, 1.0]
     assert values == [9.0, pytest.approx(2.0**-12), 1.0]
@@ -171,5 +171,5 @@ def test_without_master_weights_nothing_is_waited_for() -> None:
     assert steps.master_weights is None and steps.values() == [0, 1, 2]
 
 
-def test_a_single_replica_has_no_shards() -> None:
+def test_a_single_data_parallel_rank_has_no_shards() -> None:
     assert not Steps(Mesh.single(), kind="distributed").dp_comm.has_shards

@@ -1,4 +1,4 @@
-"""Experts and dense weights train as on one device, whatever replicas, shards and stages both have."""
+"""Experts and dense weights train as on one device, whatever data-parallel ranks, shards and stages both have."""
 
 import math
 from typing import Any
@@ -88,7 +88,7 @@ def trained_on_gloo(sizes: Sizes, config: OptimizerConfig) -> tuple[float, list[
 
 @pytest.mark.parametrize("name", ["replicated", "distributed, overlap"])
 def test_experts_step_as_on_one_device_on_real_ranks(name: str) -> None:
-    # One stage has experts and one has none; each expert has two replicas.
+    # One stage has experts and one has none; each expert is on two data-parallel ranks.
     sizes = LAYOUTS[-1]
     assert_as_on_one_device(run_on_ranks(sizes.world, trained_on_gloo, sizes, CONFIGS[name]), plain_run(sizes.pp)[1])
 
@@ -96,7 +96,7 @@ def test_experts_step_as_on_one_device_on_real_ranks(name: str) -> None:
 # --- which rank has what ----------------------------------------------------------------------------------------------
 
 
-def kept_parts(world: Any, sizes: Sizes) -> list[tuple[str, tuple[int, ...], int, int]]:
+def shards_of(world: Any, sizes: Sizes) -> list[tuple[str, tuple[int, ...], int, int]]:
     """Name, offsets in the unsplit model and elements of what this rank's optimizer steps."""
     run = Run(mesh_of(world, sizes), new_group, CONFIGS["distributed"])
     parts = []
@@ -106,8 +106,8 @@ def kept_parts(world: Any, sizes: Sizes) -> list[tuple[str, tuple[int, ...], int
 
 
 @any_layout
-def test_replicas_of_an_expert_share_it_out_and_each_part_is_stepped_by_one(sizes: Sizes) -> None:
-    by_rank = run_on_threads(sizes.world, lambda world: kept_parts(world, sizes))
+def test_ranks_that_hold_an_expert_shard_it_and_each_part_is_stepped_by_one(sizes: Sizes) -> None:
+    by_rank = run_on_threads(sizes.world, lambda world: shards_of(world, sizes))
     stepped: dict[tuple[str, tuple[int, ...]], list[int]] = {}
     for name, offsets, start, end in (part for parts in by_rank for part in parts):
         stepped.setdefault((name, offsets), []).extend(range(start, end))
@@ -192,7 +192,9 @@ def thawed_norm(world: Any, sizes: Sizes, kind: Kind) -> tuple[float, float]:
 
 @pytest.mark.parametrize("kind", ["replicated", "distributed"])
 @pytest.mark.parametrize("sizes", LAYOUTS[:-1], ids=name_of)
-def test_experts_thawed_later_are_summed_over_their_replicas_and_count_once(sizes: Sizes, kind: Kind) -> None:
+def test_experts_thawed_later_are_summed_over_their_data_parallel_ranks_and_count_once(
+    sizes: Sizes, kind: Kind
+) -> None:
     norm = sizes.edp * math.sqrt(2 * expert_model.E * expert_model.FFN * expert_model.H)
     for frozen, thawed in run_on_threads(sizes.world, lambda world: thawed_norm(world, sizes, kind)):
         assert frozen == 0.0 and thawed == pytest.approx(norm, rel=1e-12)
@@ -207,11 +209,11 @@ def built_early(world: Any) -> list[float]:
     return [float(parameter.grad.max()) for parameter in experts.parameters() if parameter.grad is not None]
 
 
-def test_whole_experts_that_were_built_before_the_ranks_were_known_are_summed_over_the_replicas() -> None:
+def test_unsharded_experts_that_were_built_before_the_ranks_were_known_are_summed_over_data_parallel_ranks() -> None:
     assert run_on_threads(2, built_early) == [[3.0, 3.0]] * 2
 
 
-# --- master weights in 16 bits beside float32 -------------------------------------------------------------------------
+# --- master weights in 16 bits and in float32 -------------------------------------------------------------------------
 
 
 def trained_in_16_bits(world: Any, sizes: Sizes, config: OptimizerConfig) -> tuple[set[torch.dtype], float]:
@@ -234,7 +236,7 @@ def trained_in_16_bits(world: Any, sizes: Sizes, config: OptimizerConfig) -> tup
 
 @any_config
 @pytest.mark.parametrize("sizes", [LAYOUTS[0], LAYOUTS[1], LAYOUTS[6]], ids=name_of)
-def test_master_weights_of_experts_step_in_float32_beside_weights_in_16_bits(
+def test_master_weights_of_experts_step_in_float32_with_weights_in_16_bits(
     sizes: Sizes, config: OptimizerConfig
 ) -> None:
     for lowered, apart in run_on_threads(sizes.world, lambda world: trained_in_16_bits(world, sizes, config)):
@@ -245,7 +247,7 @@ def test_master_weights_of_experts_step_in_float32_beside_weights_in_16_bits(
 # --- what all ranks find out together ---------------------------------------------------------------------------------
 
 
-def told(world: Any, sizes: Sizes, kind: Kind) -> dict[str, Any]:
+def findings(world: Any, sizes: Sizes, kind: Kind) -> dict[str, Any]:
     run = Run(mesh_of(world, sizes), new_group, OptimizerConfig(kind=kind))
     same = differing_copies(run.gradients, run.mesh)
     up = run.named.get("model.0.experts.up")
@@ -268,14 +270,14 @@ def told(world: Any, sizes: Sizes, kind: Kind) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", ["replicated", "distributed"])
 @any_layout
-def test_a_replica_of_an_expert_that_differs_and_a_nonfinite_gradient_are_reported_on_every_rank(
+def test_a_copy_of_an_expert_that_differs_and_a_nonfinite_gradient_are_reported_on_every_rank(
     sizes: Sizes, kind: Kind
 ) -> None:
     last = sizes.world - 1
-    by_rank = run_on_threads(sizes.world, lambda world: told(world, sizes, kind))
+    by_rank = run_on_threads(sizes.world, lambda world: findings(world, sizes, kind))
     ranks = ", ".join(map(str, by_rank[last]["edp"]))
     for found in by_rank:
         assert found["same"] == []
-        # An expert without a replica has nothing to differ from.
+        # An expert without a copy has nothing to differ from.
         assert found["differing"] == ([f"model.0.experts.up on ranks {ranks}"] if sizes.edp > 1 else [])
         assert found["nonfinite"] == [f"rank {last}: model.0.experts.up"]

@@ -152,7 +152,7 @@ def over_replicas() -> list[Any]:
     ]
 
 
-def test_replicas_sum_and_agree_on_which_parameters_have_a_gradient() -> None:
+def test_data_parallel_ranks_sum_and_agree_on_which_parameters_have_a_gradient() -> None:
     for found in run_on_ranks(3, over_replicas):
         assert found[:3] == [[6, 6], [2, 2], None]
         assert [values for _, values in found[3:]] == [[6], [6], [6]]
@@ -191,7 +191,7 @@ def test_stages_that_hold_shared_names_in_different_orders_sum_like_with_like() 
 
 
 def experts_among_four() -> dict[str, Any]:
-    """Two ranks share the experts, so each expert has two replicas; every rank is a replica of the rest."""
+    """Two ranks share the experts, so each expert is on two data-parallel ranks; the rest is on all ranks."""
     mesh = make_mesh(Sizes(world=4, ep=2))
     ep, edp = mesh.axis("ep"), mesh.axis("edp")
     own = 10.0**mesh.global_rank
@@ -218,7 +218,7 @@ def experts_among_four() -> dict[str, Any]:
     return found
 
 
-def test_experts_are_summed_over_their_own_replicas_alone() -> None:
+def test_experts_are_summed_over_their_own_data_parallel_ranks_alone() -> None:
     # Ep varies faster than edp: global ranks 0 and 2 hold the first experts.
     ranks = run_on_ranks(4, experts_among_four)
     sums = {0: 1.0 + 100.0, 1: 10.0 + 1000.0}
@@ -229,7 +229,7 @@ def test_experts_are_summed_over_their_own_replicas_alone() -> None:
         for kind in ("replicated", "distributed"):
             assert found[kind]["norm"] == pytest.approx(norm, rel=1e-6)
     for name, count in (("model.experts", 12), ("model.dense", 5)):
-        # Cut over the replicas, every number is on one rank.
+        # Sharded over data-parallel ranks, every number is on one rank.
         assert sum(len(found["distributed"]["held"].get(name, [])) for found in ranks) == count
 
 
@@ -247,13 +247,13 @@ def norm_of_master_weights(kind: Any) -> float:
 
 
 @pytest.mark.parametrize("kind", ["replicated", "distributed"])
-def test_master_weights_count_once_in_the_norm_whether_every_replica_has_them_or_one(kind: str) -> None:
+def test_master_weights_count_once_in_the_norm_whether_every_data_parallel_rank_has_them_or_one(kind: str) -> None:
     # Sixteen twos.
     assert run_on_ranks(2, norm_of_master_weights, kind) == [8.0, 8.0]
 
 
 def thawed_norm(kind: Any) -> float:
-    """A parameter that was frozen when the buckets were made is whole on every replica."""
+    """A parameter that was frozen when the buckets were made is unsharded on every data-parallel rank."""
     mesh = make_mesh(Sizes(world=2))
     parameter = nn.Parameter(torch.zeros(4, dtype=torch.float64), requires_grad=False)
     config = OptimizerConfig(kind=kind)

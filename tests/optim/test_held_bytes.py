@@ -1,4 +1,4 @@
-"""A rank of d replicas holds, for each parameter, the bytes that docs/optim.md promises."""
+"""One of d data-parallel ranks holds, for each parameter, the bytes that docs/optim.md promises."""
 
 from collections.abc import Iterable
 

@@ -48,16 +48,16 @@ def test_other_factors_are_taken() -> None:
 def test_one_that_was_saved_goes_on_as_if_it_had_not_been() -> None:
     config = LossScaleConfig(initial=64.0, window=4, hysteresis=2)
     steps = "+x++x+++++++xx+"
-    whole = factors(config, steps)
+    wanted = factors(config, steps)
     for cut in range(len(steps)):
         first, second = LossScale(config), LossScale(config)
         for step in steps[:cut]:
             first.update(found_nonfinite=step == "x")
         second.load_state_dict(first.state_dict())
         assert second.factor == first.factor
-        for place, step in enumerate(steps[cut:], cut):
+        for index, step in enumerate(steps[cut:], cut):
             second.update(found_nonfinite=step == "x")
-            assert second.factor == whole[place]
+            assert second.factor == wanted[index]
 
 
 def test_sums_are_scaled_by_what_the_first_mean_divided_by_also_after_a_resume() -> None:

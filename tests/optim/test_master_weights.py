@@ -93,7 +93,7 @@ class Training:
         self.dp_comm = DataParallelComm(self.gradients, self.main)
 
     def step(self, number: int) -> None:
-        """A replica's share of the gradient is as its place; the shares sum to 1."""
+        """Each data-parallel rank's share of the gradient is proportional to rank + 1; the shares sum to 1."""
         dp = self.mesh.dp
         share = 2 * (dp.rank + 1) / (dp.size * (dp.size + 1))
         self.gradients.free(dropped=False)
@@ -128,7 +128,7 @@ def apart(named: dict[str, nn.Parameter], wanted: dict[str, nn.Parameter]) -> fl
 
 
 def trained(kind: str, low: torch.dtype | None) -> dict[str, Any]:
-    """How far every optimizer is from one device; in float64, or in float32 beside `low`."""
+    """How far every optimizer is from one device; in float64, or in float32 with `low`."""
     mesh = make_mesh(Sizes(world=3))
     dtype = torch.float64 if low is None else torch.float32
     found: dict[str, Any] = {}
@@ -150,7 +150,7 @@ def trained(kind: str, low: torch.dtype | None) -> dict[str, Any]:
             "names": names,
             "lowered": lowered,
             "after": {str(p.dtype) for p in run.named.values()},
-            "is frozen kept": bool(torch.equal(run.named["frozen"], before["frozen"])),
+            "is frozen unchanged": bool(torch.equal(run.named["frozen"], before["frozen"])),
         }
     return found
 
@@ -165,13 +165,13 @@ def test_every_optimizer_steps_as_on_one_device(kind: str, low: torch.dtype | No
     by_rank = run_on_ranks(3, trained, kind, low)
     for name in OPTIMIZERS:
         for found in by_rank:
-            told = found[name]
+            result = found[name]
             # Gradients do not depend on weights here, so those of float32 are not rounded by bfloat16.
-            assert told["apart"] < (1e-12 if low is None else 1e-5), name
-            assert told["moved"] > 0.01 and told["is frozen kept"]
-            assert told["lowered"] == {"torch.float64" if low is None else "torch.bfloat16"}
-            assert told["after"] == {"torch.float64" if low is None else "torch.float32"}
-        # A frozen parameter is in no bucket: every replica's optimizer has it.
+            assert result["apart"] < (1e-12 if low is None else 1e-5), name
+            assert result["moved"] > 0.01 and result["is frozen unchanged"]
+            assert result["lowered"] == {"torch.float64" if low is None else "torch.bfloat16"}
+            assert result["after"] == {"torch.float64" if low is None else "torch.float32"}
+        # A frozen parameter is in no bucket: the optimizer of every data-parallel rank has it.
         held = sum(found[name]["held"] for found in by_rank)
         assert held == (NUM + 2 * FROZEN if kind == "distributed" else 3 * NUM)
         all_names = [{n for found in by_rank for n in found[name]["names"][group]} for group in (0, 1)]
@@ -184,7 +184,7 @@ def names_and_parts() -> list[tuple[str, int, int]]:
     return [(o.param.name, o.range.start, o.range.end) for o in run.gradients.param_shards]
 
 
-def test_replicas_own_unequal_parts_and_together_everything_once() -> None:
+def test_data_parallel_ranks_own_unequal_parts_and_together_everything_once() -> None:
     by_rank = run_on_ranks(3, names_and_parts)
     sizes = [sum(end - start for _, start, end in parts) for parts in by_rank]
     assert len(set(sizes)) > 1 and sum(sizes) == NUM - FROZEN
@@ -206,8 +206,8 @@ def test_a_changed_weight_is_taken_over(low: torch.dtype | None, name: str, how:
     run = alone(low)
     run.step(0)
     parameter = run.named[name]
-    kept = next(shard.tensor for shard in run.gradients.param_shards if shard.param.name == name)
-    untouched = kept.detach().clone().view(-1)[1:]
+    master = next(shard.tensor for shard in run.gradients.param_shards if shard.param.name == name)
+    untouched = master.detach().clone().view(-1)[1:]
     changed = parameter.detach().clone()
     changed.view(-1)[0] = 5.0
     if how == "in place":
@@ -216,12 +216,12 @@ def test_a_changed_weight_is_taken_over(low: torch.dtype | None, name: str, how:
     else:
         parameter.data = changed.float() if how.endswith("float32") else changed
     run.dp_comm.synchronize()
-    assert kept.view(-1)[0] == 5.0 and parameter.dtype == run.main._param_views[parameter].dtype
-    # What was not changed keeps all its bits.
-    assert torch.equal(kept.detach().view(-1)[1:], untouched)
+    assert master.view(-1)[0] == 5.0 and parameter.dtype == run.main._param_views[parameter].dtype
+    # What was not changed has all its bits.
+    assert torch.equal(master.detach().view(-1)[1:], untouched)
     run.step(2)
     assert float(parameter.detach().view(-1)[0]) != 5.0, "it is trained on"
-    torch.testing.assert_close(parameter.float(), kept, atol=0.02, rtol=0.01)
+    torch.testing.assert_close(parameter.float(), master, atol=0.02, rtol=0.01)
 
 
 def test_released_weights_have_every_bit_of_the_master_weights_and_no_gradient_stands_on_them() -> None:

@@ -1,4 +1,4 @@
-"""Ranks find out together which of them made NaN or Inf, and which replicas of a weight differ."""
+"""Ranks find out together which of them made NaN or Inf, and which copies of a weight differ."""
 
 from typing import Any
 
@@ -209,6 +209,6 @@ def test_a_sparse_gradient_of_one_rank_is_reported_as_well() -> None:
 
 
 def test_many_lines_are_cut_short() -> None:
-    told = bullet_list([str(i) for i in range(25)], limit=3)
-    assert told == "  - 0\n  - 1\n  - 2\n  - and 22 more"
+    text = bullet_list([str(i) for i in range(25)], limit=3)
+    assert text == "  - 0\n  - 1\n  - 2\n  - and 22 more"
     assert bullet_list(["a", "b"], limit=2) == "  - a\n  - b"

@@ -73,7 +73,7 @@ def is_left_in_time(plan: Plan, rank: int) -> bool:
 
 
 def run(plan: Plan, held: int | None = None) -> tuple[list[int], list[set[str]]]:
-    """How many steps each rank takes, tried again and again, and what it has in hand by then.
+    """Number of steps that each rank takes in repeated attempts, and what it holds by then.
 
     A rank that awaits the message with the key `held` stays there, however fast the others are.
     """

@@ -111,7 +111,7 @@ def told_weights() -> list[Tensor | None]:
     return found
 
 
-def test_a_call_leaves_a_loss_weight_only_where_the_model_said_one() -> None:
+def test_a_call_leaves_a_loss_weight_only_where_the_model_set_one() -> None:
     for rich, silent in run_on_ranks(2, told_weights):
         assert rich is not None and rich.item() == 3
         # Rows are not what somebody's loss is a mean over, as soon as the model is called on others than the batch's.

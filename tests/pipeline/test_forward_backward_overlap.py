@@ -13,23 +13,23 @@ def overlap() -> ForwardBackwardOverlap:
 
 
 def test_turns_change_where_a_task_gives_way_and_nowhere_else() -> None:
-    turns, said = overlap(), list[str]()
+    turns, events = overlap(), list[str]()
 
     def task(name: str, parts: int) -> None:
         for part in range(parts):
-            said.append(f"{name}{part} begins")
-            said.append(f"{name}{part} ends")
+            events.append(f"{name}{part} begins")
+            events.append(f"{name}{part} ends")
             turns.yield_to_peer()
 
     turns.run(lambda: task("a", 2), lambda: task("b", 4))
     order = ["a0", "b0", "a1", "b1", "b2", "b3"]
-    assert said == [f"{part} {what}" for part in order for what in ("begins", "ends")]
+    assert events == [f"{part} {what}" for part in order for what in ("begins", "ends")]
 
 
-def test_a_task_that_never_gives_way_runs_whole() -> None:
-    turns, said = overlap(), list[str]()
-    turns.run(lambda: said.append("first"), lambda: said.append("second"))
-    assert said == ["first", "second"]
+def test_a_task_that_never_yields_runs_to_its_end() -> None:
+    turns, events = overlap(), list[str]()
+    turns.run(lambda: events.append("first"), lambda: events.append("second"))
+    assert events == ["first", "second"]
 
 
 def test_outside_of_a_run_giving_way_waits_for_nobody() -> None:
@@ -40,27 +40,27 @@ def test_outside_of_a_run_giving_way_waits_for_nobody() -> None:
 
 
 def test_a_second_thread_of_the_second_task_gives_way_for_it() -> None:
-    turns, said = overlap(), list[str]()
+    turns, events = overlap(), list[str]()
 
     def second() -> None:
         # As autograd runs backwards of a GPU.
-        worker = threading.Thread(target=lambda: (said.append("b"), turns.yield_to_peer(), said.append("d")))
+        worker = threading.Thread(target=lambda: (events.append("b"), turns.yield_to_peer(), events.append("d")))
         worker.start()
         worker.join()
 
     def first() -> None:
-        said.append("a")
+        events.append("a")
         turns.yield_to_peer()
-        said.append("c")
+        events.append("c")
 
     turns.run(first, second)
-    assert said == ["a", "b", "c", "d"]
+    assert events == ["a", "b", "c", "d"]
 
 
 @pytest.mark.parametrize("failing", [0, 1])
 @pytest.mark.parametrize("is_at_once", [True, False])
 def test_where_one_task_fails_its_error_is_raised_and_the_other_abandoned(failing: int, is_at_once: bool) -> None:
-    turns, said = overlap(), list[str]()
+    turns, events = overlap(), list[str]()
 
     def fails() -> None:
         if not is_at_once:
@@ -71,15 +71,15 @@ def test_where_one_task_fails_its_error_is_raised_and_the_other_abandoned(failin
         try:
             for _ in range(3):
                 turns.yield_to_peer()
-            said.append("went on")
+            events.append("went on")
         finally:
-            said.append("cleaned up")
+            events.append("cleaned up")
 
     tasks = (fails, goes_on) if failing == 0 else (goes_on, fails)
     with pytest.raises(ValueError, match="broken"):
         turns.run(*tasks)
-    assert "went on" not in said
+    assert "went on" not in events
     # A second task that had not begun has nothing to clean up.
-    assert said == ([] if failing == 0 and is_at_once else ["cleaned up"])
-    turns.run(lambda: said.append("again"), lambda: None)
-    assert said[-1] == "again"
+    assert events == ([] if failing == 0 and is_at_once else ["cleaned up"])
+    turns.run(lambda: events.append("again"), lambda: None)
+    assert events[-1] == "again"

@@ -1,4 +1,4 @@
-"""Stage layouts: what they mean, as text and back, and what is said of one that cannot be."""
+"""Stage layouts: what they mean, as text and back, and errors of one that cannot be."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_the_final_norm_stays_with_the_last_layer_where_the_head_is_alone() -> N
     assert assign(gpt(2), [1.0] * 5, 3, StageLayout(text="Et|t|L")) == (range(2), range(2, 4), range(4, 5))
 
 
-def test_an_empty_stage_is_an_empty_range_in_its_place() -> None:
+def test_an_empty_stage_is_an_empty_range_at_its_index() -> None:
     ranges = assign(gpt(2), [1.0] * 5, 5, StageLayout(text="Et||t||L"))
     assert ranges == (range(2), range(2, 2), range(2, 4), range(4, 4), range(4, 5))
 
@@ -179,7 +179,7 @@ def test_a_text_is_read(text: str, expected: tuple[str, ...]) -> None:
         ("((t*50000)*2)*99999999999999999999", r"repeats at character 14 to more than"),
     ],
 )
-def test_a_text_that_cannot_be_read_is_refused_with_the_place(text: str, fault: str) -> None:
+def test_a_text_that_cannot_be_read_is_refused_with_the_position(text: str, fault: str) -> None:
     with pytest.raises(ValueError, match=rf"^the layout text {re.escape(repr(text))} {fault}"):
         parse(text)
     assert re.search(fault, layout_faults(4, True, True, 2, StageLayout(text=text))[0])
@@ -189,7 +189,7 @@ def test_a_text_of_the_greatest_length_is_read() -> None:
     assert parse(f"t*{LONGEST}") == ("t" * LONGEST,)
 
 
-def test_all_faults_of_the_writing_are_told_at_once() -> None:
+def test_all_faults_of_the_writing_are_reported_at_once() -> None:
     faults = layout_faults(4, True, True, 2, StageLayout(text="Em)*|("))
     assert [re.search(r"at character (\d)", fault)[1] for fault in faults] == ["2", "3", "4", "6"]  # type: ignore[index]
 
@@ -421,6 +421,6 @@ def test_symbols_that_are_no_model_are_refused(symbols: list[str]) -> None:
         assign(symbols, [1.0] * len(symbols), 1, PLAIN)
 
 
-def test_a_cost_that_is_none_is_refused_by_its_place_in_the_model() -> None:
+def test_a_cost_that_is_none_is_refused_by_its_index_in_the_model() -> None:
     with pytest.raises(ValueError, match=r"the cost of part 3 \(-1.0\)"):
         assign(gpt(2), [1.0, 1.0, 1.0, -1.0, 5.0], 2, StageLayout(balance="cost", num_layers_in_first_stage=1))

@@ -235,7 +235,7 @@ def test_both_ends_of_a_lane_post_in_one_order_that_in_which_the_sender_computes
 
 @settings(max_examples=100, deadline=None)
 @given(schedule=schedules())
-def test_a_receive_is_awaited_right_before_its_compute_and_a_send_posted_right_behind_its_own(
+def test_a_receive_is_awaited_right_before_its_compute_and_a_send_posted_right_after_its_own(
     schedule: Schedule,
 ) -> None:
     for steps in add_messages(order_of(schedule)):
@@ -296,27 +296,27 @@ def test_a_release_one_exchange_too_early_may_come_before_the_message_has_left()
 
 
 @pytest.mark.parametrize("name", [name for name in list(SCHEDULES) if name != "gpipe"])
-def test_however_many_microbatches_few_sends_are_kept_to_the_end(name: ScheduleName) -> None:
+def test_however_many_microbatches_few_sends_are_held_to_the_end(name: ScheduleName) -> None:
     for pp in (2, 3, 6):
         chunks = {"zb_v": 2, "dualpipe_v": 2, "interleaved": 3}.get(name, 1)
-        kept = []
+        held = []
         for microbatches in (24, 48):
             schedule = Schedule(name=name, pp=pp, chunks=chunks, microbatches=microbatches)
-            kept.append(most_kept(add_messages(order_of(schedule))))
+            held.append(most_held(add_messages(order_of(schedule))))
         # As many as are under way in the pipeline: both ends of a warm-up.
-        assert kept[0] == kept[1]
-        assert kept[0] <= 4 * pp * chunks
+        assert held[0] == held[1]
+        assert held[0] <= 4 * pp * chunks
 
 
-def most_kept(plan: Plan) -> int:
+def most_held(plan: Plan) -> int:
     """The most sends that a rank has posted and not released at one time."""
     most = 0
     for steps in plan:
-        kept = 0
+        held = 0
         for exchange in exchanges((steps,)):
-            kept += sum(message.kind in SENDS for message in exchange.posted)
-            most = max(most, kept)
-            kept -= len(exchange.released)
+            held += sum(message.kind in SENDS for message in exchange.posted)
+            most = max(most, held)
+            held -= len(exchange.released)
     return most
 
 
@@ -331,26 +331,30 @@ def test_of_all_forwards_first_the_forward_sends_are_released_by_the_gradients()
 
 @settings(max_examples=100, deadline=None)
 @given(schedule=schedules())
-def test_each_stage_is_reduced_once_right_behind_its_last_backward_and_gathered_once_right_before_its_first_forward(
+def test_each_stage_is_reduced_once_right_after_its_last_backward_and_gathered_once_right_before_its_first_forward(
     schedule: Schedule,
 ) -> None:
     messages = add_messages(order_of(schedule))
     plan = add_gathers(add_reductions(messages))
     assert plan == add_reductions(add_gathers(messages))
-    whole = [step for steps in plan for step in steps if isinstance(step, Action) and step.microbatch == WHOLE_STAGE]
+    stage_actions = [
+        step for steps in plan for step in steps if isinstance(step, Action) and step.microbatch == WHOLE_STAGE
+    ]
     num_stages = schedule.pp * schedule.chunks
-    assert Counter(map(str, whole)) == Counter(f"{stage}{kind}" for stage in range(num_stages) for kind in ("RG", "GP"))
+    assert Counter(map(str, stage_actions)) == Counter(
+        f"{stage}{kind}" for stage in range(num_stages) for kind in ("RG", "GP")
+    )
     for steps, bare in zip(plan, messages, strict=True):
-        assert tuple(step for step in steps if step not in whole) == bare
-        for place, step in enumerate(steps):
-            if not isinstance(step, Action) or step not in whole:
+        assert tuple(step for step in steps if step not in stage_actions) == bare
+        for index, step in enumerate(steps):
+            if not isinstance(step, Action) or step not in stage_actions:
                 continue
             kinds = {Kind.FORWARD} if step.kind is Kind.GATHER_PARAMS else {Kind.BACKWARD, Kind.BACKWARD_WEIGHT}
-            beside = [s for s in bare if isinstance(s, Action) and s.stage == step.stage and s.kind in kinds]
+            computes = [s for s in bare if isinstance(s, Action) and s.stage == step.stage and s.kind in kinds]
             if step.kind is Kind.GATHER_PARAMS:
-                assert steps[place + 1] == beside[0]
+                assert steps[index + 1] == computes[0]
             else:
-                assert steps[place - 1] == beside[-1]
+                assert steps[index - 1] == computes[-1]
 
 
 def test_a_plan_without_backwards_reduces_nothing() -> None:

@@ -1,4 +1,4 @@
-"""The garbage collector stands still while a plan is made, and is as before behind it."""
+"""The garbage collector stands still while a plan is made, and is as before afterwards."""
 
 import gc
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ def is_collecting() -> bool:
     return gc.isenabled()
 
 
-def test_it_stands_still_inside_and_goes_on_behind() -> None:
+def test_it_stands_still_inside_and_goes_on_afterwards() -> None:
     gc.enable()
     with paused_gc():
         assert not gc.isenabled()
@@ -31,7 +31,7 @@ def test_it_stands_still_inside_and_goes_on_behind() -> None:
     assert gc.isenabled()
 
 
-def test_it_goes_on_behind_an_error() -> None:
+def test_it_goes_on_after_an_error() -> None:
     gc.enable()
     with pytest.raises(ValueError, match="inside"), paused_gc():
         raise ValueError("inside")

@@ -166,10 +166,10 @@ def on_thread(world: ThreadGroup, schedule: Schedule, rows: str, travels: str, n
     sizes = sizes_of(schedule)
     pp = make_thread_pp(sizes, world)
     runtime = Runtime(pp, make_thread_mailbox(pp, hops_of(sizes)), ForwardBackwardOverlap(torch.device("cpu")))
-    return pp.rank, kept_diary(runtime, schedule, rows, travels, num_runs, plan)
+    return pp.rank, run_diary(runtime, schedule, rows, travels, num_runs, plan)
 
 
-def kept_diary(
+def run_diary(
     runtime: Runtime, schedule: Schedule, rows: str, travels: str, num_runs: int, plan: Plan | None = None
 ) -> list[list[str]]:
     program = lower(order_of(schedule), overlapped_forwards(schedule))
@@ -213,7 +213,7 @@ def test_dicts_of_tensors_travel_and_their_floating_tensors_come_back(schedule: 
 def on_rank(schedule: Schedule) -> Any:
     mesh = make_mesh(sizes_of(schedule))
     runtime = Runtime(mesh.pp, make_mailbox(mesh))
-    return mesh.pp.rank, kept_diary(runtime, schedule, "now and then", "dict", 4)
+    return mesh.pp.rank, run_diary(runtime, schedule, "now and then", "dict", 4)
 
 
 @pytest.mark.parametrize(
@@ -251,9 +251,9 @@ def heard_on_thread(world: ThreadGroup, schedule: Schedule) -> Any:
         Ear(),
     )
     runtime.step_hook = ear
-    done = kept_diary(runtime, schedule, "even", "tensor", 1)
+    done = run_diary(runtime, schedule, "even", "tensor", 1)
     heard, ear.heard, runtime.step_hook = ear.heard, [], None
-    kept_diary(runtime, schedule, "even", "tensor", 1)
+    run_diary(runtime, schedule, "even", "tensor", 1)
     return pp.rank, done, heard, ear.heard
 
 
@@ -385,7 +385,7 @@ class Faulty(Diary):
         raise ArithmeticError("too small")
 
 
-def test_an_error_tells_the_action_and_marks_its_place() -> None:
+def test_an_error_tells_the_action_and_marks_its_position() -> None:
     plan = plan_of_text("0F0 1F0 1I0 1W0 0I0 0W0")
     with pytest.raises(ArithmeticError) as error:
         single_runtime().run(ScheduledProgram(plan, (0, 0)), Faulty(2, ROWS["even"], "tensor"))
@@ -416,7 +416,7 @@ class Untravelled(Diary):
         return [1.0]
 
 
-def test_what_cannot_travel_is_told_with_the_stage_that_made_it() -> None:
+def test_what_cannot_travel_is_reported_with_the_stage_that_made_it() -> None:
     plan = plan_of_text("0F0 1F0")
     with pytest.raises(ValueError, match="a stage hands list to the next") as error:
         single_runtime().run(ScheduledProgram(plan, (0, 0)), Untravelled(2, ROWS["even"], "dict"))

@@ -91,7 +91,7 @@ def test_gpipe_of_two_chunks_is_the_one_drawn_by_hand() -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(chunks=st.integers(1, 4), **counts)
-def test_gpipe_has_every_compute_once_and_keeps_every_activation(pp: int, chunks: int, microbatches: int) -> None:
+def test_gpipe_has_every_compute_once_and_saves_every_activation(pp: int, chunks: int, microbatches: int) -> None:
     order = gpipe(pp=pp, chunks=chunks, microbatches=microbatches)
     for rank, actions in enumerate(order):
         stages = range(rank, pp * chunks, pp)
@@ -191,7 +191,7 @@ def test_no_ranks_and_no_microbatches_are_refused_together(make: Any) -> None:
 
 
 class Recorder:
-    """A stage for torch's 1F1B that computes nothing, sends nothing, and writes down what it is asked for."""
+    """A stage for torch's 1F1B that computes nothing, sends nothing, and records what it is called for."""
 
     group_rank = 0
     group_size = 1

@@ -90,7 +90,7 @@ class Chain(PipelineModule):
 
 
 def data(num: int, is_even: bool) -> list[Tensor]:
-    """Microbatches, of different sizes if asked for: no shape may be assumed."""
+    """Microbatches, of different sizes on request: no shape may be assumed."""
     generator = torch.Generator().manual_seed(1)
     return [torch.randn(2 if is_even else 2 + m % 3, 4, generator=generator, dtype=torch.float64) for m in range(num)]
 
@@ -182,7 +182,7 @@ class Watched(ScheduledCall):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.outputs: dict[tuple[int, int], Any] = {}
-        self.kept: list[bool] = []
+        self.is_alive: list[bool] = []
 
     def forward(self, stage: int, microbatch: int, received: Any) -> Any:
         output = super().forward(stage, microbatch, received)
@@ -192,14 +192,14 @@ class Watched(ScheduledCall):
 
     def backward(self, stage: int, microbatch: int, grad: Any) -> Any:
         if (stage, microbatch) in self.outputs:
-            self.kept.append(self.outputs[stage, microbatch]() is not None)
+            self.is_alive.append(self.outputs[stage, microbatch]() is not None)
         return super().backward(stage, microbatch, grad)
 
 
-def outputs_kept(chunks: int) -> list[bool]:
+def outputs_alive(chunks: int) -> list[bool]:
     schedule = Schedule(name="interleaved" if chunks > 1 else "1f1b", pp=2, chunks=chunks, microbatches=6)
     mesh = make_mesh(sizes_of(schedule))
-    # Nothing that follows a linear keeps its output.
+    # Nothing that follows a linear saves its output.
     model = PipelineModule.from_modules({f"l{i}": nn.Linear(4, 4) for i in range(2 * chunks)}, mesh=mesh)
     inputs = torch.randn(6, 3, 4)
     call = Watched(
@@ -207,13 +207,13 @@ def outputs_kept(chunks: int) -> list[bool]:
     )
     model.driver = call
     Runtime(mesh.pp, make_mailbox(mesh)).run(training_plan(schedule), call)
-    return call.kept
+    return call.is_alive
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_an_output_is_let_go_once_it_has_been_sent(chunks: int) -> None:
-    kept = [each for rank in run_on_ranks(2, outputs_kept, chunks) for each in rank]
-    assert len(kept) == 6 * (2 * chunks - 1) and not any(kept)
+    is_alive = [each for rank in run_on_ranks(2, outputs_alive, chunks) for each in rank]
+    assert len(is_alive) == 6 * (2 * chunks - 1) and not any(is_alive)
 
 
 class Frozen(nn.Module):
@@ -263,7 +263,7 @@ def fails_in_stage() -> None:
     Runtime(mesh.pp, make_mailbox(mesh)).run(plan, call)
 
 
-def test_an_error_tells_the_stage_and_the_microbatch_and_marks_the_place() -> None:
-    told = r"(?s)shapes cannot be multiplied.*in action 1F0: stage 1 of 2, microbatch 0.*rank 1 .*>1F0<"
-    with pytest.raises(AssertionError, match=told):
+def test_an_error_tells_the_stage_and_the_microbatch_and_marks_the_position() -> None:
+    message = r"(?s)shapes cannot be multiplied.*in action 1F0: stage 1 of 2, microbatch 0.*rank 1 .*>1F0<"
+    with pytest.raises(AssertionError, match=message):
         run_on_ranks(2, fails_in_stage)

@@ -127,14 +127,14 @@ def test_a_broken_plan_is_named_with_rank_step_and_action_and_marked(rank: int, 
 
 
 def require_marked(plan: Plan, fault: str) -> None:
-    """The fault is told, and its place shown in the grid."""
-    told = fault_of(plan)
-    assert re.match(fault, told)
-    place = re.match(r"rank (\d), step (\d+)", told)
-    assert place is not None
-    marked = [line for line in told.splitlines()[1:] if ">" in line]
-    assert len(marked) == 1 and marked[0].startswith(f"rank {place[1]} ")
-    step = [*map(str, plan[int(place[1])]), "end"][int(place[2])]
+    """The error names the fault, and shows its position in the grid."""
+    error_text = fault_of(plan)
+    assert re.match(fault, error_text)
+    position = re.match(r"rank (\d), step (\d+)", error_text)
+    assert position is not None
+    marked = [line for line in error_text.splitlines()[1:] if ">" in line]
+    assert len(marked) == 1 and marked[0].startswith(f"rank {position[1]} ")
+    step = [*map(str, plan[int(position[1])]), "end"][int(position[2])]
     assert f">{step}<" in marked[0]
 
 
@@ -236,7 +236,7 @@ def test_ranks_that_wait_for_each_other_are_named_as_a_circle() -> None:
     ]
 
 
-def test_a_rank_stuck_behind_an_earlier_message_of_the_lane_is_told_to_wait_for_that_one() -> None:
+def test_a_rank_stuck_after_an_earlier_message_of_the_lane_is_reported_to_wait_for_that_one() -> None:
     # 1F1 wants 0SF1, and on its lane 0SF0 comes first, which rank 0 sends too late.
     plan = plan_of_text(
         "0F0 0F1 0F2 [0SF0 0SF1 0SF2 0RB1 0RB1!] 0B1 [0RB0 0RB2 0RB0!] 0B0 [0RB2!] 0B2",
@@ -246,9 +246,9 @@ def test_a_rank_stuck_behind_an_earlier_message_of_the_lane_is_told_to_wait_for_
     steps = list(plan[0])
     steps[3] = plan_of_text("[0RB1 0RB1!]")[0][0]
     steps[4:4] = [plan_of_text("[0SF0 0SF1 0SF2]")[0][0]]
-    told = fault_of((tuple(steps), plan[1]))
-    assert "rank 0, step 3, 0RB1: waits for 1SB1 of rank 1" in told
-    assert "rank 1, step 0, 1RF1: waits for 0SF0 of rank 0" in told
+    error_text = fault_of((tuple(steps), plan[1]))
+    assert "rank 0, step 3, 0RB1: waits for 1SB1 of rank 1" in error_text
+    assert "rank 1, step 0, 1RF1: waits for 0SF0 of rank 0" in error_text
 
 
 def test_a_rank_that_only_waits_for_a_circle_is_not_named_as_part_of_it() -> None:
@@ -384,12 +384,12 @@ def test_the_bubble_of_one_f_one_b_is_p_minus_1_of_m_plus_p_minus_1(
 
 @settings(max_examples=100, deadline=None)
 @given(**counts)
-def test_rank_r_keeps_min_of_p_minus_r_and_m_activations(pp: int, microbatches: int) -> None:
+def test_rank_r_saves_min_of_p_minus_r_and_m_activations(pp: int, microbatches: int) -> None:
     timeline = play(one_f_one_b(pp=pp, microbatches=microbatches))
     assert timeline.peak_activations == tuple(min(pp - rank, microbatches) for rank in range(pp))
 
 
-def test_forward_only_keeps_one_activation_and_all_forwards_first_keeps_all() -> None:
+def test_forward_only_saves_one_activation_and_all_forwards_first_saves_all() -> None:
     assert play(forward_chunks(ranks=tuple(range(3)), microbatches=7)).peak_activations == (1, 1, 1)
     all_first = plan_of_text("0F0 0F1 0F2 0B0 0B1 0B2", "1F0 1F1 1F2 1B0 1B1 1B2")
     assert play(all_first).peak_activations == (3, 3)
@@ -419,7 +419,7 @@ def test_no_compute_starts_before_its_input_has_arrived(pp: int, microbatches: i
                     assert span.start >= spans[source].end + message
 
 
-def test_messages_travel_behind_computes() -> None:
+def test_messages_overlap_with_computes() -> None:
     order: Order = forward_chunks(ranks=tuple(range(2)), microbatches=2)
     costs = Costs(forward=1, message=10)
     # 0F0 ends at 1 and 0F1 at 2; 1F0 starts at 11, 1F1 at 12.
@@ -431,7 +431,7 @@ def test_messages_travel_behind_computes() -> None:
 def test_a_receive_that_is_posted_late_lands_late() -> None:
     sends = "0F0 [0SF0] 0F1 [0SF1]"
     costs = Costs(forward=1, message=2)
-    # 0SF0 arrives at 3 and 0SF1 at 5, behind it on the lane.
+    # 0SF0 arrives at 3 and 0SF1 at 5, after it on the lane.
     ahead = play(plan_of_text(sends, "[1RF0 1RF1 1RF0!] 1F0 2F0 [1RF1!] 1F1 2F1"), costs)
     assert [span.start for span in ahead.spans[1]] == [3, 4, 5, 6]
     # Posted at 5, when the rank is through with microbatch 0, 0SF1 takes until 7.
@@ -456,7 +456,7 @@ def test_the_timeline_of_a_plan_has_the_computes_alone() -> None:
     assert of_plan == of_order
 
 
-def test_the_halves_of_a_split_backward_have_their_own_costs() -> None:
+def test_dgrad_and_wgrad_have_their_own_costs() -> None:
     timeline = play(plan_of_text("0F0 0I0 0W0"), Costs(forward=1, backward_input=4, backward_weight=16))
     assert [(span.start, span.end) for span in timeline.spans[0]] == [(0, 1), (1, 5), (5, 21)]
     assert timeline.bubble == 0
@@ -479,7 +479,7 @@ def test_an_order_that_cannot_end_is_named() -> None:
         play(plan_of_text("0F0 0B0 0F1 0B1", "1F1 1B1 1F0 1B0"))
 
 
-def test_costs_that_are_none_are_told_at_once() -> None:
+def test_costs_that_are_none_are_reported_at_once() -> None:
     with pytest.raises(ValueError, match=r"cost backward \(-1\) must .* 0; the cost message \(nan\) must"):
         Costs(backward=-1, message=float("nan"))
     with pytest.raises(ValueError, match=r"cost forward \(0\) must be above 0"):

@@ -87,11 +87,11 @@ def test_plan_and_dry_run_agree_on_every_rank(name: str) -> None:
     run, full_model = RUNS[name], FullModel(RUNS[name])
     assert run.balanced is not None
     done = 0.0
-    for place in range(run.sizes.pp):
+    for index in range(run.sizes.pp):
         for line in range(run.sizes.dp * run.sizes.cp):
-            one = dry_run(run, global_rank(run, place, line), full_model=full_model)
-            _, planned = fullest(run, place, line)
-            assert planned.allocated - WORKSPACE_BYTES == pytest.approx(one.peak_bytes, rel=0.03), (place, line)
+            one = dry_run(run, global_rank(run, index, line), full_model=full_model)
+            _, planned = fullest(run, index, line)
+            assert planned.allocated - WORKSPACE_BYTES == pytest.approx(one.peak_bytes, rel=0.03), (index, line)
             done += sum(one.flops.values()) * run.sizes.tp
     assert step_flops(run, EXECUTED) == pytest.approx(done, rel=0.002)
 
@@ -150,10 +150,10 @@ def test_documents_of_several_widths_are_among_the_runs() -> None:
 def test_the_ranks_that_are_shown_are_the_fullest() -> None:
     run = RUNS["a pipeline"]
     assert run.balanced is not None
-    for place, rank in enumerate(shown_ranks(run)):
-        line, memory = fullest(run, place)
-        assert rank == global_rank(run, place, line) and memory == memory_of(run)[place]
-        each = [fullest(run, place, other)[1].total for other in range(4)]
+    for index, rank in enumerate(shown_ranks(run)):
+        line, memory = fullest(run, index)
+        assert rank == global_rank(run, index, line) and memory == memory_of(run)[index]
+        each = [fullest(run, index, other)[1].total for other in range(4)]
         assert max(each) == memory.total > min(each)
 
 
@@ -226,8 +226,8 @@ def test_a_step_takes_the_longest_path_through_its_groups() -> None:
         return time.forwards[0] + time.backwards[0]
 
     time = estimate(run, H100).time
-    replicas = step_time(of_documents(run, (8192,), 1), H100, fitted()).exposed["dp"]
-    played = time.compute + sum(time.exposed.values()) - replicas + time.bubble
+    dp_ranks = step_time(of_documents(run, (8192,), 1), H100, fitted()).exposed["dp"]
+    played = time.compute + sum(time.exposed.values()) - dp_ranks + time.bubble
     wanted = seconds(8192, size=1) + seconds(4800, size=2)
     assert played == pytest.approx(wanted)
     assert wanted > 1.2 * (seconds(2048, size=1) + seconds(4800, size=2)) > 0
@@ -239,8 +239,8 @@ def test_planned_costs_are_near_planned_times() -> None:
     for lengths, size in (((6000,), 1), ((1000,) * 5, 1), ((3000, 9000), 2), ((30000,), 4)):
         time = step_time(of_documents(run, lengths, size), H100, fitted())
         expected = time.forwards[0] + time.backwards[0]
-        told = own.seconds(sum(lengths), sum(length**2 for length in lengths), size)
-        assert told == pytest.approx(expected, rel=0.1)
+        shown = own.seconds(sum(lengths), sum(length**2 for length in lengths), size)
+        assert shown == pytest.approx(expected, rel=0.1)
 
 
 def test_documents_are_drawn_until_a_batch_is_full() -> None:

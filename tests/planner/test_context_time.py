@@ -41,7 +41,7 @@ def test_a_ring_waits_for_what_a_step_of_attention_does_not_hide() -> None:
     assert waited(attention=100.0) == pytest.approx(3 * MERGE)
 
 
-def test_gradients_travel_with_the_keys_and_the_last_of_them_come_home_alone() -> None:
+def test_gradients_are_sent_with_the_keys_and_the_last_hop_is_theirs_alone() -> None:
     assert waited(is_backward=True) == pytest.approx(3 * (3 * HOP + MERGE) + 2 * HOP)
     assert waited(attention=100.0, is_backward=True) == pytest.approx(3 * MERGE + 2 * HOP)
 
@@ -50,7 +50,7 @@ def test_a_ring_over_nodes_is_as_slow_as_its_hop_between_them() -> None:
     assert waited(cp=4, tp=4) == pytest.approx(3 * (9 * HOP + MERGE))
 
 
-def test_a_gather_hides_behind_the_own_keys_and_the_scatter_behind_nothing() -> None:
+def test_own_keys_hide_a_gather_and_nothing_hides_the_scatter() -> None:
     gather = 3 * HOP
     assert waited("all_gather") == pytest.approx(gather)
     assert waited("all_gather", attention=4 * HOP) == pytest.approx(gather - HOP)

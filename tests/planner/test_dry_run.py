@@ -472,13 +472,13 @@ RUNS = {
 }
 
 
-def stage_rank(run: Run, place: int) -> int:
+def stage_rank(run: Run, index: int) -> int:
     """The first global rank of a pipeline rank."""
-    return (run.sizes.pp - 1 - place) * (run.sizes.world // run.sizes.pp)
+    return (run.sizes.pp - 1 - index) * (run.sizes.world // run.sizes.pp)
 
 
 def factors_of(name: str) -> dict[str, Hashable]:
-    """What tells the runs apart that the formulas have terms of their own for."""
+    """Properties of runs for which the formulas have terms of their own."""
     run = RUNS[name]
     return {
         "model": (type(run.model), getattr(run.model, "moe", None) is not None),
@@ -496,11 +496,11 @@ def factors_of(name: str) -> dict[str, Hashable]:
 @pytest.mark.parametrize("name", list(RUNS) if WHOLE in os.environ else each_setting(list(RUNS), factors_of))
 def test_the_planner_and_the_code_agree_on_memory_and_products(name: str) -> None:
     run, full_model = RUNS[name], FullModel(RUNS[name])
-    found = {place: dry_run(run, stage_rank(run, place), full_model=full_model) for place in range(run.sizes.pp)}
-    for place, one in found.items():
+    found = {index: dry_run(run, stage_rank(run, index), full_model=full_model) for index in range(run.sizes.pp)}
+    for index, one in found.items():
         # Workspaces of the GPU's libraries are not the code's.
-        planned = rank_memory(run, place).allocated - WORKSPACE_BYTES
-        assert planned == pytest.approx(one.peak_bytes, rel=0.03), f"pipeline rank {place}"
+        planned = rank_memory(run, index).allocated - WORKSPACE_BYTES
+        assert planned == pytest.approx(one.peak_bytes, rel=0.03), f"pipeline rank {index}"
     done = sum(sum(one.flops.values()) for one in found.values()) * run.sizes.world / run.sizes.pp
     # Not counted: BERT's head of whole samples, a class token's row without pixels.
     assert step_flops(run, EXECUTED) == pytest.approx(done, rel=0.001)
@@ -526,7 +526,7 @@ def small(sizes: Sizes, samples: int, model: GPTConfig = SMALL, **changes: Any) 
         (Sizes(world=2, pp=2, vp=2, placement="v"), "dualpipe_v"),
     ],
 )
-def test_some_microbatches_tell_of_all(sizes: Sizes, schedule: str) -> None:
+def test_some_microbatches_stand_for_all(sizes: Sizes, schedule: str) -> None:
     # These schedules need seven microbatches at most, so nine are more than are needed.
     run = small(sizes, 9, replace(SMALL, num_layers=4), schedule_name=schedule, optimizer=DISTRIBUTED)
     full_model = FullModel(run)
@@ -557,15 +557,15 @@ def test_what_runs_side_by_side_is_counted_where_it_belongs() -> None:
     model = replace(SMALL, num_layers=2, moe=SMALL_EXPERTS, add_bias_linear=False)
     run = small(Sizes(world=4, pp=2, ep=2), 7, model=model, optimizer=DISTRIBUTED)
     full_model, joint, rank = FullModel(run), replace(run, is_overlapped=True), stage_rank(run, 0)
-    in_turn, beside = (dry_run(one, rank, full_model=full_model) for one in (run, joint))
-    assert beside.flops == in_turn.flops and beside.messages == in_turn.messages
+    in_turn, overlap = (dry_run(one, rank, full_model=full_model) for one in (run, joint))
+    assert overlap.flops == in_turn.flops and overlap.messages == in_turn.messages
     # Dispatched tokens, their probabilities and combined tokens, forward and backward, of a layer a stage.
-    assert beside.messages["dp+cp=ep", "all-to-all"].number == 7 * 6
-    all_in_turn, all_beside = (dry_run(one, rank, full_model=full_model, most=7) for one in (run, joint))
+    assert overlap.messages["dp+cp=ep", "all-to-all"].number == 7 * 6
+    all_in_turn, all_overlap = (dry_run(one, rank, full_model=full_model, most=7) for one in (run, joint))
     # Routers keep a few numbers of each microbatch.
     of_each = (all_in_turn.peak_bytes - in_turn.peak_bytes) / (7 - in_turn.num_run)
-    assert 0 < of_each < 5000 and all_beside.peak_bytes - beside.peak_bytes == of_each * (7 - beside.num_run)
-    assert beside.peak_bytes > in_turn.peak_bytes + of_each * (beside.num_run - in_turn.num_run)
+    assert 0 < of_each < 5000 and all_overlap.peak_bytes - overlap.peak_bytes == of_each * (7 - overlap.num_run)
+    assert overlap.peak_bytes > in_turn.peak_bytes + of_each * (overlap.num_run - in_turn.num_run)
 
 
 def test_a_packed_t5_runs_dry_document_by_document() -> None:

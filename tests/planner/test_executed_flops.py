@@ -137,9 +137,9 @@ def test_a_plan_knows_what_is_executed(name: str) -> None:
 def test_hardware_flops_count_the_first_layers_of_a_stage() -> None:
     # Of a LLaVA a tower's layers come first.
     plain = run_of(LLAVA, Sizes(world=2, pp=2), IMAGES)
-    again = replace(plain, recompute=FIRST)
-    more = step_flops(again, HARDWARE) - step_flops(plain, HARDWARE)
-    assert more == pytest.approx(executed(again) - executed(plain), rel=0.001)
+    recomputed = replace(plain, recompute=FIRST)
+    more = step_flops(recomputed, HARDWARE) - step_flops(plain, HARDWARE)
+    assert more == pytest.approx(executed(recomputed) - executed(plain), rel=0.001)
 
 
 def test_conventions_do_not_count_it() -> None:

@@ -54,7 +54,7 @@ def counted(config: GPTConfig, how: RecomputeConfig) -> int:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_is_run_again_is_what_torch_counts_more(name: str) -> None:
+def test_recomputation_is_what_torch_counts_more(name: str) -> None:
     more = counted(DROPS, CASES[name]) - counted(DROPS, RecomputeConfig())
     model_parts = model_parts_of(DROPS, SequenceLengths(sequence=SEQUENCE))
     assert more > 0
@@ -64,31 +64,31 @@ def test_what_is_run_again_is_what_torch_counts_more(name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_hardware_flops_are_model_flops_and_those(name: str) -> None:
     model_parts = model_parts_of(DROPS, SequenceLengths(sequence=SEQUENCE))
-    again = recomputed_flops(model_parts, ROWS, CASES[name])
+    recomputed = recomputed_flops(model_parts, ROWS, CASES[name])
     assert (
         batch_flops(model_parts, ROWS, HARDWARE, CASES[name])
-        == batch_flops(model_parts, ROWS, MODEL, CASES[name]) + again
+        == batch_flops(model_parts, ROWS, MODEL, CASES[name]) + recomputed
     )
     # Of causal attention a half is needed.
     all_pairs = batch_flops(model_parts, ROWS, HARDWARE_ALL_PAIRS, CASES[name])
     assert batch_flops(model_parts, ROWS, HARDWARE, CASES[name]) < all_pairs
 
 
-def test_by_parameters_what_is_run_again_is_a_third_of_its_layers() -> None:
-    model_parts, again = (
+def test_by_parameters_recomputation_is_a_third_of_its_layers() -> None:
+    model_parts, recomputed = (
         model_parts_of(CONFIG, SequenceLengths(sequence=SEQUENCE)),
         replace(BY_PARAMETERS, counts_recompute=True),
     )
     once = batch_flops(model_parts, ROWS, BY_PARAMETERS, CASES["full"])
-    assert batch_flops(model_parts, ROWS, again, CASES["full"]) == pytest.approx(once * 4 / 3)
+    assert batch_flops(model_parts, ROWS, recomputed, CASES["full"]) == pytest.approx(once * 4 / 3)
     # Three of four layers, or, of a stage that has no more, two each.
     block = CASES["full, three layers of a stage"]
-    assert batch_flops(model_parts, ROWS, again, block) == pytest.approx(once * 5 / 4)
-    assert batch_flops(model_parts, ROWS, again, block, Sizes(world=2, pp=2)) == pytest.approx(once * 4 / 3)
-    assert batch_flops(model_parts, ROWS, again, CASES["mlp"]) == once
+    assert batch_flops(model_parts, ROWS, recomputed, block) == pytest.approx(once * 5 / 4)
+    assert batch_flops(model_parts, ROWS, recomputed, block, Sizes(world=2, pp=2)) == pytest.approx(once * 4 / 3)
+    assert batch_flops(model_parts, ROWS, recomputed, CASES["mlp"]) == once
 
 
-def test_attention_in_one_kernel_is_not_run_again_and_a_vision_tower_is() -> None:
+def test_attention_in_one_kernel_is_not_recomputed_and_a_vision_tower_is() -> None:
     attention = RecomputeConfig(granularity="selective")
     assert recomputed_flops(model_parts_of(CONFIG, SequenceLengths(sequence=SEQUENCE)), ROWS, attention) == 0
     assert recomputed_flops(model_parts_of(DROPS, SequenceLengths(sequence=SEQUENCE)), ROWS, attention) > 0

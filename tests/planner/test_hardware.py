@@ -16,14 +16,14 @@ def test_a_gpu_is_found_by_any_of_its_names() -> None:
 
 @pytest.mark.parametrize("name", known_gpus())
 def test_a_gpu_is_found_by_what_its_driver_calls_it(name: str) -> None:
-    told = {
+    shown = {
         "v100-32gb": "Tesla V100-SXM2-32GB",
         "a100-40gb": "NVIDIA A100-SXM4-40GB",
         "a100-80gb": "NVIDIA A100-SXM4-80GB",
         "h100": "NVIDIA H100 80GB HBM3",
         "h100-96gb-500w": "NVIDIA H100 96GB",
     }
-    found = gpu_of_device(told.get(name, f"NVIDIA {name.upper()}"))
+    found = gpu_of_device(shown.get(name, f"NVIDIA {name.upper()}"))
     # That one is the same chip under another limit of power, which its name does not tell.
     assert found == (None if name == "h100-96gb-500w" else gpu_of(name))
 
@@ -79,7 +79,7 @@ def test_a_file_describes_another_gpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "shown"),
     [
         ("memory_gb: 64\n", "'memory_tb_per_second' is missing"),
         ("memory_gb: lots\nmemory_tb_per_second: 3\nhalf_tflops: 1\n", "must be a number"),
@@ -107,14 +107,14 @@ def test_a_file_describes_another_gpu(tmp_path: Path) -> None:
         ("a: [\n", "no YAML"),
     ],
 )
-def test_what_is_wrong_with_a_file_is_told(tmp_path: Path, text: str, told: str) -> None:
+def test_what_is_wrong_with_a_file_is_reported(tmp_path: Path, text: str, shown: str) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text(text)
     with pytest.raises(ValueError) as caught:
         gpu_of(str(file))
-    assert told.format(file=file) in str(caught.value)
+    assert shown.format(file=file) in str(caught.value)
 
 
-def test_a_file_that_is_not_there_is_told() -> None:
+def test_a_file_that_is_not_there_is_reported() -> None:
     with pytest.raises(ValueError, match=r"none\.yaml cannot be read"):
         gpu_of("none.yaml")

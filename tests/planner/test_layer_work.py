@@ -192,7 +192,7 @@ TINY_T5 = T5Config(
 
 
 @pytest.mark.parametrize(
-    ("model", "changes", "is_laid_out"),
+    ("model", "changes", "is_materialised"),
     [
         (TINY, {}, True),
         (TINY, {"precision": "bf16-mixed"}, False),
@@ -209,8 +209,8 @@ TINY_T5 = T5Config(
     ],
     ids=["groups", "half", "heads", "tp", "one head", "cp", "packed", "window", "wide window", "BERT", "T5"],
 )
-def test_scores_are_laid_out_where_the_code_finds_no_kernel(
-    model: Model, changes: dict[str, Any], is_laid_out: bool
+def test_scores_are_materialised_where_the_code_finds_no_kernel(
+    model: Model, changes: dict[str, Any], is_materialised: bool
 ) -> None:
     fields = {
         "lengths": SequenceLengths(sequence=64),
@@ -221,7 +221,7 @@ def test_scores_are_laid_out_where_the_code_finds_no_kernel(
     run = Run(model=model, **fields)
     parts = run.model_parts.parts
     works = [layer_work_of(part, run.model_parts, run.sizes, 1, run.bytes_per_element) for part in parts]
-    assert any(work.materialised_flops for work in works) == is_laid_out
+    assert any(work.materialised_flops for work in works) == is_materialised
     multiplied = sum(work.product_flops + work.head_flops + work.materialised_flops for work in works)
     found = dry_run(run, 0).flops
     assert found["products"] == 3 * multiplied

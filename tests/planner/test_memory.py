@@ -54,7 +54,7 @@ def test_a_parameter_costs_the_bytes_of_the_optimizer_s_table(
     assert rank_memory(run, 0).static == pytest.approx(expected * dense)
 
 
-def test_states_of_experts_are_cut_over_their_own_replicas() -> None:
+def test_states_of_experts_are_sharded_over_edp() -> None:
     preset = PRESETS["mixtral_8x7b"]
     sizes = Sizes(world=64, tp=2, ep=8, sequence_parallel=True)
     optimizer = OptimizerConfig(kind="distributed")
@@ -73,9 +73,9 @@ def test_an_early_stage_keeps_more_microbatches_and_the_last_has_the_logits() ->
 
 def test_activations_of_a_large_model_are_34_sbh_over_t_with_dropout() -> None:
     model = replace(GPT3.model, hidden_dropout=0.1)
-    [kept] = {rank.activations for rank in memory_of(run_of(model=model, framework=MEGATRON))[3:4]}
+    [saved] = {rank.activations for rank in memory_of(run_of(model=model, framework=MEGATRON))[3:4]}
     each = 34 * 2048 * 12288 / 8
-    assert kept == pytest.approx(5 * 12 * each, rel=0.01)
+    assert saved == pytest.approx(5 * 12 * each, rel=0.01)
 
 
 def test_norms_that_read_float32_keep_four_bytes_more_of_a_layer() -> None:
@@ -106,12 +106,12 @@ def test_fp8_keeps_less_of_a_layer_and_a_copy_of_its_weights() -> None:
     assert cast.buffers - plain.buffers == pytest.approx(weights, rel=0.01)
 
 
-def test_weights_that_replicas_share_are_held_once() -> None:
+def test_weights_that_dp_ranks_share_are_held_once() -> None:
     sizes = Sizes(world=64)
-    whole = rank_memory(run_of(sizes=sizes), 0)
+    full = rank_memory(run_of(sizes=sizes), 0)
     shared = rank_memory(run_of(sizes=sizes, framework=FULLY_SHARDED), 0)
     # The low weights are there for a layer at a time alone.
-    assert shared.static == pytest.approx((whole.static - whole.weights) / 64)
+    assert shared.static == pytest.approx((full.static - full.weights) / 64)
     assert shared.buffers > rank_memory(run_of(sizes=sizes, framework=MEGATRON), 0).buffers
 
 

@@ -46,7 +46,7 @@ def played_in_pairs(schedule: Schedule, slow: float, hidden: float) -> float:
     order, joint, chunks = order_of(schedule), overlapped_forwards(schedule), schedule.chunks
     ends: dict[tuple[Kind, int, int], float] = {}
     at, clocks = [0] * schedule.pp, [0.0] * schedule.pp
-    while any(place < len(own) for place, own in zip(at, order, strict=True)):
+    while any(index < len(own) for index, own in zip(at, order, strict=True)):
         for rank, own in enumerate(order):
             if at[rank] == len(own):
                 continue

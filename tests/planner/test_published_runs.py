@@ -199,10 +199,10 @@ def test_schedules_keep_the_memory_that_their_paper_measured(number: int) -> Non
     assert peak == pytest.approx(row["memory"], rel=0.085)
 
 
-def test_step_times_that_were_kept_back_are_within_the_aims() -> None:
-    kept = [row for row in timed_rows() if not row.is_learned_from]
+def test_step_times_that_were_held_out_are_within_the_aims() -> None:
+    rows = [row for row in timed_rows() if not row.is_learned_from]
     found = {
-        (gpu, precision): (n, median, high) for gpu, precision, n, median, high in table(kept, errors(kept, fitted()))
+        (gpu, precision): (n, median, high) for gpu, precision, n, median, high in table(rows, errors(rows, fitted()))
     }
     number, median, high = found["all", "all"]
     assert number >= 270 and median <= 0.04 and high <= 0.12
@@ -226,7 +226,7 @@ def test_step_times_of_a_later_release_are_within_the_aims_where_models_are_dens
 
 
 @pytest.mark.parametrize(
-    ("number", "hides", "splits", "again", "gradients"),
+    ("number", "hides", "splits", "recomputes", "gradients"),
     [
         (9, "nowhere", True, "", "float32"),
         (50, "nowhere", True, "", "bfloat16"),
@@ -239,12 +239,12 @@ def test_step_times_of_a_later_release_are_within_the_aims_where_models_are_dens
     ],
 )
 def test_habits_of_the_code_behind_a_row_follow_from_its_source(
-    number: int, hides: str, splits: bool, again: str, gradients: str
+    number: int, hides: str, splits: bool, recomputes: str, gradients: str
 ) -> None:
     planned = run_of(rows()[number])
     assert not isinstance(planned, str)
     framework = planned.run.framework
-    assert (framework.hides_tensor, framework.splits_hops, framework.recomputes) == (hides, splits, again)
+    assert (framework.hides_tensor, framework.splits_hops, framework.recomputes) == (hides, splits, recomputes)
     assert planned.run.optimizer.grad_dtype == gradients
 
 

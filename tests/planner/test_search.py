@@ -47,7 +47,7 @@ def test_layouts_that_need_too_much_say_what_they_need() -> None:
     assert "not enough memory" in found.reasons()
 
 
-def test_whole_layers_are_run_again_only_where_nothing_else_fits() -> None:
+def test_full_recomputation_is_chosen_only_where_nothing_else_fits() -> None:
     found = found_where_memory_is_scarce()
     recomputed = [run for run in found.fitting if run.recompute.granularity == "full"]
     assert 0 < len(recomputed) < len(found.fitting)
@@ -61,7 +61,7 @@ def test_experts_are_spread_by_divisors_of_their_number() -> None:
     assert sizes == {1, 2, 4, 8}
 
 
-def test_experts_are_whole_or_cut_over_as_many_ranks_as_the_rest() -> None:
+def test_experts_are_unsharded_or_cut_over_as_many_ranks_as_the_rest() -> None:
     runs = list(candidates(run_of("mixtral_8x7b", 64), H100))
     assert all(run.sizes.etp in (1, run.sizes.tp) for run in runs)
     assert {run.sizes.etp for run in runs} == {1, 2, 4, 8}
@@ -118,18 +118,18 @@ def test_where_nothing_fits_more_gpus_may_do() -> None:
     assert more > 2 and search(run_of("llama3_8b", more), H100, memory_bytes=memory_bytes).fitting
 
 
-def test_a_memory_that_no_number_of_gpus_mends_is_told_as_such() -> None:
+def test_a_memory_that_no_number_of_gpus_mends_is_reported_as_such() -> None:
     assert fewest_gpus(run_of("gpt3_175b", 8), H100, memory_bytes=1.2 * GIGA) == 0
     assert fewest_gpus(run_of("gpt_1t", 8), H100, memory_bytes=H100.memory_bytes) == 512
 
 
-def test_a_layout_with_faults_tells_all_of_them() -> None:
+def test_a_layout_with_faults_lists_all_of_them() -> None:
     run = run_of("gpt3_175b", 35, sizes=Sizes(world=35, tp=5, pp=7), micro_batch_size=7)
-    told = "\n".join(faults_of(run))
-    assert "num_attention_heads (96)" in told and "global_batch_size (1536)" in told and "use 1533 or 1540" in told
+    shown = "\n".join(faults_of(run))
+    assert "num_attention_heads (96)" in shown and "global_batch_size (1536)" in shown and "use 1533 or 1540" in shown
 
 
-def test_layouts_that_rules_refuse_are_told_with_the_rule() -> None:
+def test_layouts_that_rules_refuse_are_reported_with_the_rule() -> None:
     found = search(run_of("gpt2_124m", 8), H100, memory_bytes=H100.memory_bytes)
     assert all(12 % run.sizes.tp == 0 for run in found.fitting)
     assert any("num_attention_heads (12)" in one.why for one in found.rejected)

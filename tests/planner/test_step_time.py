@@ -48,20 +48,20 @@ def test_the_parts_of_a_step_add_up_and_none_is_negative() -> None:
     assert sum(parts) == pytest.approx(time.total) and min(parts) >= 0
 
 
-def test_tokens_travel_beside_compute_where_a_forward_runs_beside_a_backward() -> None:
+def test_dispatch_overlaps_compute_where_a_forward_overlaps_a_backward() -> None:
     mixtral = PRESETS["mixtral_8x7b"]
     run = run_of(model=mixtral.model, lengths=mixtral.lengths, sizes=Sizes(world=8, ep=8), global_batch_size=64)
     m, joint = run.num_microbatches, replace(run, is_overlapped=True)
-    in_turn, beside = time_of(run), time_of(joint)
+    in_turn, overlap = time_of(run), time_of(joint)
     # Nothing overlaps the first forward and the last backward, and routing is no message.
     routing = 2 * m * mixtral.model.num_layers * CONSTANTS.routing_seconds
     shown = routing + (in_turn.exposed["ep"] - routing) / m
-    assert m == 8 and beside.exposed["ep"] == pytest.approx(shown) != pytest.approx(in_turn.exposed["ep"])
-    assert beside.total < in_turn.total and beside.compute == in_turn.compute and beside.bubble == pytest.approx(0)
+    assert m == 8 and overlap.exposed["ep"] == pytest.approx(shown) != pytest.approx(in_turn.exposed["ep"])
+    assert overlap.total < in_turn.total and overlap.compute == in_turn.compute and overlap.bubble == pytest.approx(0)
     # Of what takes longer than all compute that much is hidden.
     slow = replace(CONSTANTS, link_share=CONSTANTS.link_share / 1e3)
-    in_turn, beside = step_time(run, H100, slow), step_time(joint, H100, slow)
-    hidden = in_turn.exposed["ep"] - beside.exposed["ep"]
+    in_turn, overlap = step_time(run, H100, slow), step_time(joint, H100, slow)
+    hidden = in_turn.exposed["ep"] - overlap.exposed["ep"]
     assert hidden == pytest.approx((m - 1) / m * in_turn.compute)
 
 
@@ -109,38 +109,38 @@ def test_accumulated_batches_are_summed_once_and_late() -> None:
 
 
 def test_full_recomputation_costs_a_forward() -> None:
-    plain, again = time_of(run_of()), time_of(run_of(recompute=RecomputeConfig(granularity="full")))
+    plain, recomputed = time_of(run_of()), time_of(run_of(recompute=RecomputeConfig(granularity="full")))
     head = plain.forwards[-1] - plain.forwards[1]
-    assert again.backwards[1] - plain.backwards[1] == pytest.approx(plain.forwards[1], rel=0.05)
+    assert recomputed.backwards[1] - plain.backwards[1] == pytest.approx(plain.forwards[1], rel=0.05)
     assert head > 0
 
 
 def test_the_first_layers_of_each_stage_cost_a_forward_of_their_own() -> None:
-    plain, again = time_of(run_of()), time_of(run_of(recompute=RecomputeConfig(granularity="full")))
+    plain, recomputed = time_of(run_of()), time_of(run_of(recompute=RecomputeConfig(granularity="full")))
     grouped = time_of(run_of(recompute=RecomputeConfig(granularity="full", num_layers=3)))
-    assert (grouped.backwards, grouped.exposed) == (again.backwards, again.exposed)
+    assert (grouped.backwards, grouped.exposed) == (recomputed.backwards, recomputed.exposed)
     first = time_of(run_of(recompute=FIRST))
     # One of a rank's twenty layers, on each of its stages.
     for rank in range(4):
-        layer = (again.backwards[rank] - plain.backwards[rank]) / 20
+        layer = (recomputed.backwards[rank] - plain.backwards[rank]) / 20
         assert first.backwards[rank] - plain.backwards[rank] == pytest.approx(layer) and layer > 0
-    all_messages, messages = (time.exposed["tp"] - plain.exposed["tp"] for time in (again, first))
+    all_messages, messages = (time.exposed["tp"] - plain.exposed["tp"] for time in (recomputed, first))
     assert messages == pytest.approx(all_messages / 20) and messages > 0
     sizes = Sizes(world=64, tp=4, pp=4, vp=5, sequence_parallel=True)
     chunks, chunk_layers = time_of(run_of(sizes=sizes)), time_of(run_of(sizes=sizes, recompute=FIRST))
     assert chunk_layers.backwards[1] - chunks.backwards[1] == pytest.approx(5 * layer)
 
 
-def test_of_stages_with_equal_layers_those_are_run_again_that_come_first() -> None:
+def test_of_stages_with_equal_layers_those_are_recomputed_that_come_first() -> None:
     moe = MoEConfig(router=RouterConfig(num_experts=4), ffn_hidden_size=3 * 14336, layer_freq=2)
     model = replace(PRESETS["llama3_8b"].model, num_layers=6, moe=moe)
     # A layer of experts comes first of all.
     sizes = Sizes(world=6, pp=6, stage_layout=StageLayout(text="E|tt|t|tt|t|L"))
-    plain, again, first = (
+    plain, recomputed, first = (
         time_of(run_of(model=model, sizes=sizes, global_batch_size=6, recompute=recompute)).backwards
         for recompute in (RecomputeConfig(), RecomputeConfig(granularity="full"), FIRST)
     )
-    experts, dense = again[2] - plain[2], again[4] - plain[4]
+    experts, dense = recomputed[2] - plain[2], recomputed[4] - plain[4]
     assert first[1] - plain[1] == pytest.approx(experts) and first[3] - plain[3] == pytest.approx(dense)
     assert experts > 1.5 * dense > 0
 
@@ -269,11 +269,11 @@ def test_grouped_queries_in_float32_lay_their_scores_out() -> None:
     seconds = layers * multiplied / (H100.matmul_flops("full") * CONSTANTS.materialised_share)
     assert slow - forward == pytest.approx(seconds) and slowly - backward == pytest.approx(2 * seconds)
     # Only dropout has scores recomputed.
-    again = RecomputeConfig(granularity="selective", parts=("core_attention",))
-    assert inner_rank(replace(run, recompute=again)) == (forward, backward)
+    recomputed = RecomputeConfig(granularity="selective", parts=("core_attention",))
+    assert inner_rank(replace(run, recompute=recomputed)) == (forward, backward)
 
 
-def test_gates_of_experts_that_are_held_within_bounds_move_their_rows_again() -> None:
+def test_gates_of_experts_that_are_clamped_move_their_rows_once_more() -> None:
     model = replace(PRESETS["mixtral_8x7b"].model, add_bias_linear=True)
     run = run_of(model=model, lengths=PRESETS["mixtral_8x7b"].lengths, sizes=Sizes(world=64, pp=4, ep=8))
     forward, backward = inner_rank(run)
@@ -308,7 +308,7 @@ def test_weights_are_gathered_and_stepped_in_the_bytes_that_they_have() -> None:
     ("hides", "passes"),
     [("nowhere", 2.0), ("forward", 1.3), ("backward", 1.3), ("everywhere", 0.6)],
 )
-def test_messages_of_tensor_parallelism_hide_behind_the_products_that_a_system_has_them_behind(
+def test_messages_of_tensor_parallelism_are_hidden_by_the_products_of_the_framework(
     hides: Hiding, passes: float
 ) -> None:
     run = run_of(sizes=Sizes(world=8, tp=8, sequence_parallel=True), framework=replace(OURS, hides_tensor=hides))
@@ -339,7 +339,7 @@ def test_hops_that_are_split_send_once_what_each_rank_would_send() -> None:
     assert whole == pytest.approx(2 * run.schedule.microbatches * CONSTANTS.exposed_hop * saved) and saved > 0
 
 
-def test_a_system_that_runs_products_again_does_so_in_its_backward() -> None:
+def test_a_framework_that_recomputes_products_does_so_in_its_backward() -> None:
     run = run_of()
     work, layers = inner_layer(run)
     forward, backward = inner_rank(run)
@@ -348,14 +348,14 @@ def test_a_system_that_runs_products_again_does_so_in_its_backward() -> None:
     tensor = 4 * gather_seconds(work.tensor_bytes / 4, groups_of(run.sizes)["tp"], H100, CONSTANTS)
     hop = hop_seconds(8192 * 8192 * 2 / 4, groups_of(run.sizes)["pp"], H100, CONSTANTS)
     rest = forward - layers * (attention + tensor) - CONSTANTS.exposed_hop * hop - CONSTANTS.hop_seconds
-    again = {
+    recomputed = {
         name: inner_rank(replace(run, framework=replace(OURS, recomputes=name)))[1] - backward
         for name in ("products", "second products")
     }
     moved = CONSTANTS.unfused_traffic * layers * work.moved_bytes / H100.memory_bytes_per_second
-    assert again["products"] == pytest.approx(rest)
+    assert recomputed["products"] == pytest.approx(rest)
     share = work.second_flops / work.product_flops
-    assert again["second products"] == pytest.approx(share * (rest - moved) + moved) and 0.3 < share < 0.6
+    assert recomputed["second products"] == pytest.approx(share * (rest - moved) + moved) and 0.3 < share < 0.6
     full = replace(run, recompute=RecomputeConfig(granularity="full"))
     assert inner_rank(full) == inner_rank(replace(full, framework=replace(OURS, recomputes="products")))
 

@@ -112,7 +112,7 @@ def test_a_rank_holds_the_paths_that_are_added(targets: tuple[str, ...], sizes: 
     assert sum(parameters_of_rank(run, 0)) == sum(n for n, _ in numbers)
 
 
-def test_what_is_trained_of_the_unsplit_model_is_told_without_padding() -> None:
+def test_what_is_trained_of_the_unsplit_model_is_reported_without_padding() -> None:
     model = replace(LLAVA, vocab_multiple=64)
     built = model_of(replace(model, vocab_multiple=1), Mesh.single())
     assert isinstance(built, LlavaModel)
@@ -122,10 +122,10 @@ def test_what_is_trained_of_the_unsplit_model_is_told_without_padding() -> None:
 
 
 def test_frozen_weights_cost_four_bytes_and_nothing_else() -> None:
-    whole = large_run()
+    full = large_run()
     frozen = large_run(trained=Trainable(frozen=("vision", "language")))
     trained = sum(trained_of_rank(frozen, 0))
-    every = sum(parameters_of_rank(whole, 0))
+    every = sum(parameters_of_rank(full, 0))
     memory = rank_memory(frozen, 0)
     assert trained < 0.01 * every
     assert memory.weights == 2 * trained + 4 * (every - trained)
@@ -161,20 +161,20 @@ def test_before_the_first_path_nobody_needs_a_gradient() -> None:
         assert not any(part.passes_gradient for part in parts if part.embedded_tokens)
 
 
-def test_low_rank_paths_cost_their_own_products_and_spare_gradients_of_weights() -> None:
+def test_lora_adapters_cost_their_own_products_and_spare_gradients_of_weights() -> None:
     preset = PRESETS["llama3_8b"]
     fields = {"lengths": preset.lengths, "sizes": Sizes(world=8, tp=2, sequence_parallel=True), "global_batch_size": 16}
-    whole = run_of(preset.model, **fields)  # type: ignore[arg-type]
-    small, large = (replace(whole, trained=Trainable(lora=LoraConfig(rank=rank))) for rank in (8, 64))
-    assert time_of(small).total < time_of(large).total < time_of(whole).total
-    adapters = 3 * 2 * whole.num_tokens * trained_parameters(large.model_parts)
-    weights = step_flops(whole) - step_flops(large)
+    full = run_of(preset.model, **fields)  # type: ignore[arg-type]
+    small, large = (replace(full, trained=Trainable(lora=LoraConfig(rank=rank))) for rank in (8, 64))
+    assert time_of(small).total < time_of(large).total < time_of(full).total
+    adapters = 3 * 2 * full.num_tokens * trained_parameters(large.model_parts)
+    weights = step_flops(full) - step_flops(large)
     linears = sum(p.numel() for p in _layer_matrices(preset.model)) * preset.model.num_layers
     head = preset.model.hidden_size * preset.model.vocab_size
-    assert weights == pytest.approx(2 * whole.num_tokens * (linears + head) - adapters, rel=1e-9)
+    assert weights == pytest.approx(2 * full.num_tokens * (linears + head) - adapters, rel=1e-9)
 
 
-def test_a_path_beside_keys_of_an_encoder_reads_what_that_gave() -> None:
+def test_an_adapter_of_keys_of_an_encoder_reads_its_output() -> None:
     config = T5Config(
         num_layers=2, num_decoder_layers=3, hidden_size=48, num_attention_heads=6, vocab_size=100, position="learned"
     )
@@ -222,7 +222,7 @@ def saved_bytes(model: GPTModel, tokens: Tensor) -> int:
 
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])
 @pytest.mark.parametrize("parts", [(), ("mlp",), ("activation",)], ids="-".join)
-def test_layers_that_only_pass_gradients_keep_less_by_what_is_said(activation: str, parts: tuple[str, ...]) -> None:
+def test_layers_that_only_pass_gradients_save_less_as_documented(activation: str, parts: tuple[str, ...]) -> None:
     # torch makes norms by root mean square of several operations on a CPU, which keep more; and there alone it has a
     # kernel for grouped queries in float32.
     groups = LLAMA.num_attention_heads
@@ -249,7 +249,7 @@ def test_layers_that_only_pass_gradients_keep_less_by_what_is_said(activation: s
         (Trainable(lora=LoraConfig(targets=("shared.up",))), "lora targets (shared.up)"),
     ],
 )
-def test_what_cannot_be_trained_is_told(trained: Trainable, words: str) -> None:
+def test_what_cannot_be_trained_is_reported(trained: Trainable, words: str) -> None:
     assert any(words in fault for fault in trained.faults(LLAVA))
 
 

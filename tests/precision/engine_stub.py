@@ -46,11 +46,11 @@ class MXFP8BlockScaling:
 
 @dataclass
 class Log:
-    """What was asked of the stand-in."""
+    """The calls of the stand-in."""
 
     built: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
     first_microbatch: list[bool | None] = field(default_factory=list)
-    """As each forward was told."""
+    """`is_first_microbatch` of each forward."""
     attended: list[torch.Size] = field(default_factory=list)
     """The queries of each attention."""
     autocasts: list[tuple[Any, Any]] = field(default_factory=list)
@@ -118,7 +118,7 @@ def install(monkeypatch: pytest.MonkeyPatch, *, is_old: bool = False) -> Log:
                 self.register_parameter(f"weight{number}", nn.Parameter(weight))
 
         def forward(self, x: Tensor, m_splits: list[int], is_first_microbatch: bool | None = None) -> Tensor:
-            # It sums nothing over ranks, and takes no rows beside its tiles of 16.
+            # It sums nothing over ranks, and takes only full tiles of 16 rows.
             assert log.is_open and len(x) == sum(m_splits) and all(m > 0 and m % 16 == 0 for m in m_splits)
             log.first_microbatch.append(is_first_microbatch)
             weights = [getattr(self, f"weight{number}") for number in range(len(m_splits))]
@@ -135,17 +135,17 @@ def install(monkeypatch: pytest.MonkeyPatch, *, is_old: bool = False) -> Log:
             size, groups = self.options["tp_size"], self.options["num_gqa_groups"]
             # In FP8 it would join the amaxes that ranks agree on.
             assert not log.is_open and queries.dtype == keys.dtype == values.dtype
-            # Its kernels are of 16 bits; it lays out the scores of others.
+            # Its kernels are of 16 bits; it materialises the scores of others.
             assert queries.dtype.itemsize == 2 and self.head_dim % 8 == 0 and self.options["qkv_format"] == "bshd"
             assert queries.shape[2:] == (self.heads // size, self.head_dim) and self.heads % groups == 0
             assert keys.shape == values.shape and keys.shape[2:] == (groups // size, self.head_dim)
-            places = torch.arange(queries.shape[1])
-            ahead = places - places[:, None]
-            behind, beyond = self.options["window_size"]
-            assert (beyond == 0) is (self.options["attn_mask_type"] == "causal")
-            seen = torch.ones_like(ahead, dtype=torch.bool)
-            seen &= (ahead <= beyond) if beyond >= 0 else seen
-            seen &= (ahead >= -behind) if behind >= 0 else seen
+            positions = torch.arange(queries.shape[1])
+            distance = positions - positions[:, None]
+            left, right = self.options["window_size"]
+            assert (right == 0) is (self.options["attn_mask_type"] == "causal")
+            seen = torch.ones_like(distance, dtype=torch.bool)
+            seen &= (distance <= right) if right >= 0 else seen
+            seen &= (distance >= -left) if left >= 0 else seen
             log.attended.append(queries.shape)
             q, k, v = (x.transpose(1, 2).float() for x in (queries, keys, values))
             k, v = (x.repeat_interleave(self.heads // groups, dim=1) for x in (k, v))

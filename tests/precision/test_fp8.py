@@ -80,7 +80,7 @@ def test_a_recipe_that_is_not_offered_is_refused(recipe: Any, message: str) -> N
 
 
 @pytest.mark.parametrize("is_old", [False, True])
-def test_a_release_is_asked_by_the_name_that_it_has(monkeypatch: pytest.MonkeyPatch, is_old: bool) -> None:
+def test_each_release_is_called_by_its_own_names(monkeypatch: pytest.MonkeyPatch, is_old: bool) -> None:
     log, ranks = engine_stub.install(monkeypatch, is_old=is_old), object()
     with fp8.autocast(Fp8Config(engine="transformer_engine"), ranks):  # type: ignore[arg-type]
         assert log.is_open

@@ -63,7 +63,7 @@ def test_each_product_equals_that_of_the_numbers_its_operands_stand_for(gradient
     assert (y - exact).abs().max() > 1000 * TOLERANCE
 
 
-def test_operands_are_laid_out_as_a_gpu_wants_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operands_have_the_strides_that_a_gpu_wants(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU multiplies any strides and sizes."""
     three, multiply, shapes = Three(), torch._scaled_mm, []
 
@@ -81,7 +81,7 @@ def test_operands_are_laid_out_as_a_gpu_wants_them(monkeypatch: pytest.MonkeyPat
     assert shapes == [(T, INPUT, OUTPUT), (T, OUTPUT, INPUT), (OUTPUT, 32, INPUT)]
 
 
-def test_outputs_have_the_dtype_that_is_asked_for() -> None:
+def test_outputs_have_the_given_dtype() -> None:
     three = Three()
     for dtype in (torch.float32, torch.bfloat16):
         assert three.gemm.forward(three.x, three.weight, None, dtype, is_training=True).dtype == dtype
@@ -115,20 +115,20 @@ def test_a_weight_is_cast_once_until_the_step_ends() -> None:
     assert three.weight_scaling.num_casts == 2
 
 
-def test_a_weight_that_changes_behind_the_step_is_cast_anew() -> None:
+def test_a_weight_that_changes_after_the_step_is_cast_anew() -> None:
     three = Three()
     before = three.forward()
     with torch.no_grad():
         three.weight.mul_(-2)
     torch.testing.assert_close(three.forward(), -2 * before, rtol=0, atol=0)
-    # In a way that torch does not count; told by `forget`.
+    # Torch does not count this change; `forget` reports it.
     three.weight.data.mul_(2)
     assert torch.equal(three.forward(), -2 * before)
     three.gemm.forget()
     assert torch.equal(three.forward(), -4 * before)
 
 
-def test_outside_of_training_a_weight_is_never_kept() -> None:
+def test_outside_of_training_a_weight_is_never_cached() -> None:
     three = Three()
     trained = three.forward()
     three.weight.data.mul_(2)

@@ -129,16 +129,16 @@ def test_a_history_that_is_saved_and_loaded_goes_on_alike() -> None:
 
 
 def test_ranks_agree_on_the_scales_of_a_tensor_that_each_holds_a_part_of() -> None:
-    whole = torch.randn(16, 16, generator=torch.Generator().manual_seed(1)) * torch.tensor([1.0] * 8 + [64.0] * 8)
+    full = torch.randn(16, 16, generator=torch.Generator().manual_seed(1)) * torch.tensor([1.0] * 8 + [64.0] * 8)
 
     def on_rank(world: Any) -> None:
         tp = thread_mesh(world, False).tp
-        part = whole.chunk(2, dim=1)[tp.rank]
+        part = full.chunk(2, dim=1)[tp.rank]
 
         def agree(amax: Tensor) -> Tensor:
             return all_reduce(amax, tp, "max")
 
-        together = CurrentScaling(E4M3, 0, alone).cast(whole, is_training=True)
+        together = CurrentScaling(E4M3, 0, alone).cast(full, is_training=True)
         values = together.values.chunk(2, dim=1)[tp.rank]
         history = history_of()
         for scaling in (CurrentScaling(E4M3, 0, agree), DelayedScaling(E4M3, 0, agree, history, 0)):
@@ -147,6 +147,6 @@ def test_ranks_agree_on_the_scales_of_a_tensor_that_each_holds_a_part_of() -> No
         own = CurrentScaling(E4M3, 0, alone).cast(part, is_training=True).values
         assert torch.equal(own, values) == (tp.rank == 1)
         history.end_step(agree)
-        assert torch.equal(history.scale(0), scale_of(whole.abs().max(), largest(E4M3), 0))
+        assert torch.equal(history.scale(0), scale_of(full.abs().max(), largest(E4M3), 0))
 
     run_on_threads(2, on_rank)

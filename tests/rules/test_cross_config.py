@@ -24,8 +24,8 @@ def test_a_sound_run_has_no_fault() -> None:
     assert faults(sound) == []
 
 
-def test_all_faults_are_told_at_once_with_the_values_that_would_do() -> None:
-    told = faults(
+def test_all_faults_are_reported_at_once_with_the_values_that_would_do() -> None:
+    shown = faults(
         Facts(
             sizes=Sizes(world=20, tp=4, pp=5),
             num_microbatches=0,
@@ -34,14 +34,14 @@ def test_all_faults_are_told_at_once_with_the_values_that_would_do() -> None:
             sequence_length=65,
         )
     )
-    text = "\n".join(told)
+    text = "\n".join(shown)
     assert "num_microbatches (0) must be at least 1" in text
     assert "num_attention_heads (6)" in text and "layers (4)" in text
     assert "sequence_length (65)" in text and "(64)" in text
-    assert len(told) >= 4
+    assert len(shown) >= 4
 
 
-def test_numbers_that_no_run_has_are_told_alone() -> None:
+def test_numbers_that_no_run_has_are_reported_alone() -> None:
     experts = MoEConfig(router=RouterConfig(num_experts=65_537))
     sizes = Sizes(world=5 * 10**12, pp=128, vp=129)
     facts = Facts(
@@ -52,8 +52,8 @@ def test_numbers_that_no_run_has_are_told_alone() -> None:
         sequence_length=10**8 + 1,
         decoder_sequence_length=10**9,
     )
-    told = faults(facts)
-    assert [fault.partition(" (")[0] for fault in told] == [
+    shown = faults(facts)
+    assert [fault.partition(" (")[0] for fault in shown] == [
         "num_layers",
         "moe.router.num_experts",
         "world size",
@@ -62,7 +62,7 @@ def test_numbers_that_no_run_has_are_told_alone() -> None:
         "sequence_length",
         "decoder_sequence_length",
     ]
-    assert told[0].startswith("num_layers (4097) must be at most 4,096, which is far above what is trained")
+    assert shown[0].startswith("num_layers (4097) must be at most 4,096, which is far above what is trained")
     [alone] = faults(Facts(sizes=Sizes(), global_batch_size=10**5000))
     assert "global_batch_size (of about 4983 digits) must be at most 1,000,000,000,000" in alone
     most = replace(facts, sizes=Sizes(world=10**12), num_microbatches=100_000, model=model(num_layers=4096))
@@ -81,26 +81,26 @@ def test_what_cuts_experts_is_for_models_that_have_some() -> None:
 
 
 def test_a_world_that_does_not_divide_names_the_sizes_that_would() -> None:
-    [told] = faults(Facts(sizes=Sizes(world=6, tp=2, pp=2)))
-    assert "world size (6)" in told and "4 or 8" in told
+    [shown] = faults(Facts(sizes=Sizes(world=6, tp=2, pp=2)))
+    assert "world size (6)" in shown and "4 or 8" in shown
 
 
 @pytest.mark.parametrize("world", [3, 6])
-def test_what_sizes_break_in_a_model_is_told_whatever_the_world(world: int) -> None:
+def test_what_sizes_break_in_a_model_is_reported_whatever_the_world(world: int) -> None:
     # Six ranks are as many as dense layers need, and no multiple of what experts need.
     sizes = Sizes(world=world, tp=1, pp=6, ep=2, stage_layout=StageLayout(text="Et|L"))
     experts = MoEConfig(router=RouterConfig(num_experts=3))
     schedule = Schedule(name="interleaved", pp=6, chunks=1, microbatches=7, group_size=4)
     facts = Facts(sizes=sizes, model=model(moe=experts), schedule=schedule, fp8=Fp8Config(num_last_layers_bf16=4))
     of_world = sizes.faults()
-    told, in_another = faults(facts), faults(replace(facts, sizes=replace(sizes, world=12)))
-    assert of_world and told == [*of_world, *in_another]
+    shown, in_another = faults(facts), faults(replace(facts, sizes=replace(sizes, world=12)))
+    assert of_world and shown == [*of_world, *in_another]
     text = "\n".join(in_another)
     assert "'Et|L'" in text and "num_last_layers_bf16" in text and "microbatch_group_size (4)" in text
     assert "expert_model_parallel_size (2)" in text
 
 
-def test_a_sequence_is_told_whatever_the_world() -> None:
+def test_a_sequence_is_reported_whatever_the_world() -> None:
     facts = Facts(sizes=Sizes(world=3, tp=4, cp=4, pads_uneven=False), model=model(), sequence_length=63)
     text = "\n".join(faults(facts))
     assert "world size (3)" in text and "num_attention_heads (6)" in text and "sequence_length (63)" in text
@@ -109,22 +109,22 @@ def test_a_sequence_is_told_whatever_the_world() -> None:
 
 
 @pytest.mark.parametrize(("batch", "is_sound"), [(8, True), (12, True), (6, False), (0, False)])
-def test_a_global_batch_divides_by_replicas_times_microbatches(batch: int, is_sound: bool) -> None:
-    told = faults(Facts(sizes=Sizes(world=2), num_microbatches=2, global_batch_size=batch))
-    assert (told == []) is is_sound
+def test_a_global_batch_divides_by_dp_ranks_times_microbatches(batch: int, is_sound: bool) -> None:
+    shown = faults(Facts(sizes=Sizes(world=2), num_microbatches=2, global_batch_size=batch))
+    assert (shown == []) is is_sound
     if not is_sound:
-        assert f"global_batch_size ({batch})" in told[0] and "2 x 2 = 4" in told[0]
+        assert f"global_batch_size ({batch})" in shown[0] and "2 x 2 = 4" in shown[0]
 
 
 def test_sequence_parallel_without_tensor_parallel_is_harmless() -> None:
     assert faults(Facts(sizes=Sizes(world=2, sequence_parallel=True), model=model())) == []
 
 
-def test_a_schedule_and_a_layout_of_stages_that_do_not_fit_are_told_by_their_full_names() -> None:
+def test_a_schedule_and_a_layout_of_stages_that_do_not_fit_are_reported_by_their_full_names() -> None:
     sizes = Sizes(world=4, pp=4, vp=3, placement="v", stage_layout=StageLayout(text="Ett|t|tL"))
     schedule = Schedule(name="zb_v", pp=4, chunks=3, microbatches=4, group_size=2)
-    told = faults(Facts(sizes=sizes, num_microbatches=4, model=model(), schedule=schedule))
-    text = "\n".join(told)
+    shown = faults(Facts(sizes=sizes, num_microbatches=4, model=model(), schedule=schedule))
+    text = "\n".join(shown)
     assert "virtual_pipeline_model_parallel_size (3) must be 2 for schedule zb_v" in text
     assert "microbatch_group_size (2) belongs to schedule interleaved" in text
     assert "'Ett|t|tL' has 3 stages" in text and "is 12" in text
@@ -142,20 +142,20 @@ def test_recomputation_is_refused_where_transformer_engine_would_count_amaxes_tw
     fp8, twice = Fp8Config(engine="transformer_engine"), RecomputeConfig(granularity="full")
     facts = Facts(sizes=Sizes(), fp8=fp8, recompute=twice, precision="bf16-mixed")
     assert any("recompute granularity ('full') must be 'none'" in fault for fault in faults(facts))
-    told = faults(replace(facts, recompute=RecomputeConfig())) + faults(replace(facts, fp8=Fp8Config()))
-    assert not any("recompute" in fault for fault in told)
+    shown = faults(replace(facts, recompute=RecomputeConfig())) + faults(replace(facts, fp8=Fp8Config()))
+    assert not any("recompute" in fault for fault in shown)
 
 
 def test_a_sequence_that_ranks_cannot_share_evenly_is_a_fault_on_request_alone() -> None:
-    def told(sequence: int, **sizes: object) -> list[str]:
+    def shown(sequence: int, **sizes: object) -> list[str]:
         facts = Facts(sizes=Sizes(world=4, cp=4, **sizes), model=model(), sequence_length=sequence)  # type: ignore[arg-type]
         return faults(facts)
 
-    assert told(60) == [] == told(56, pads_uneven=False)
-    [fault] = told(60, pads_uneven=False)
+    assert shown(60) == [] == shown(56, pads_uneven=False)
+    [fault] = shown(60, pads_uneven=False)
     assert "sequence_length (60) must be a multiple of 8" in fault and "use 56 or 64" in fault
     # Ranks that exchange heads take any equal parts.
-    assert told(60, pads_uneven=False, cp_ulysses=2, cp_exchange="all_gather")[0].count("multiple of 8")
+    assert shown(60, pads_uneven=False, cp_ulysses=2, cp_exchange="all_gather")[0].count("multiple of 8")
 
 
 def test_sizes_below_one_are_faults_and_not_divided_by() -> None:
@@ -163,14 +163,14 @@ def test_sizes_below_one_are_faults_and_not_divided_by() -> None:
     assert "tensor_model_parallel_size (0) must be at least 1" in fault
 
 
-def test_faults_of_dynamic_context_parallelism_are_told_with_what_would_do() -> None:
+def test_faults_of_dynamic_context_parallelism_are_reported_with_what_would_do() -> None:
     config = DynamicContextConfig(max_tokens_per_rank=16)
     sizes = Sizes(world=8, cp=2, pp=2)
     sound = Facts(sizes=sizes, model=model(num_attention_heads=4), sequence_length=64, dynamic_context=config)
     assert faults(sound) == []
-    [told] = faults(replace(sound, model=None, sequence_length=65))
-    assert "sequence_length (65) must be at most max_tokens_per_rank (16) x the largest group (4 ranks) = 64" in told
-    assert "set max_tokens_per_rank to 17" in told
+    [shown] = faults(replace(sound, model=None, sequence_length=65))
+    assert "sequence_length (65) must be at most max_tokens_per_rank (16) x the largest group (4 ranks) = 64" in shown
+    assert "set max_tokens_per_rank to 17" in shown
     wrong = replace(
         sound,
         num_microbatches=2,
@@ -182,16 +182,16 @@ def test_faults_of_dynamic_context_parallelism_are_told_with_what_would_do() -> 
     assert "num_microbatches (2) must be 1" in text and "uneven='pad'" in text
     assert "(6) must be a multiple of the largest group of dynamic_context (4)" in text and "one of 1, 2" in text
     hierarchical = ContextConfig(comm_type="hierarchical", ulysses_size=2)
-    assert any("'hierarchical'" in told for told in faults(replace(sound, context=hierarchical)))
-    [told] = faults(replace(sound, dynamic_context=replace(config, max_group_size=8)))
-    assert "max_group_size (8)" in told and "1, 2, 4" in told
+    assert any("'hierarchical'" in shown for shown in faults(replace(sound, context=hierarchical)))
+    [shown] = faults(replace(sound, dynamic_context=replace(config, max_group_size=8)))
+    assert "max_group_size (8)" in shown and "1, 2, 4" in shown
     fp8 = replace(sound, fp8=Fp8Config(), precision="bf16-mixed")
-    assert any("give them: DynamicContextConfig(cost=" in told for told in faults(fp8))
+    assert any("give them: DynamicContextConfig(cost=" in shown for shown in faults(fp8))
     costly = replace(config, cost=CostModel(seconds_per_token=1.0))
-    assert not any("cost=" in told for told in faults(replace(fp8, dynamic_context=costly)))
+    assert not any("cost=" in shown for shown in faults(replace(fp8, dynamic_context=costly)))
 
 
-def test_a_forward_beside_a_backward_is_refused_with_recomputed_experts_and_with_nothing_else() -> None:
+def test_a_forward_that_overlaps_a_backward_is_refused_with_recomputed_experts_and_with_nothing_else() -> None:
     def found(recompute: RecomputeConfig, is_overlapped: bool = True) -> list[str]:
         schedule = Schedule(name="1f1b", pp=2, chunks=1, microbatches=4, is_overlapped=is_overlapped)
         return faults(Facts(sizes=Sizes(world=2, pp=2), num_microbatches=4, schedule=schedule, recompute=recompute))
@@ -203,14 +203,14 @@ def test_a_forward_beside_a_backward_is_refused_with_recomputed_experts_and_with
     assert not found(RecomputeConfig()) and not found(RecomputeConfig(granularity="selective", parts=("norm",)))
 
 
-def test_faults_of_experts_on_a_layout_are_told_with_what_would_do() -> None:
+def test_faults_of_experts_on_a_layout_are_reported_with_what_would_do() -> None:
     experts = MoEConfig(router=RouterConfig(num_experts=6), ffn_hidden_size=50, shared_expert_intermediate_size=25)
     sound = Facts(sizes=Sizes(world=12, tp=1, ep=3, etp=2, pp=2), model=model(moe=experts))
     assert faults(sound) == []
     wrong = replace(sound, sizes=Sizes(world=16, tp=2, ep=4, etp=4))
-    told = faults(wrong)
-    assert len(told) == 4
-    text = "\n".join(told)
+    shown = faults(wrong)
+    assert len(shown) == 4
+    text = "\n".join(shown)
     assert "number of experts (6) must be a multiple of expert_model_parallel_size (4)" in text
     assert "expert_model_parallel_size may be 1, 2, 3, 6" in text
     assert "ffn_hidden_size of an expert (50) must be a multiple of expert_tensor_parallel_size (4)" in text
@@ -229,7 +229,7 @@ def test_dynamic_context_parallelism_takes_experts_that_ask_each_time_how_many_t
     assert faults(sound) == []
     known = replace(experts, dispatcher="all_gather", capacity=ExpertCapacity(factor=1.0, pad_to_capacity=True))
     wrong = replace(sound, model=model(moe=known))
-    assert ["all_gather" in told or "pad_to_capacity" in told for told in faults(wrong)] == [True, True]
+    assert ["all_gather" in shown or "pad_to_capacity" in shown for shown in faults(wrong)] == [True, True]
     assert faults(replace(wrong, sizes=Sizes(world=4))) == []
 
 
@@ -249,11 +249,11 @@ def llava(tower: VisionConfig = TOWER, **changes: object) -> LlavaConfig:
     return LlavaConfig.of(GPTConfig(**(SIZES_OF_MODEL | changes)), vision=tower, image_token=99)  # type: ignore[arg-type]
 
 
-def test_what_keeps_a_t5_from_its_ranks_is_told_with_all_other_faults() -> None:
+def test_what_keeps_a_t5_from_its_ranks_is_reported_with_all_other_faults() -> None:
     sizes = Sizes(world=4, tp=4)
     assert faults(Facts(sizes=sizes, model=t5())) == []
     narrow = t5(num_query_groups=1, head_dim=5, ffn_hidden_size=66)
-    told = "\n".join(faults(Facts(sizes=sizes, model=narrow, num_microbatches=0)))
+    shown = "\n".join(faults(Facts(sizes=sizes, model=narrow, num_microbatches=0)))
     for fault in (
         "the rows of the key-value weight of cross attention (10 = num_query_groups * 2 * head_dim) must be a multiple "
         "of tensor_model_parallel_size (4)",
@@ -261,20 +261,20 @@ def test_what_keeps_a_t5_from_its_ranks_is_told_with_all_other_faults() -> None:
         "ffn_hidden_size (66)",
         "num_microbatches (0)",
     ):
-        assert fault in told
+        assert fault in shown
     stages = faults(Facts(sizes=Sizes(world=9, pp=9), model=t5()))
     assert len(stages) == 1 and "layers (8)" in stages[0]
 
 
-def test_what_keeps_a_llava_from_its_ranks_is_told_with_all_other_faults() -> None:
+def test_what_keeps_a_llava_from_its_ranks_is_reported_with_all_other_faults() -> None:
     sizes = Sizes(world=8, tp=2, cp=4, cp_ulysses=2)
     assert faults(Facts(sizes=sizes, model=llava())) == []
     # Images are not cut over cp, so ranks that exchange heads ask nothing of the tower's.
     assert faults(Facts(sizes=sizes, model=llava(replace(TOWER, num_attention_heads=2, num_query_groups=2)))) == []
     tower = replace(TOWER, num_attention_heads=3, num_query_groups=3, head_dim=8)
-    told = faults(Facts(sizes=sizes, model=llava(tower, hidden_size=63, head_dim=16), global_batch_size=0))
-    assert len(told) == 4
-    text = "\n".join(told)
+    shown = faults(Facts(sizes=sizes, model=llava(tower, hidden_size=63, head_dim=16), global_batch_size=0))
+    assert len(shown) == 4
+    text = "\n".join(shown)
     assert "vision: num_attention_heads (3) must be a multiple of tensor_model_parallel_size (2)" in text
     assert "vision: num_query_groups (3) must be a multiple or a divisor" in text
     assert "hidden_size (63), the features between the linears of the projector" in text
@@ -282,29 +282,29 @@ def test_what_keeps_a_llava_from_its_ranks_is_told_with_all_other_faults() -> No
 
 
 def test_sequences_that_see_both_ways_are_cut_into_one_piece_for_each_rank() -> None:
-    def told(model: object, sequence: int, decoder: int | None = None, **sizes: object) -> list[str]:
+    def shown(model: object, sequence: int, decoder: int | None = None, **sizes: object) -> list[str]:
         cut = Sizes(world=4, cp=4, pads_uneven=False, **sizes)  # type: ignore[arg-type]
         return faults(Facts(sizes=cut, model=model, sequence_length=sequence, decoder_sequence_length=decoder))  # type: ignore[arg-type]
 
     for sizes in ({}, {"cp_ulysses": 2}, {"cp_ulysses": 4}):
-        assert told(bert(), 60, **sizes) == [] == told(t5(), 60, **sizes)
-        [fault] = told(bert(), 62, **sizes)
+        assert shown(bert(), 60, **sizes) == [] == shown(t5(), 60, **sizes)
+        [fault] = shown(bert(), 62, **sizes)
         assert "sequence_length (62) must be a multiple of 4" in fault and "use 60 or 64" in fault
     # A decoder sees what came before alone: each rank has two pieces.
-    assert told(t5(), 60, 56) == []
-    [fault] = told(t5(), 60, 60)
+    assert shown(t5(), 60, 56) == []
+    [fault] = shown(t5(), 60, 60)
     assert fault.startswith("decoder_sequence_length (60) must be a multiple of 8") and "use 56 or 64" in fault
-    assert len(told(t5(), 61, 60)) == 2
-    assert told(t5(), 60, 60, cp_ulysses=4) == []
+    assert len(shown(t5(), 61, 60)) == 2
+    assert shown(t5(), 60, 60, cp_ulysses=4) == []
 
 
 def test_learned_positions_bound_the_sequence_of_each_stack() -> None:
     model = t5(position="learned", max_sequence_length=32, max_decoder_sequence_length=16)
     sound = Facts(sizes=Sizes(), model=model, sequence_length=32, decoder_sequence_length=16)
     assert faults(sound) == []
-    told = faults(replace(sound, sequence_length=33, decoder_sequence_length=17))
-    assert told[0].startswith("sequence_length (33) must be at most the model's max_sequence_length (32)")
-    assert told[1].startswith(
+    shown = faults(replace(sound, sequence_length=33, decoder_sequence_length=17))
+    assert shown[0].startswith("sequence_length (33) must be at most the model's max_sequence_length (32)")
+    assert shown[1].startswith(
         "decoder_sequence_length (17) must be at most the model's max_decoder_sequence_length (16)"
     )
     assert faults(replace(sound, model=t5(), sequence_length=33, decoder_sequence_length=999)) == []
@@ -315,9 +315,9 @@ def test_dynamic_context_parallelism_takes_gpts_alone_and_names_the_model(model:
     config = DynamicContextConfig(max_tokens_per_rank=16)
     sound = Facts(sizes=Sizes(world=4, cp=2), model=GPTConfig(**SIZES_OF_MODEL), dynamic_context=config)  # type: ignore[arg-type]
     assert faults(sound) == []
-    [told] = faults(replace(sound, model=model))  # type: ignore[arg-type]
-    assert f"the model ({type(model).__name__}) must be a GPT's (GPTConfig) with dynamic_context" in told
-    assert "leave dynamic_context out: context_parallel_size" in told
+    [shown] = faults(replace(sound, model=model))  # type: ignore[arg-type]
+    assert f"the model ({type(model).__name__}) must be a GPT's (GPTConfig) with dynamic_context" in shown
+    assert "leave dynamic_context out: context_parallel_size" in shown
     # Beside what is wrong with its own settings.
     both = faults(replace(sound, model=model, dynamic_context=replace(config, max_group_size=8)))  # type: ignore[arg-type]
     assert len(both) == 2 and "max_group_size (8)" in both[1]
@@ -325,22 +325,22 @@ def test_dynamic_context_parallelism_takes_gpts_alone_and_names_the_model(model:
 
 def test_fp8_asks_for_norms_before_the_linears_of_a_bert() -> None:
     facts = Facts(sizes=Sizes(), model=bert(), fp8=Fp8Config(), precision="bf16-mixed")
-    [told] = faults(facts)
-    assert told.startswith("norm_placement ('post') must be 'pre' for fp8")
-    assert "BertConfig(norm_placement='pre'), or leave fp8 out" in told
+    [shown] = faults(facts)
+    assert shown.startswith("norm_placement ('post') must be 'pre' for fp8")
+    assert "BertConfig(norm_placement='pre'), or leave fp8 out" in shown
     assert faults(replace(facts, model=bert(norm_placement="pre"))) == []
     assert faults(replace(facts, fp8=None)) == []
 
 
-def test_tiles_of_cross_attention_and_of_a_tower_are_told() -> None:
+def test_tiles_of_cross_attention_and_of_a_tower_are_reported() -> None:
     facts = Facts(sizes=Sizes(world=2, tp=2), fp8=Fp8Config(), precision="bf16-mixed")
     assert faults(replace(facts, model=t5())) == [] == faults(replace(facts, model=llava()))
     # 4 heads and 1 group of 8: 48 rows of queries, keys and values, and 16 of keys and values.
     narrow = t5(num_query_groups=1, head_dim=8, ffn_hidden_size=64)
     cross = [fault for fault in faults(replace(facts, model=narrow)) if "cross attention" in fault]
     assert len(cross) == 1 and "(16) must be a multiple of 16 x tensor_model_parallel_size (16 x 2 = 32)" in cross[0]
-    [told] = faults(replace(facts, model=llava(replace(TOWER, ffn_hidden_size=72))))
-    assert told.startswith("vision: ffn_hidden_size (72) must be a multiple of 16 x tensor_model_parallel_size")
+    [shown] = faults(replace(facts, model=llava(replace(TOWER, ffn_hidden_size=72))))
+    assert shown.startswith("vision: ffn_hidden_size (72) must be a multiple of 16 x tensor_model_parallel_size")
     # That no layer of the tower is left for fp8 is nobody's fault.
     kept = Fp8Config(num_first_layers_bf16=3)
     assert faults(replace(facts, model=llava(), fp8=kept)) == []

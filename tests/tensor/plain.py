@@ -28,19 +28,19 @@ def thread_mesh(world: Any, is_sequence_parallel: bool) -> Mesh:
     return Mesh.build(sizes, world.rank(), new_group)
 
 
-def part_of(whole: Tensor, shard: Shard) -> Tensor:
+def part_of(full: Tensor, shard: Shard) -> Tensor:
     """The slice of the plain tensor that the shard is, without padding."""
     for dim, (offset, size) in enumerate(zip(shard.box.offsets, shard.box.sizes, strict=True)):
-        whole = whole.narrow(dim, offset, size)
-    return whole
+        full = full.narrow(dim, offset, size)
+    return full
 
 
 @torch.no_grad()
-def fill(parameter: Tensor, whole: Tensor) -> None:
+def fill(parameter: Tensor, full: Tensor) -> None:
     """Gives the parameter its slice of the plain one, and zeros as padding."""
     shard = shard_of(parameter)
-    assert tuple(whole.shape) == shard.global_shape
-    shard.valid(parameter.zero_()).copy_(part_of(whole, shard))
+    assert tuple(full.shape) == shard.global_shape
+    shard.valid(parameter.zero_()).copy_(part_of(full, shard))
 
 
 def assert_gradient_is_slice(parameter: Tensor, whole_grad: Tensor, tolerance: float = TOLERANCE) -> None:

@@ -37,9 +37,9 @@ def test_quick_gelu_is_x_times_a_steep_sigmoid() -> None:
         assert 1e-3 < distance < 0.05
 
 
-def test_quick_gelu_keeps_its_input_alone() -> None:
+def test_quick_gelu_saves_its_input_alone() -> None:
     x = torch.randn(4, 8, requires_grad=True)
-    kept: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         activate(x, "quick_gelu")
-    assert [tensor.data_ptr() for tensor in kept] == [x.data_ptr()]
+    assert [tensor.data_ptr() for tensor in saved] == [x.data_ptr()]

@@ -28,7 +28,7 @@ def some_labels() -> Tensor:
 
 
 def padded(logits_TV: Tensor, length: int, size: int, value: float) -> Tensor:
-    """The logits of the unsplit vocabulary with columns of `value` behind them, as many as `size` ranks hold."""
+    """The logits of the unsplit vocabulary followed by columns of `value`, as many as `size` ranks hold."""
     return F.pad(logits_TV, (0, length * size - V), value=value)
 
 
@@ -77,7 +77,7 @@ def test_a_cut_cross_entropy_equals_the_plain_one_on_real_ranks() -> None:
     run_on_ranks(4, check_on_gloo)
 
 
-def test_label_smoothing_takes_the_mean_over_the_whole_vocabulary() -> None:
+def test_label_smoothing_takes_the_mean_over_the_full_vocabulary() -> None:
     logits, labels, smoothing = torch.randn(T, V, dtype=torch.float64), some_labels().clamp(min=0), 0.1
     plain = F.cross_entropy(logits, labels, reduction="none", label_smoothing=smoothing)
 
@@ -152,20 +152,20 @@ def test_the_logits_are_left_as_they_were() -> None:
     losses.sum().backward()
     assert logits.detach().equal(before)
     # Unless they are given as the scratch; the results are the same.
-    again = before.clone().requires_grad_()
-    own = vocab_parallel_cross_entropy(again, labels, tp=Mesh.single().tp, vocab_size=V, scratch_TV=again.detach())
+    copied = before.clone().requires_grad_()
+    own = vocab_parallel_cross_entropy(copied, labels, tp=Mesh.single().tp, vocab_size=V, scratch_TV=copied.detach())
     own.sum().backward()
-    assert own.equal(losses) and gradient(again).equal(gradient(logits))
-    assert not again.detach().equal(before)
+    assert own.equal(losses) and gradient(copied).equal(gradient(logits))
+    assert not copied.detach().equal(before)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_backward_keeps_one_tensor_of_the_size_of_the_logits(dtype: torch.dtype) -> None:
+def test_one_tensor_is_saved_for_backward_of_the_size_of_the_logits(dtype: torch.dtype) -> None:
     logits = torch.randn(T, V).to(dtype).requires_grad_()
-    kept: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor), lambda kept: kept):
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor), lambda saved: saved):
         vocab_parallel_cross_entropy(logits, some_labels(), tp=Mesh.single().tp, vocab_size=V)
-    assert [(len(each), each.dtype) for each in kept if each.numel() > T] == [(T, torch.float32)]
+    assert [(len(each), each.dtype) for each in saved if each.numel() > T] == [(T, torch.float32)]
 
 
 def test_a_second_backward_is_refused() -> None:

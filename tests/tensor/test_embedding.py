@@ -65,16 +65,16 @@ def test_an_id_outside_of_the_vocabulary_raises_on_every_rank() -> None:
         assert run_on_threads(2, on_rank, bad_id) == ["index out of range in self"] * 2
 
 
-def test_backward_keeps_no_tensor_of_hidden_size() -> None:
+def test_no_tensor_of_hidden_size_is_saved_for_backward() -> None:
     mesh = Mesh.single()
     layer = VocabParallelEmbedding(V, H, tp=mesh.tp, sp=mesh.axis("sp"), initial=Initial(std=0.02))
     sizes: list[int] = []
 
-    def note(kept: torch.Tensor) -> None:
+    def note(saved: torch.Tensor) -> None:
         # The weight itself is there anyway.
-        if kept.data_ptr() != layer.weight.data_ptr():
-            sizes.append(kept.numel())
+        if saved.data_ptr() != layer.weight.data_ptr():
+            sizes.append(saved.numel())
 
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda kept: kept):
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda saved: saved):
         layer(torch.arange(T))
     assert sizes == [T]

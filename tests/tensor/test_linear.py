@@ -1,4 +1,4 @@
-"""Tests of the cut linear layers: each equals the plain one, keeps what it says, and hides its messages."""
+"""Tests of the parallel linear layers: each equals the plain one, saves what it says, and overlaps its messages."""
 
 import threading
 from collections import defaultdict
@@ -166,7 +166,7 @@ class Recorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_column_layer_hides_its_messages_behind_its_products(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_column_layer_overlaps_its_messages_with_its_gemms(monkeypatch: pytest.MonkeyPatch) -> None:
     logs: dict[int, list[str]] = defaultdict(list)
 
     def recorded(name: str) -> None:
@@ -210,45 +210,45 @@ def test_a_column_layer_hides_its_messages_behind_its_products(monkeypatch: pyte
         assert products == ["product", "all_reduce_ starts", "product", "all_reduce_ lands"]
 
 
-def kept_by(call: Any) -> list[Tensor]:
-    """The tensors that autograd keeps for the backward of `call()`."""
-    kept: list[Tensor] = []
+def saved_by(call: Any) -> list[Tensor]:
+    """The tensors that autograd saves for the backward of `call()`."""
+    saved: list[Tensor] = []
 
-    def keep(tensor: Tensor) -> Tensor:
-        kept.append(tensor)
+    def note(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         call()
-    return kept
+    return saved
 
 
-def test_a_column_layer_keeps_the_tokens_of_this_rank_alone() -> None:
+def test_a_column_layer_saves_the_tokens_of_this_rank_alone() -> None:
     def on_rank(world: Any) -> None:
         mesh = thread_mesh(world, True)
         layer = ColumnParallelLinear(INPUT, OUTPUT, tp=mesh.tp, sp=mesh.axis("sp"), bias=True, initial=INITIAL)
         x = torch.randn(T // 4, INPUT, requires_grad=True)
-        kept = kept_by(lambda: layer(x))
-        assert sorted(tensor.data_ptr() for tensor in kept) == sorted([x.data_ptr(), layer.weight.data_ptr()])
+        saved = saved_by(lambda: layer(x))
+        assert sorted(tensor.data_ptr() for tensor in saved) == sorted([x.data_ptr(), layer.weight.data_ptr()])
 
     run_on_threads(4, on_rank)
 
 
 @pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
-def test_a_frozen_layer_keeps_no_input_and_still_passes_the_gradient_on(kind: Any) -> None:
+def test_a_frozen_layer_saves_no_input_and_still_passes_the_gradient_on(kind: Any) -> None:
     mesh = Mesh.single()
     layer = kind(INPUT, OUTPUT, tp=mesh.tp, sp=mesh.axis("sp"), bias=True, initial=INITIAL)
     torch.nn.init.normal_(layer.weight)
     torch.nn.init.normal_(layer.bias)
     layer.requires_grad_(False)
     x = torch.randn(T, INPUT, requires_grad=True)
-    assert [tensor.data_ptr() for tensor in kept_by(lambda: layer(x))] == [layer.weight.data_ptr()]
+    assert [tensor.data_ptr() for tensor in saved_by(lambda: layer(x))] == [layer.weight.data_ptr()]
     layer(x).sum().backward()
     assert_close(gradient(x), layer.weight.sum(0).expand(T, -1))
     layer.requires_grad_(True)
-    # The weight itself is no copy; it is kept to know where its gradient goes.
-    kept = [tensor.data_ptr() for tensor in kept_by(lambda: layer(x.detach()))]
-    assert kept == [x.data_ptr(), layer.weight.data_ptr()]
+    # The weight itself is no copy; it is saved to know where its gradient goes.
+    saved = [tensor.data_ptr() for tensor in saved_by(lambda: layer(x.detach()))]
+    assert saved == [x.data_ptr(), layer.weight.data_ptr()]
 
 
 @pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
@@ -292,19 +292,19 @@ def test_the_output_may_be_changed_in_place() -> None:
         assert_close(gradient(layer.weight), (3.0 * x.sum(0)).expand(layer.weight.shape))
 
 
-def test_autocast_keeps_no_copy_of_a_weight_for_backward() -> None:
+def test_autocast_saves_no_copy_of_a_weight_for_backward() -> None:
     mesh = Mesh.single()
     layer = ColumnParallelLinear(8, 16, tp=mesh.tp, sp=mesh.sp, bias=True, initial=Initial(std=1.0))
     initialise(layer, 0)
-    kept: list[Tensor] = []
+    saved: list[Tensor] = []
     x = torch.randn(4, 8, requires_grad=True)
     with (
-        torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t),
+        torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t),
         torch.autocast("cpu", torch.bfloat16),
     ):
         y = layer(x)
     assert y.dtype is torch.bfloat16
-    weights = [t for t in kept if t.shape == layer.weight.shape]
+    weights = [t for t in saved if t.shape == layer.weight.shape]
     assert len(weights) == 1 and weights[0].data_ptr() == layer.weight.data_ptr()
     # bfloat16 keeps 8 bits: rounding of both factors and of the sum.
     y.sum().backward()

@@ -1,4 +1,4 @@
-"""Tests of the norms against torch's, on whole and on cut activations."""
+"""Tests of the norms against torch's, on unsharded and on sharded activations."""
 
 from typing import Any
 

@@ -10,7 +10,7 @@ from lightning_megatron.tensor.vocabulary import num_own, own_entries
 
 
 @given(st.integers(1, 300), st.integers(1, 8), st.sampled_from([1, 8, 128]))
-def test_every_id_is_held_by_exactly_one_rank_at_the_place_where_it_belongs(
+def test_every_id_is_held_by_exactly_one_rank_at_the_index_where_it_belongs(
     vocab_size: int, size: int, multiple: int
 ) -> None:
     ids = torch.arange(vocab_size)
@@ -18,17 +18,17 @@ def test_every_id_is_held_by_exactly_one_rank_at_the_place_where_it_belongs(
     for rank in range(size):
         tp = Mesh.imagine(rank, Sizes(world=size, tp=size)).tp
         length = cut_length(vocab_size, tp, multiple)
-        place, is_own = own_entries(ids, vocab_size, length, tp)
+        index, is_own = own_entries(ids, vocab_size, length, tp)
         num_held += is_own
-        assert (place[is_own] + rank * length).equal(ids[is_own])
-        assert not place[~is_own].any()
+        assert (index[is_own] + rank * length).equal(ids[is_own])
+        assert not index[~is_own].any()
         assert is_own.sum() == num_own(vocab_size, length, tp)
     assert num_held.eq(1).all()
 
 
-def test_an_id_outside_of_the_vocabulary_has_a_place_that_no_look_up_takes() -> None:
+def test_an_id_outside_of_the_vocabulary_has_an_index_that_no_look_up_takes() -> None:
     for rank in range(2):
         tp = Mesh.imagine(rank, Sizes(world=2, tp=2)).tp
         # 131 ids in two parts of 128: 200 lies in the padding of rank 1, 300 beyond it.
-        place, is_own = own_entries(torch.tensor([-1, 131, 200, 300, -100]), 131, 128, tp)
-        assert place.eq(-1).all() and not is_own.any()
+        index, is_own = own_entries(torch.tensor([-1, 131, 200, 300, -100]), 131, 128, tp)
+        assert index.eq(-1).all() and not is_own.any()

@@ -1,4 +1,4 @@
-"""Tests of weight gradients past autograd: the same numbers, added in place or put off, and never twice."""
+"""Tests of weight gradients past autograd: the same numbers, added in place or deferred, and never twice."""
 
 import weakref
 from typing import Any
@@ -143,8 +143,8 @@ def test_a_frozen_weight_gets_no_gradient() -> None:
     assert model.get_parameter("0.weight").grad is not None
 
 
-def test_a_product_that_is_put_off_holds_its_operands_and_not_what_they_came_from() -> None:
-    """Else a microbatch between the halves of its backward keeps what its stage received, and the gradient of that."""
+def test_a_deferred_weight_gradient_holds_its_operands_and_not_what_they_came_from() -> None:
+    """Else a microbatch between dgrad and wgrad holds what its stage received, and the gradient of that."""
     model, gradients = single()
     received = torch.randn(2, INPUT, dtype=torch.float64, requires_grad=True)
     queue: list[Task] = []

@@ -70,12 +70,12 @@ def weights(module: L.LightningModule) -> Parts:
     return parts
 
 
-def parts_apart(ours: Parts, whole: Parts) -> float:
+def parts_apart(ours: Parts, full: Parts) -> float:
     """The largest difference between parts and the same places of whole tensors."""
     found = 0.0
     for name, (offsets, part) in ours.items():
         places = tuple(slice(start, start + size) for start, size in zip(offsets, part.shape, strict=True))
-        wanted = whole[name][1][places]
+        wanted = full[name][1][places]
         assert torch.isfinite(part).all() or not part.is_floating_point()
         found = max(found, float((part.double() - wanted.double()).abs().max()) if part.numel() else 0.0)
     return found

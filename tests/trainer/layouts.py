@@ -30,7 +30,7 @@ class Layout:
     ep: int = 1
     etp: int = 1
     joint: bool = False
-    """A forward runs beside a backward."""
+    """A forward overlaps a backward."""
     context: ContextConfig = field(default_factory=ContextConfig)
     schedule: Literal["auto"] | ScheduleName = "auto"
     stages: StageLayout = field(default_factory=StageLayout)
@@ -90,15 +90,15 @@ def make_trainer(layout: Layout, **options: Any) -> L.Trainer:
 
 
 def replica_of(trainer: L.Trainer) -> tuple[int, int]:
-    """Which of how many data-parallel replicas this process is."""
+    """Data-parallel rank and size of this process."""
     strategy = trainer.strategy
     if not isinstance(strategy, ParallelStrategy):
         return 0, 1
-    told = strategy.distributed_sampler_kwargs
-    return told["rank"], told["num_replicas"]
+    shown = strategy.distributed_sampler_kwargs
+    return shown["rank"], shown["num_replicas"]
 
 
 def share_of(texts: list[list[int]], layout: Layout, rank: int) -> list[list[int]]:
-    """Of what is predicted from one global batch of prompts the part of this rank's replica."""
+    """Of what is predicted from one global batch of prompts the part of this data-parallel rank."""
     num_own = -(-len(texts) // layout.dp)
     return texts[rank // (layout.tp * layout.cp) % layout.dp * num_own :][:num_own]

@@ -33,7 +33,7 @@ def samples(num_rows: int) -> TensorDataset:
 
 
 class Data(L.LightningDataModule):
-    """The rows in order, in global batches of `batch`, of which each replica takes its part."""
+    """The rows in order, in global batches of `batch`, of which each dp rank takes its part."""
 
     def __init__(self, num_rows: int = 27, batch: int = 8) -> None:
         super().__init__()

@@ -97,7 +97,7 @@ class Pairs(BatchSampler):
 
 
 class StatefulLoader:
-    """A loader of a user's that knows its place; `rank` is part of its state."""
+    """A loader of a user's that knows its position; `rank` is part of its state."""
 
     def __init__(self, batch_size: int, rank: int | None) -> None:
         self.rows = Rows(24)
@@ -124,7 +124,7 @@ class StatefulLoader:
 
 
 Loaders = Callable[[int], Any]
-"""Training loaders for a number of samples in a replica's batch."""
+"""Training loaders for a number of samples in a dp rank's batch."""
 
 LOADERS: dict[str, Loaders] = {
     "shuffled": lambda share: DataLoader(Rows(), share, shuffle=True),
@@ -216,15 +216,15 @@ class Record:
 
 
 class Recorder(L.Callback):
-    """Writes a Record, and saves wherever it is told to."""
+    """Writes a Record, and saves at the given points."""
 
-    def __init__(self, folder: Path | None = None, places: frozenset[str] = frozenset()) -> None:
+    def __init__(self, folder: Path | None = None, points: frozenset[str] = frozenset()) -> None:
         self.record = Record()
-        self.folder, self.places = folder, places
+        self.folder, self.points = folder, points
 
-    def _save(self, trainer: L.Trainer, place: str) -> None:
-        if self.folder is not None and place in self.places:
-            trainer.save_checkpoint(self.folder / f"{place}.ckpt")
+    def _save(self, trainer: L.Trainer, point: str) -> None:
+        if self.folder is not None and point in self.points:
+            trainer.save_checkpoint(self.folder / f"{point}.ckpt")
 
     def on_sanity_check_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         self._save(trainer, "sanity")
@@ -269,7 +269,7 @@ def run(
     layout: Layout,
     data: str,
     folder: Path | None = None,
-    places: frozenset[str] = frozenset(),
+    points: frozenset[str] = frozenset(),
     *,
     resumed_from: Path | None = None,
     seed: int = 1,
@@ -283,7 +283,7 @@ def run(
     torch.manual_seed(seed)
     np.random.seed(seed)
     random.seed(seed)
-    recorder = Recorder(folder, places)
+    recorder = Recorder(folder, points)
     options = {"use_distributed_sampler": True, "limit_val_batches": 1.0 if validates else 0} | options
     trainer = make_trainer(layout, callbacks=[recorder], **options)
     loaders: list[Any] = []
@@ -311,11 +311,11 @@ def run_with(layout: Layout, data: str, options: dict[str, Any]) -> Record:
     return run(layout, data, **options)
 
 
-def difference(resumed: Record, whole: Record) -> str:
+def difference(resumed: Record, full: Record) -> str:
     """In which way a resumed run differs from the rest of the run that was not interrupted; empty where in none."""
     if not resumed.batches:
-        return "" if resumed.steps == whole.steps else "it trained on nothing"
-    rest = {number: batch for number, batch in whole.batches.items() if number >= min(resumed.batches)}
+        return "" if resumed.steps == full.steps else "it trained on nothing"
+    rest = {number: batch for number, batch in full.batches.items() if number >= min(resumed.batches)}
     if resumed.batches.keys() != rest.keys():
         return f"batches {sorted(resumed.batches)} and not {sorted(rest)}"
     for number, (rows, loss) in rest.items():
@@ -323,14 +323,14 @@ def difference(resumed: Record, whole: Record) -> str:
             return f"batch {number}: samples {resumed.batches[number][0]} and not {rows}"
         if resumed.batches[number][1] != loss:
             return f"batch {number}: loss {resumed.batches[number][1]} and not {loss}"
-        if resumed.rates[number] != whole.rates[number]:
+        if resumed.rates[number] != full.rates[number]:
             return f"batch {number}: learning rate"
-    if any(not torch.equal(resumed.weights[name][1], part) for name, (_, part) in whole.weights.items()):
+    if any(not torch.equal(resumed.weights[name][1], part) for name, (_, part) in full.weights.items()):
         return "weights"
-    if resumed.optimizer.keys() != whole.optimizer.keys():
-        return f"optimizer has {list(resumed.optimizer)} and not {list(whole.optimizer)}"
-    if apart := [key for key, value in whole.optimizer.items() if not torch.equal(resumed.optimizer[key], value)]:
+    if resumed.optimizer.keys() != full.optimizer.keys():
+        return f"optimizer has {list(resumed.optimizer)} and not {list(full.optimizer)}"
+    if apart := [key for key, value in full.optimizer.items() if not torch.equal(resumed.optimizer[key], value)]:
         return f"optimizer: {apart}"
-    if (resumed.steps, resumed.logged) != (whole.steps, whole.logged):
-        return f"{resumed.steps} steps, {resumed.logged} for loggers, and not {whole.steps}, {whole.logged}"
-    return "" if resumed.drawn == whole.drawn else "generators"
+    if (resumed.steps, resumed.logged) != (full.steps, full.logged):
+        return f"{resumed.steps} steps, {resumed.logged} for loggers, and not {full.steps}, {full.logged}"
+    return "" if resumed.drawn == full.drawn else "generators"

@@ -46,7 +46,7 @@ def rows(num_rows: int) -> TensorDataset:
 
 
 class Rows(L.LightningDataModule):
-    """Rows in order, in global batches of `batch`, of which each replica takes its part."""
+    """Rows in order, in global batches of `batch`, of which each dp rank takes its part."""
 
     def __init__(self, num_rows: int = 16, batch: int = 4) -> None:
         super().__init__()

@@ -82,13 +82,13 @@ class Encoder(L.LightningModule):
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         assert self.model is not None
-        told = {name: batch[name] for name in ("tokens", "token_types", "padding_mask")}
-        self.logits.append(self.model(**told))
+        shown = {name: batch[name] for name in ("tokens", "token_types", "padding_mask")}
+        self.logits.append(self.model(**shown))
         # Last: the weight by which what is logged is averaged is that of the last call.
         self.log("val_loss", self.model(**batch))
 
     def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
-        """This replica's rows of each global batch of six."""
+        """This dp rank's rows of each global batch of six."""
         rank, size = replica_of(self.trainer)
         own = 6 // size
         places = [start + rank * own + row for start in (0, 6) for row in range(own)]
@@ -115,12 +115,12 @@ def fit(layout: Layout, config: BertConfig) -> Run:
 def test_a_fit_is_that_of_one_device(name: str) -> None:
     layout = LAYOUTS[name]
     config = CONFIG if name != "pp2" else replace(CONFIG, norm_placement="pre")
-    losses, val_loss, whole, logits = run_on_ranks(1, fit, Layout(), config, init=False, timeout=120)[0]
+    losses, val_loss, full, logits = run_on_ranks(1, fit, Layout(), config, init=False, timeout=120)[0]
     assert len(set(losses)) == len(losses) == 2
     for found in run_on_ranks(layout.world, fit, layout, config, init=False, timeout=180):
         assert max(abs(a - b) for a, b in zip(found[0], losses, strict=True)) < TOLERANCE
         assert abs(found[1] - val_loss) < TOLERANCE
-        assert parts_apart(found[2], whole) < TOLERANCE
+        assert parts_apart(found[2], full) < TOLERANCE
         if layout.dp == 1:
             for ours, theirs in zip(found[3], logits, strict=True):
                 assert (ours.tokens - theirs.tokens).abs().max() < TOLERANCE

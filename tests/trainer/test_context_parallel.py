@@ -27,7 +27,7 @@ CONFIG = GPTConfig(
     attention_dropout=0.2,
 )
 SEED, SEQUENCE = 3, 8
-# Two rows a replica: of their tokens only these have a target.
+# Two rows a dp rank: of their tokens only these have a target.
 MASKS = {
     "one valid token in all": [[5], [], [], []],
     "2 and 1 valid tokens on the ranks of cp": [[], [0, 6, 3], [], []],
@@ -39,8 +39,8 @@ def batch_of(kept: list[list[int]]) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(11)
     tokens = torch.randint(64, (4, SEQUENCE + 1), generator=generator)
     mask = torch.zeros(4, SEQUENCE, dtype=torch.float64)
-    for row, places in enumerate(kept):
-        mask[row, places] = 1.0
+    for row, positions in enumerate(kept):
+        mask[row, positions] = 1.0
     return {"tokens": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous(), "loss_mask": mask}
 
 
@@ -116,7 +116,7 @@ def fitted(kept: list[list[int]], kind: Any, microbatches: int) -> dict[str, Any
 
 
 class Rows(L.LightningDataModule):
-    """Of the batch the rows of this replica."""
+    """Of the batch the rows of this dp rank."""
 
     def __init__(self, batch: dict[str, Tensor], trainer: L.Trainer) -> None:
         super().__init__()
@@ -190,13 +190,13 @@ def warned() -> list[str]:
     return [str(warning.message) for warning in caught]
 
 
-def test_a_module_that_cuts_no_sequences_is_told_so() -> None:
+def test_a_module_that_cuts_no_sequences_is_reported() -> None:
     first, _ = run_on_ranks(2, warned, init=False, timeout=60)
     assert any("context_parallel_size (2) cuts nothing of Plain" in message for message in first)
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "shown"),
     [
         ({"context_parallel_size": 0}, r"context_parallel_size \(0\) must be at least 1"),
         (
@@ -210,7 +210,7 @@ def test_a_module_that_cuts_no_sequences_is_told_so() -> None:
         ({"context": ContextConfig(kernel="flex")}, r"kernel \('flex'\) .* this run is on cpu; use 'fused'"),
     ],
 )
-def test_what_cannot_be_is_told_before_anything_starts(options: dict[str, Any], told: str) -> None:
+def test_what_cannot_be_is_reported_before_anything_starts(options: dict[str, Any], shown: str) -> None:
     class Sized(Module):
         def __init__(self) -> None:
             super().__init__()
@@ -219,12 +219,12 @@ def test_what_cannot_be_is_told_before_anything_starts(options: dict[str, Any], 
     trainer = L.Trainer(
         accelerator="cpu", devices=24, strategy=MegatronStrategy(**options), logger=False, enable_checkpointing=False
     )
-    with pytest.raises(ConfigurationError, match=told):
+    with pytest.raises(ConfigurationError, match=shown):
         trainer.fit(Sized(), DataLoader(torch.ones(2, 2)))
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "shown"),
     [
         ({"comm_type": "rings"}, "comm_type"),
         ({"comm_type": "hierarchical"}, r"ulysses_size \(0\) must be at least 2"),
@@ -233,6 +233,6 @@ def test_what_cannot_be_is_told_before_anything_starts(options: dict[str, Any], 
         ({"kernel": "triton"}, r"kernel \('triton'\) must be 'fused' or 'flex'"),
     ],
 )
-def test_a_config_says_what_it_cannot_be(options: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_a_config_says_what_it_cannot_be(options: dict[str, Any], shown: str) -> None:
+    with pytest.raises(ValueError, match=shown):
         ContextConfig(**options)

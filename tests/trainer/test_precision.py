@@ -90,8 +90,8 @@ def on_one() -> dict[str, Any]:
 def test_a_precision_trains_as_on_one_device(name: str, on_one: dict[str, Any]) -> None:
     for found in run_on_ranks(2, trained, LAYOUTS[name], init=False):
         for precision, tolerance in TOLERANCE.items():
-            losses, dtypes, told = found[precision]
-            assert told == precision and dtypes == {DTYPES[precision]}
+            losses, dtypes, shown = found[precision]
+            assert shown == precision and dtypes == {DTYPES[precision]}
             assert losses == pytest.approx(on_one[precision][0], abs=tolerance)
             # It learns: what it read twice it knows better by much more than the tolerance.
             assert losses[0] - losses[-2] > 4 * tolerance
@@ -189,8 +189,8 @@ def in_half(folder: Path, layout: Layout) -> tuple[dict[int, Any], dict[int, Any
         if epochs == 1:
             trainer.save_checkpoint(path)
         noted.append(notes.after)
-    whole, _, resumed = noted
-    return {step: whole[step] for step in whole if step > 5}, resumed
+    full, _, resumed = noted
+    return {step: full[step] for step in full if step > 5}, resumed
 
 
 @pytest.mark.parametrize("layout", [Layout(microbatches=2), Layout(world=2, pp=2, microbatches=2)])

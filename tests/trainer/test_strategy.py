@@ -140,7 +140,7 @@ def answers(layout: Layout) -> dict[str, Any]:
     return module.heard
 
 
-def test_collectives_are_over_replicas_and_decisions_over_all_ranks() -> None:
+def test_collectives_are_over_dp_ranks_and_decisions_over_all_ranks() -> None:
     for rank, heard in enumerate(run_on_ranks(4, answers, LAYOUTS["pp2 dp2"], init=False)):
         # Replicas 0 and 1 of a stage are neighbours: ranks 0 and 1, 2 and 3.
         pair = [[0.0, 1.0], [1.0, 1.0]] if rank < 2 else [[2.0, 1.0], [3.0, 1.0]]

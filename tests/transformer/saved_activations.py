@@ -1,4 +1,4 @@
-"""How much the backward of layers keeps, measured on fake tensors: what is alive once the forward is over."""
+"""How many bytes layers save for backward, measured on fake tensors: what is alive once the forward is over."""
 
 import gc
 from collections.abc import Callable, Iterator
@@ -72,7 +72,7 @@ def saved_bytes(
 ) -> int:
     """Bytes of distinct storages, parameters left out, that are alive between forward and backward of a stage.
 
-    The input of the stage is among them, where something keeps it, its output is not.
+    The input of the stage is among them, where something saves it, its output is not.
     """
     recomputed = recomputed if recomputed is not None else RecomputeConfig()
     with pretended(sizes, dtype) as mesh:
@@ -121,7 +121,7 @@ def _kept_bytes(
 ) -> int:
     layers = [build_layer(config, mesh, i, f"layers.{i}").train() for i in range(num_layers)]
     tokens = stream_of((batch, sequence), config=config, mesh=mesh, draws=Draws(seed=1), device=torch.device("cpu"))
-    # Once for all layers: no layer keeps them.
+    # Once for all layers: no layer saves them.
     assert tokens.shard_keys.shape == (tokens.num_tokens // mesh.sp.size,)
     for layer in layers:
         recompute.set_recomputed(layer, recomputed)

@@ -56,7 +56,7 @@ def test_the_gradient_of_the_split_is_that_of_autograd(groups: int, tp: int, pai
     config = config_of(groups)
     heads = local_heads(config, Mesh.imagine(tp - 1, Sizes(world=tp, tp=tp)).tp)
     cos, sin = rotary.angles(torch.arange(3)[None], pairs, 100.0)
-    # Two tokens of padding behind 2 * 3 real ones.
+    # Two tokens of padding after 2 * 3 real ones.
     fused = torch.randn(8, heads.groups * (heads.queries + 2) * SIZE, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x: _SplitHeads.apply(x, cos, sin, 2, 3, heads), (fused,))
 
@@ -82,7 +82,7 @@ def test_a_token_sees_the_tokens_before_it_all_or_those_of_a_window(
     assert not moved[5:].any()
 
 
-def test_weights_laid_out_for_dropout_equal_those_that_are_not() -> None:
+def test_weights_materialised_for_dropout_equal_those_that_are_not() -> None:
     mesh = Mesh.single()
     tokens = stream_of((2, 6), config=config_of(2), mesh=mesh, draws=Draws(seed=1), device=torch.device("cpu"))
     hidden = torch.randn(12, 32, dtype=torch.float64)

@@ -37,7 +37,7 @@ def test_output_projections_start_smaller() -> None:
     assert TransformerConfig(**PLAIN, init_std=0.04).output_std == pytest.approx(0.04 / 8**0.5)
 
 
-def test_all_faults_are_told_in_one_error() -> None:
+def test_all_faults_are_reported_in_one_error() -> None:
     with pytest.raises(ValueError) as raised:
         LanguageModelConfig(
             num_layers=0,
@@ -68,7 +68,7 @@ def test_all_faults_are_told_in_one_error() -> None:
         assert expected in lines
 
 
-def test_a_head_size_that_does_not_come_out_even_is_told() -> None:
+def test_a_head_size_that_does_not_come_out_even_is_reported() -> None:
     with pytest.raises(ValueError, match=r"hidden_size \(64\) must be a multiple .* \(6\) .* 1, 2, 4, 8$"):
         TransformerConfig(num_layers=1, hidden_size=64, num_attention_heads=6)
 
@@ -99,7 +99,7 @@ def test_layers_with_a_window_are_all_but_those_named() -> None:
         ),
     ],
 )
-def test_windows_and_stretched_waves_that_cannot_be_are_told(change: dict[str, Any], words: str) -> None:
+def test_windows_and_stretched_waves_that_cannot_be_are_reported(change: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError) as raised:
         TransformerConfig(**PLAIN, **change)
     assert words in str(raised.value)

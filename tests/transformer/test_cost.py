@@ -1,4 +1,4 @@
-"""The cost formulas agree with what is built, counted and kept."""
+"""The cost formulas agree with what is built, counted and saved for backward."""
 
 from dataclasses import replace
 from functools import partial
@@ -182,7 +182,7 @@ def test_stages_balanced_by_cost_see_which_layers_have_experts() -> None:
     config = EXPERTS["shared"]
     first, second, third = (part.cost for part in gpt_parts(config, Mesh.single()) if part.symbol == "t")
     assert first == third != second
-    # Router, two experts of 48 features, 80 shared ones and their gate in the place of 96.
+    # Router, two experts of 48 features, 80 shared ones and their gate instead of 96.
     assert first - second == 2 * 128 * 64 * (8 + 1 + 3 * (2 * 48 + 80 - 96))
 
 
@@ -204,13 +204,13 @@ def test_training_flops_know_which_layers_have_a_window() -> None:
 # Kept activations, on fake tensors
 
 
-def test_a_layer_of_the_largest_model_keeps_at_most_34_sbh_over_t() -> None:
+def test_a_layer_of_the_largest_model_saves_at_most_34_sbh_over_t() -> None:
     sizes = Sizes(world=8, tp=8, sequence_parallel=True)
-    kept = saved_bytes(GPT_1T, sizes, 1, 2048, torch.bfloat16)
+    saved = saved_bytes(GPT_1T, sizes, 1, 2048, torch.bfloat16)
     unit = 2048 * 25600 / 8
-    assert 32 * unit < kept <= 34 * unit
+    assert 32 * unit < saved <= 34 * unit
     formula = cost.layer_activation_bytes(GPT_1T, sizes, batch=1, sequence=2048, bytes_per_element=2)
-    assert kept == pytest.approx(formula, rel=1e-4)
+    assert saved == pytest.approx(formula, rel=1e-4)
 
 
 LAYOUTS = [Sizes(), Sizes(world=4, tp=4), Sizes(world=4, tp=4, sequence_parallel=True)]
@@ -221,14 +221,14 @@ LAYOUTS = [Sizes(), Sizes(world=4, tp=4), Sizes(world=4, tp=4, sequence_parallel
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("variant", ["gpt2", "llama", "llama full heads", "llama one group"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_kept_bytes_by_formula_are_those_kept(sizes: Sizes, dropout: float, variant: str, dtype: torch.dtype) -> None:
+def test_saved_bytes_by_formula_are_those_saved(sizes: Sizes, dropout: float, variant: str, dtype: torch.dtype) -> None:
     config: TransformerConfig = {
         "gpt2": SMALL,
         "llama": LLAMA,
         "llama full heads": replace(LLAMA, num_query_groups=8),
         "llama one group": replace(LLAMA, num_query_groups=1),
     }[variant]
-    # Layer norm, because the formula counts a fused RMS norm and the one of torch on CPU keeps more.
+    # Layer norm, because the formula counts a fused RMS norm and the one of torch on CPU saves more.
     sizes_of_layer = {"hidden_size": 256, "head_dim": 32, "ffn_hidden_size": 512, "normalization": "layernorm"}
     config = replace(config, **sizes_of_layer, hidden_dropout=dropout)
     for sequence in (128, 127):
@@ -242,21 +242,21 @@ def test_kept_bytes_by_formula_are_those_kept(sizes: Sizes, dropout: float, vari
 @pytest.mark.parametrize("sizes", LAYOUTS, ids=["one", "tp4", "tp4 sp"])
 @pytest.mark.parametrize("window", [100, 64, 50, 16])
 @pytest.mark.parametrize("groups", [1, 2, 8])
-def test_kept_bytes_with_a_window_by_formula_are_those_kept(sizes: Sizes, window: int, groups: int) -> None:
+def test_saved_bytes_with_a_window_by_formula_are_those_saved(sizes: Sizes, window: int, groups: int) -> None:
     sizes_of_layer = {"hidden_size": 256, "head_dim": 32, "ffn_hidden_size": 512, "normalization": "layernorm"}
     config = replace(LLAMA, **sizes_of_layer, num_query_groups=groups, sliding_window=window)
     mask_bytes = 4 * (128 * 128 if window >= 64 else 2 * window * window)
     formula = cost.layer_activation_bytes(config, sizes, batch=3, sequence=128, bytes_per_element=4, window=window)
-    kept = saved_bytes(config, sizes, 3, 128, torch.float32)
-    assert kept - mask_bytes == pytest.approx(formula, rel=0.02)
+    saved = saved_bytes(config, sizes, 3, 128, torch.float32)
+    assert saved - mask_bytes == pytest.approx(formula, rel=0.02)
 
 
 @pytest.mark.parametrize("sizes", LAYOUTS, ids=["one", "tp4", "tp4 sp"])
 @pytest.mark.parametrize("groups", [1, 2, 8])
-def test_kept_bytes_with_head_norms_by_formula_are_those_kept(
+def test_saved_bytes_with_head_norms_by_formula_are_those_saved(
     sizes: Sizes, groups: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # A fused norm keeps its input and a statistic, where the RMS norm of torch on CPU keeps more.
+    # A fused norm saves its input and a statistic, where the RMS norm of torch on CPU saves more.
     monkeypatch.setattr(RMSNorm, "forward", lambda norm, x: F.layer_norm(x, norm.weight.shape, norm.weight))
     sizes_of_layer = {"hidden_size": 256, "head_dim": 32, "ffn_hidden_size": 512, "normalization": "layernorm"}
     config = replace(LLAMA, **sizes_of_layer, num_query_groups=groups, qk_norm=True)
@@ -269,10 +269,10 @@ def test_attention_never_lays_out_its_weights_without_dropout() -> None:
     short, long = (saved_bytes(SMALL, sizes, 1, length, torch.bfloat16) for length in (1024, 4096))
     assert long == 4 * short
     dropping = replace(SMALL, attention_dropout=0.1)
-    kept = saved_bytes(dropping, sizes, 1, 512, torch.bfloat16)
+    saved = saved_bytes(dropping, sizes, 1, 512, torch.bfloat16)
     formula = cost.layer_activation_bytes(dropping, sizes, batch=1, sequence=512, bytes_per_element=2)
-    assert kept == pytest.approx(formula, rel=0.02)
-    assert kept > 5 * saved_bytes(SMALL, sizes, 1, 512, torch.bfloat16)
+    assert saved == pytest.approx(formula, rel=0.02)
+    assert saved > 5 * saved_bytes(SMALL, sizes, 1, 512, torch.bfloat16)
 
 
 # Kept activations of experts, on ranks that are threads
@@ -285,7 +285,7 @@ def experts(**changes: object) -> MoEConfig:
     return MoEConfig(router=RouterConfig(**router), **options)  # type: ignore[arg-type]
 
 
-KEPT = {
+MOE_CONFIGS = {
     "plain": experts(),
     "top 1": experts(router={"top_k": 1, "norm_topk_prob": False}, ffn_hidden_size=0),
     "many": experts(router={"num_experts": 64, "top_k": 4}),
@@ -296,20 +296,20 @@ KEPT = {
     "padded": experts(capacity=ExpertCapacity(factor=1.5, pad_to_capacity=True)),
     "gathered": experts(dispatcher="all_gather"),
 }
-LAYOUTS_OF_KEPT = {
+MOE_LAYOUTS = {
     "one": Sizes(),
     "tp2": Sizes(world=2, tp=2),
     "tp2 sp ep2": Sizes(world=2, tp=2, sequence_parallel=True, ep=2),
     "ep2 etp2": Sizes(world=4, ep=2, etp=2),
 }
-# Layer norm, because the formula counts a fused RMS norm and the one of torch on CPU keeps more.
+# Layer norm, because the formula counts a fused RMS norm and the one of torch on CPU saves more.
 WIDE = replace(LLAMA, hidden_size=256, head_dim=32, ffn_hidden_size=512, normalization="layernorm")
 
 
-@pytest.mark.parametrize("layout", LAYOUTS_OF_KEPT)
-@pytest.mark.parametrize("variant", KEPT)
-def test_kept_bytes_of_experts_by_formula_are_those_kept(layout: str, variant: str) -> None:
-    config, sizes = replace(WIDE, moe=KEPT[variant]), LAYOUTS_OF_KEPT[layout]
+@pytest.mark.parametrize("layout", MOE_LAYOUTS)
+@pytest.mark.parametrize("variant", MOE_CONFIGS)
+def test_saved_bytes_of_experts_by_formula_are_those_saved(layout: str, variant: str) -> None:
+    config, sizes = replace(WIDE, moe=MOE_CONFIGS[variant]), MOE_LAYOUTS[layout]
     dtype = torch.float32 if layout == "tp2" else torch.bfloat16
     formula = cost.layer_activation_bytes(config, sizes, batch=3, sequence=127, bytes_per_element=dtype.itemsize)
     assert expert_saved_bytes(config, sizes, 3, 127, dtype) == pytest.approx(formula, rel=0.015)
@@ -317,38 +317,38 @@ def test_kept_bytes_of_experts_by_formula_are_those_kept(layout: str, variant: s
 
 # Where tp ranks share no experts, the first has the tokens that stay.
 @pytest.mark.parametrize("layout", ["one", "tp2 sp ep2", "ep2 etp2"])
-def test_kept_bytes_of_experts_that_drop_choices_by_formula_are_those_kept(layout: str) -> None:
-    config, sizes = replace(WIDE, moe=experts(capacity=ExpertCapacity(factor=0.5))), LAYOUTS_OF_KEPT[layout]
+def test_saved_bytes_of_experts_that_drop_choices_by_formula_are_those_saved(layout: str) -> None:
+    config, sizes = replace(WIDE, moe=experts(capacity=ExpertCapacity(factor=0.5))), MOE_LAYOUTS[layout]
     formula = cost.layer_activation_bytes(config, sizes, batch=3, sequence=128, bytes_per_element=2)
     assert expert_saved_bytes(config, sizes, 3, 128, torch.bfloat16) == pytest.approx(formula, rel=0.015)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS_OF_KEPT)
-def test_kept_bytes_of_a_choice_more_by_formula_are_those_kept(layout: str) -> None:
+@pytest.mark.parametrize("layout", MOE_LAYOUTS)
+def test_saved_bytes_of_a_choice_more_by_formula_are_those_saved(layout: str) -> None:
     few, many = (replace(WIDE, moe=experts(router={"top_k": top_k})) for top_k in (2, 4))
-    sizes = LAYOUTS_OF_KEPT[layout]
+    sizes = MOE_LAYOUTS[layout]
     formula = partial(cost.layer_activation_bytes, sizes=sizes, batch=3, sequence=128, bytes_per_element=2)
-    kept = partial(expert_saved_bytes, sizes=sizes, batch=3, sequence=128, dtype=torch.bfloat16)
+    saved = partial(expert_saved_bytes, sizes=sizes, batch=3, sequence=128, dtype=torch.bfloat16)
     # Masks, which are not counted, are a thousandth of it, and the indices of a way a hundredth.
-    assert kept(many) - kept(few) == pytest.approx(formula(many) - formula(few), rel=2e-3)
+    assert saved(many) - saved(few) == pytest.approx(formula(many) - formula(few), rel=2e-3)
 
 
 @pytest.mark.parametrize("activation", ["geglu_tanh", "gelu", "relu"])
-def test_kept_bytes_of_experts_of_any_activation_by_formula_are_those_kept(activation: Any) -> None:
-    config = replace(WIDE, moe=KEPT["plain"], activation=activation)
+def test_saved_bytes_of_experts_of_any_activation_by_formula_are_those_saved(activation: Any) -> None:
+    config = replace(WIDE, moe=MOE_CONFIGS["plain"], activation=activation)
     formula = cost.layer_activation_bytes(config, batch=3, sequence=127, bytes_per_element=2)
     assert expert_saved_bytes(config, Sizes(), 3, 127, torch.bfloat16) == pytest.approx(formula, rel=0.015)
 
 
 @pytest.mark.parametrize("parts", [("moe",), ("norm",), ("moe", "norm"), ("mlp",)], ids=str)
-def test_kept_bytes_of_experts_made_again_by_formula_are_those_kept(parts: tuple[str, ...]) -> None:
-    config = replace(WIDE, moe=KEPT["gate"])
-    again = RecomputeConfig(granularity="selective", parts=parts)  # type: ignore[arg-type]
-    formula = cost.layer_activation_bytes(config, batch=3, sequence=127, bytes_per_element=2, recompute=again)
-    assert expert_saved_bytes(config, Sizes(), 3, 127, torch.bfloat16, again) == pytest.approx(formula, rel=0.015)
+def test_saved_bytes_of_recomputed_experts_by_formula_are_those_saved(parts: tuple[str, ...]) -> None:
+    config = replace(WIDE, moe=MOE_CONFIGS["gate"])
+    recompute = RecomputeConfig(granularity="selective", parts=parts)  # type: ignore[arg-type]
+    formula = cost.layer_activation_bytes(config, batch=3, sequence=127, bytes_per_element=2, recompute=recompute)
+    assert expert_saved_bytes(config, Sizes(), 3, 127, torch.bfloat16, recompute) == pytest.approx(formula, rel=0.015)
 
 
-def test_a_dense_layer_between_layers_of_experts_keeps_what_a_dense_one_keeps() -> None:
-    config = replace(WIDE, moe=replace(KEPT["plain"], layer_freq=2))
+def test_a_dense_layer_between_layers_of_experts_saves_what_a_dense_one_saves() -> None:
+    config = replace(WIDE, moe=replace(MOE_CONFIGS["plain"], layer_freq=2))
     by_formula = partial(cost.layer_activation_bytes, batch=3, sequence=127, bytes_per_element=2)
     assert by_formula(config, layer=1) == by_formula(WIDE) != by_formula(config, layer=0)

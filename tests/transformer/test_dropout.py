@@ -1,4 +1,4 @@
-"""Dropout masks say what is dropped, not who drops it: they agree on every cut and differ between places."""
+"""Dropout masks depend on what is dropped, not on the rank: they agree on every cut and differ between positions."""
 
 from dataclasses import replace
 
@@ -19,24 +19,24 @@ def stream(batch: int, sequence: int, mesh: Mesh | None = None, step: int = 0) -
     return stream_of((batch, sequence), config=config, mesh=mesh, draws=draws, device=torch.device("cpu"))
 
 
-def test_kept_features_are_scaled_and_the_rest_are_zero() -> None:
+def test_features_that_are_not_dropped_are_scaled_and_the_rest_are_zero() -> None:
     x = torch.rand(4 * 64, 128) + 1
     out = Dropout(0.25, "layers.0.mlp")(x, stream(4, 64))
-    kept = out != 0
-    torch.testing.assert_close(out[kept], x[kept] / 0.75)
+    is_kept = out != 0
+    torch.testing.assert_close(out[is_kept], x[is_kept] / 0.75)
     # 32,768 draws: five standard deviations are 0.012.
-    assert kept.float().mean().item() == pytest.approx(0.75, abs=0.012)
+    assert is_kept.float().mean().item() == pytest.approx(0.75, abs=0.012)
     for dim in (0, 1):
-        assert kept.float().mean(dim).min() > 0.4 and kept.float().mean(dim).max() < 1.0
+        assert is_kept.float().mean(dim).min() > 0.4 and is_kept.float().mean(dim).max() < 1.0
 
 
-def test_the_gradient_is_dropped_like_the_value_and_one_byte_is_kept() -> None:
+def test_the_gradient_is_dropped_like_the_value_and_one_byte_is_saved() -> None:
     x = torch.randn(6, 5, dtype=torch.float64, requires_grad=True)
     keep = torch.rand(6, 5) > 0.3
-    kept: list[torch.Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):  # type: ignore[func-returns-value]
+    saved: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):  # type: ignore[func-returns-value]
         out = drop(x, keep, 0.3)
-    assert [t.element_size() for t in kept] == [1]
+    assert [t.element_size() for t in saved] == [1]
     out.backward(torch.ones_like(out))
     assert x.grad is not None
     torch.testing.assert_close(x.grad, keep / 0.7, check_dtype=False)
@@ -45,13 +45,13 @@ def test_the_gradient_is_dropped_like_the_value_and_one_byte_is_kept() -> None:
 def test_shards_draw_their_part_of_the_whole_mask() -> None:
     dropout = Dropout(0.5, "embedding")
     x = torch.ones(3 * 7, 16)
-    whole = dropout(x, stream(3, 7))
+    full = dropout(x, stream(3, 7))
     sizes = Sizes(world=4, tp=4, sequence_parallel=True)
     shards = [dropout(torch.ones(6, 16), stream(3, 7, Mesh.imagine(rank, sizes))) for rank in range(4)]
-    assert torch.equal(torch.cat(shards)[:21], whole)
+    assert torch.equal(torch.cat(shards)[:21], full)
 
 
-def test_masks_differ_between_steps_names_samples_and_places() -> None:
+def test_masks_differ_between_steps_names_samples_and_positions() -> None:
     x = torch.ones(2 * 8, 64)
     mask = Dropout(0.5, "layers.0.mlp")(x, stream(2, 8))
     assert not torch.equal(mask, Dropout(0.5, "layers.0.mlp")(x, stream(2, 8, step=1)))
@@ -62,10 +62,10 @@ def test_masks_differ_between_steps_names_samples_and_places() -> None:
 def test_attention_masks_of_heads_are_slices_of_the_whole() -> None:
     tokens = stream(2, 6)
     weights = torch.ones(2, 8, 6, 6)
-    whole = AttentionDropout(0.5, "layers.1.attention", 0)(weights, tokens)
+    full = AttentionDropout(0.5, "layers.1.attention", 0)(weights, tokens)
     slices = [AttentionDropout(0.5, "layers.1.attention", first)(weights[:, :2], tokens) for first in range(0, 8, 2)]
-    assert torch.equal(torch.cat(slices, dim=1), whole)
-    rows = whole.flatten(0, 2)
+    assert torch.equal(torch.cat(slices, dim=1), full)
+    rows = full.flatten(0, 2)
     assert len({tuple(row.tolist()) for row in rows}) > 40  # of 96 rows of 6 coins: repeats come by chance alone
 
 

@@ -61,7 +61,7 @@ def batch(seed: int) -> tuple[Tensor, Tensor]:
 
 
 def train(model: GPTModel, layers: TorchFp8Layers | None, num_steps: int = 3) -> list[float]:
-    """The losses of the whole batch, of which each replica has its rows."""
+    """The losses of the full batch, of which each data-parallel rank has its rows."""
     replicas = model.mesh.axis("dp+cp")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     losses = []
@@ -69,7 +69,7 @@ def train(model: GPTModel, layers: TorchFp8Layers | None, num_steps: int = 3) ->
         tokens, labels = (x.chunk(replicas.size)[replicas.rank] for x in batch(step))
         loss = model(tokens, labels=labels)
         optimizer.zero_grad()
-        # The mean over replicas of equal weight.
+        # The mean over data-parallel ranks of equal weight.
         (loss / replicas.size).backward()
         for _, parameter, shard in sharded_parameters(model):
             if parameter.grad is not None:
@@ -115,7 +115,7 @@ def test_losses_of_experts_in_fp8_are_those_of_one_rank_on_any_layout(fp8: Fp8Co
 
 
 @both_scalings
-def test_ranks_that_share_an_expert_cast_their_parts_as_they_would_be_cast_in_the_whole(fp8: Fp8Config) -> None:
+def test_ranks_that_share_an_expert_cast_their_parts_as_they_would_be_cast_unsharded(fp8: Fp8Config) -> None:
     """Numbers that grow along the features: a rank of small ones would scale otherwise by itself."""
     growing = torch.linspace(0, 8, 32).exp2().expand(16, 32)
 
@@ -183,7 +183,7 @@ def test_the_same_tokens_are_routed_by_the_same_numbers_in_fp8_and_without() -> 
 
 
 @both_scalings
-def test_a_recomputed_layer_of_experts_has_the_gradients_of_one_that_is_kept(fp8: Fp8Config) -> None:
+def test_a_recomputed_layer_of_experts_has_the_gradients_of_one_that_is_not(fp8: Fp8Config) -> None:
     found = []
     for recomputed in (frozenset[str](), frozenset({"moe"})):
         model = GPTModel(CONFIG, mesh=Mesh.single(), seed=4)
@@ -196,17 +196,17 @@ def test_a_recomputed_layer_of_experts_has_the_gradients_of_one_that_is_kept(fp8
     assert all(torch.equal(a, b) for a, b in zip(grads, grads_again, strict=True) if a is not None and b is not None)
 
 
-def test_features_of_experts_that_tiles_do_not_divide_are_told() -> None:
+def test_features_of_experts_that_tiles_do_not_divide_are_reported() -> None:
     odd = replace(CONFIG, moe=replace(MOE, ffn_hidden_size=40, shared_expert_intermediate_size=24))
-    told = fp8_faults(CURRENT, odd, Sizes(world=4, etp=2, tp=2))
-    assert len(told) == 2
+    errors = fp8_faults(CURRENT, odd, Sizes(world=4, etp=2, tp=2))
+    assert len(errors) == 2
     assert (
         "ffn_hidden_size of an expert (40) must be a multiple of 16 x expert_tensor_parallel_size (16 x 2 = 32)"
-        in told[0]
+        in errors[0]
     )
     assert (
         "shared_expert_intermediate_size (24) must be a multiple of 16 x tensor_model_parallel_size (16 x 2 = 32)"
-        in told[1]
+        in errors[1]
     )
     built = tile_faults(GPTModel(odd, mesh=Mesh.single()).modules())
     assert [fault.split(")")[0] for fault in built] == [

@@ -1,4 +1,4 @@
-"""FP8 under a whole GPT: the same numbers on any layout, once a step whatever is recomputed, and a loss like bf16's."""
+"""FP8 in a full GPT: the same numbers on any layout, once a step whatever is recomputed, and a loss like bf16's."""
 
 import argparse
 import inspect
@@ -95,7 +95,7 @@ def test_losses_of_cut_models_are_those_of_one_rank(fp8: Fp8Config, is_sequence_
 
 @both_scalings
 @pytest.mark.parametrize("is_sequence_parallel", [False, True])
-def test_each_rank_casts_its_part_as_it_would_be_cast_in_the_whole(fp8: Fp8Config, is_sequence_parallel: bool) -> None:
+def test_each_rank_casts_its_part_as_it_would_be_cast_unsharded(fp8: Fp8Config, is_sequence_parallel: bool) -> None:
     """Numbers that grow along both dims: a rank of small ones would scale otherwise by itself."""
     size = {"attention.qkv": (96, 32), "attention.projection": (32, 32)}
 
@@ -113,10 +113,10 @@ def test_each_rank_casts_its_part_as_it_would_be_cast_in_the_whole(fp8: Fp8Confi
 
     model = build(Mesh.single())
     in_fp8(model, fp8)
-    wholes, wanted = {}, {}
+    fulls, wanted = {}, {}
     for name, (rows, columns) in size.items():
-        wholes[name] = {"x": growing(8, columns), "grad": growing(8, rows), "weight": growing(rows, columns)}
-        wanted[name] = casts(model, name, wholes[name])
+        fulls[name] = {"x": growing(8, columns), "grad": growing(8, rows), "weight": growing(rows, columns)}
+        wanted[name] = casts(model, name, fulls[name])
 
     def on_rank(world: Any) -> None:
         mesh = thread_mesh(world, is_sequence_parallel)
@@ -126,12 +126,12 @@ def test_each_rank_casts_its_part_as_it_would_be_cast_in_the_whole(fp8: Fp8Confi
         if is_sequence_parallel:
             along["attention.qkv"]["x"] = along["attention.projection"]["grad"] = 0
         for name, dims in along.items():
-            whole = wholes[name]
-            parts = {key: whole[key].chunk(2, dims[key])[mesh.tp.rank] if key in dims else whole[key] for key in whole}
+            full = fulls[name]
+            parts = {key: full[key].chunk(2, dims[key])[mesh.tp.rank] if key in dims else full[key] for key in full}
             assert casts(cut, name, parts) == wanted[name]
             if mesh.tp.rank == 0:
                 # Alone it would find another scale.
-                assert all(parts[key].max() < whole[key].max() / 4 for key in dims)
+                assert all(parts[key].max() < full[key].max() / 4 for key in dims)
 
     run_on_threads(2, on_rank)
 
@@ -161,8 +161,8 @@ def close(one: dict[str, list[float]], two: dict[str, list[float]]) -> bool:
     return one.keys() == two.keys() and all(one[name] == pytest.approx(two[name], rel=2e-3) for name in one)
 
 
-def test_histories_hold_the_amaxes_of_all_replicas_and_microbatches() -> None:
-    """One step over two rows on one rank, in microbatches, and over two replicas: the same history."""
+def test_histories_hold_the_amaxes_of_all_data_parallel_ranks_and_microbatches() -> None:
+    """One step over two rows on one rank, in microbatches, and over two data-parallel ranks: the same history."""
     found: list[dict[str, list[float]]] = []
     rows = batch(7, rows=2)
 
@@ -188,7 +188,7 @@ def test_histories_hold_the_amaxes_of_all_replicas_and_microbatches() -> None:
         assert close(histories(layers), found[0])
 
     run_on_threads(2, on_rank)
-    # One replica's own rows would give another history.
+    # One data-parallel rank's own rows would give another history.
     assert not close(found[1], found[0])
 
 
@@ -283,7 +283,7 @@ def test_stacks_of_one_model_are_counted_apart() -> None:
     assert [name for name, _ in chosen] == ["encoder.0"]
 
 
-def test_linears_keep_bytes_for_backward() -> None:
+def test_linears_save_bytes_for_backward() -> None:
     def saved_bytes(uses_fp8: bool) -> dict[torch.dtype, int]:
         model = build(Mesh.single())
         if uses_fp8:
@@ -348,10 +348,10 @@ def test_a_run_in_fp8_ends_within_5_percent_of_the_loss_in_bf16() -> None:
     assert last_losses(Fp8Config(margin=24)) > 1.1 * wanted
 
 
-def test_linears_that_tiles_do_not_divide_are_told_by_their_shape() -> None:
+def test_linears_that_tiles_do_not_divide_are_reported_by_their_shape() -> None:
     odd = GPTConfig(num_layers=2, hidden_size=40, num_attention_heads=5, vocab_size=64, max_sequence_length=16)
-    told = tile_faults(build(Mesh.single(), odd).modules())
-    assert len(told) == 4 and any("(40 x 160)" in fault for fault in told), told
+    errors = tile_faults(build(Mesh.single(), odd).modules())
+    assert len(errors) == 4 and any("(40 x 160)" in fault for fault in errors), errors
     assert tile_faults(build(Mesh.single()).modules()) == []
 
 

@@ -1,4 +1,4 @@
-"""What FP8 does not fit is told with the sizes that would do."""
+"""Errors name what FP8 does not fit, and sizes that would do."""
 
 from typing import Any
 
@@ -22,18 +22,18 @@ def test_tiles_that_divide_are_no_fault() -> None:
     assert fp8_faults(Fp8Config(), model(vocab_size=101), Sizes()) == []
 
 
-def test_a_hidden_size_that_the_tiles_do_not_divide_is_told_with_those_that_they_do() -> None:
-    told = fp8_faults(Fp8Config(), model(hidden_size=72, ffn_hidden_size=256, head_dim=16), Sizes())
-    assert told == [
+def test_a_hidden_size_that_the_tiles_do_not_divide_is_reported_with_those_that_they_do() -> None:
+    errors = fp8_faults(Fp8Config(), model(hidden_size=72, ffn_hidden_size=256, head_dim=16), Sizes())
+    assert errors == [
         "hidden_size (72) must be a multiple of 16 for fp8, whose products work in tiles of 16; use 64 or 80, or leave "
         "fp8 out"
     ]
 
 
 def test_a_cut_size_must_leave_each_rank_whole_tiles() -> None:
-    [told] = fp8_faults(Fp8Config(), model(ffn_hidden_size=80), Sizes(world=2, tp=2))
-    assert "ffn_hidden_size (80) must be a multiple of 16 x tensor_model_parallel_size (16 x 2 = 32)" in told
-    assert "use 64 or 96" in told
+    [error] = fp8_faults(Fp8Config(), model(ffn_hidden_size=80), Sizes(world=2, tp=2))
+    assert "ffn_hidden_size (80) must be a multiple of 16 x tensor_model_parallel_size (16 x 2 = 32)" in error
+    assert "use 64 or 96" in error
     heads, rows = fp8_faults(Fp8Config(), model(head_dim=8), Sizes(world=4, tp=4))
     assert "num_attention_heads x head_dim (32)" in heads and "use 64" in heads
     assert "the rows of the query-key-value weight (96)" in rows and "use 64 or 128" in rows
@@ -41,16 +41,16 @@ def test_a_cut_size_must_leave_each_rank_whole_tiles() -> None:
 
 def test_some_layer_must_be_left_for_fp8() -> None:
     config = Fp8Config(num_first_layers_bf16=3, num_last_layers_bf16=1)
-    [told] = fp8_faults(config, model(), Sizes())
-    assert "(3 + 1) must be below num_layers (4)" in told
+    [error] = fp8_faults(config, model(), Sizes())
+    assert "(3 + 1) must be below num_layers (4)" in error
     assert fp8_faults(Fp8Config(num_first_layers_bf16=3), model(), Sizes()) == []
 
 
-def test_all_faults_of_a_run_in_fp8_are_told_at_once() -> None:
+def test_all_faults_of_a_run_in_fp8_are_reported_at_once() -> None:
     config = Fp8Config(engine="transformer_engine", num_first_layers_bf16=4)
-    told = "\n".join(faults(Facts(sizes=Sizes(), model=model(hidden_size=72), fp8=config, precision="64-true")))
-    assert "hidden_size (72)" in told and "num_first_layers_bf16" in told and "lightning-megatron[fp8]" in told
-    assert "precision ('64-true') must be one of bf16-mixed, bf16-true, 32-true" in told
+    message = "\n".join(faults(Facts(sizes=Sizes(), model=model(hidden_size=72), fp8=config, precision="64-true")))
+    assert "hidden_size (72)" in message and "num_first_layers_bf16" in message and "lightning-megatron[fp8]" in message
+    assert "precision ('64-true') must be one of bf16-mixed, bf16-true, 32-true" in message
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "32-true"])

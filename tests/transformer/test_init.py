@@ -62,7 +62,7 @@ def test_ranks_hold_different_numbers() -> None:
     assert first.whole.equal(second.whole)
 
 
-def test_mean_and_deviation_are_what_was_asked_for() -> None:
+def test_mean_and_deviation_are_those_of_the_shard() -> None:
     weights = built(Mesh.single().tp)
     for parameter, mean in ((weights.rows, 0.0), (weights.columns, MEAN), (weights.whole, 0.0)):
         num = parameter.numel()

@@ -120,8 +120,8 @@ def merged_on(world: Any, sp: bool) -> dict[str, Tensor]:
     for name, parameter, shard in sharded_parameters(model):
         if name.endswith(".lora.b"):
             # A slice of one row of numbers on every mesh.
-            whole = torch.arange(float(torch.Size(shard.global_shape).numel())).view(shard.global_shape).sin()
-            fill(parameter, whole)
+            full = torch.arange(float(torch.Size(shard.global_shape).numel())).view(shard.global_shape).sin()
+            fill(parameter, full)
     merge_lora(model)
     return {f"born {name}": x for name, x in born.items()} | unsplit_weights(model)
 
@@ -148,7 +148,7 @@ def test_another_seed_draws_other_values() -> None:
     assert torch.equal(drawn(None), drawn(11)) and not torch.equal(drawn(4), drawn(11))
 
 
-def test_all_faults_are_told_at_once() -> None:
+def test_all_faults_are_reported_at_once() -> None:
     with pytest.raises(ValueError) as raised:
         LoraConfig(rank=0, alpha=-1.0, dropout=1.0, targets=("attention.q",), scaling="none")  # type: ignore[arg-type]
     lines = str(raised.value).splitlines()
@@ -158,8 +158,8 @@ def test_all_faults_are_told_at_once() -> None:
         "'mlp.down', 'shared.up', 'shared.down', 'cross_attention.query', 'cross_attention.key_value', "
         "'cross_attention.projection'"
     )
-    for line, told in zip(lines[1:], ("scaling ('none')", "rank (0)", "alpha (-1.0)", "dropout (1.0)"), strict=True):
-        assert told in line
+    for line, text in zip(lines[1:], ("scaling ('none')", "rank (0)", "alpha (-1.0)", "dropout (1.0)"), strict=True):
+        assert text in line
     with pytest.raises(ValueError, match=r"write \('mlp\.up',\)"):
         LoraConfig(targets="mlp.up")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="empty"):
@@ -170,7 +170,7 @@ def test_all_faults_are_told_at_once() -> None:
         LoraConfig(targets=("experts.up",))  # type: ignore[arg-type]
 
 
-def test_a_model_without_a_target_is_told_what_it_has() -> None:
+def test_an_error_names_what_a_model_without_a_target_has() -> None:
     model = GPTModel(LLAMA, mesh=Mesh.single(), seed=3)
     del model.get_submodule("layers.0.mlp").up
     del model.get_submodule("layers.1.mlp").up
@@ -203,7 +203,7 @@ def test_a_path_that_drops_must_know_its_tokens() -> None:
         model.get_submodule("layers.0.mlp.up")(torch.randn(3, 16))
 
 
-def test_beside_a_column_the_rank_travels_and_not_the_input(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_for_a_column_layer_the_rank_is_sent_and_not_the_input(monkeypatch: pytest.MonkeyPatch) -> None:
     shapes: list[tuple[int, ...]] = []
     original = collectives.all_gather
 
@@ -278,7 +278,7 @@ def test_a_target_that_only_layers_of_another_stage_have_is_not_missing() -> Non
     assert targets == {"layers.0.attention", "layers.0.moe.shared", "layers.1.attention", "layers.1.mlp"}
 
 
-def test_a_target_that_no_layer_of_experts_has_is_told_with_those_that_there_are() -> None:
+def test_a_target_that_no_layer_of_experts_has_is_reported_with_those_that_there_are() -> None:
     only_experts = replace(MOE, moe=replace(MOE.moe, layer_freq=1, shared_expert_intermediate_size=0))
     for rank, sizes in ((0, Sizes()), (1, Sizes(world=2, pp=2))):
         model = GPTModel(only_experts, mesh=Mesh.imagine(rank, sizes), seed=3)

@@ -1,4 +1,4 @@
-"""The MLP and its gate equal plain torch, and the gate keeps nothing but its input."""
+"""The MLP and its gate equal plain torch, and the gate saves nothing but its input."""
 
 from typing import Any
 
@@ -22,16 +22,16 @@ def test_the_gate_and_its_gradient_equal_plain_torch() -> None:
     assert torch.autograd.gradcheck(lambda x: activate(x, "swiglu"), (x,))
 
 
-def test_the_gate_keeps_its_input_alone() -> None:
-    kept: list[torch.Tensor] = []
+def test_the_gate_saves_its_input_alone() -> None:
+    saved: list[torch.Tensor] = []
     x = torch.randn(5, 2, 7, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):  # type: ignore[func-returns-value]
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):  # type: ignore[func-returns-value]
         activate(x, "swiglu")
-    assert [t.data_ptr() for t in kept] == [x.data_ptr()]
+    assert [t.data_ptr() for t in saved] == [x.data_ptr()]
 
 
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh"])
-def test_both_kinds_of_gelu_are_told_apart(activation: Any) -> None:
+def test_both_kinds_of_gelu_are_distinguished(activation: Any) -> None:
     mesh = Mesh.single()
     config = TransformerConfig(
         num_layers=1, hidden_size=8, num_attention_heads=2, activation=activation, add_bias_linear=False, init_std=1.0

@@ -28,7 +28,7 @@ from lightning_megatron.transformer.moe import MoELayer
 from lightning_megatron.transformer.recompute import RecomputeConfig
 from lightning_megatron.transformer.tokens import Tokens, stream_of
 from tests.harness.threads import new_group, run_on_threads
-from tests.moe.plain_capacity import E, kept_by_hand
+from tests.moe.plain_capacity import E, drop_by_hand
 from tests.tensor.plain import fill, part_of
 
 # float64 sums of some hundred numbers near 1, in another order.
@@ -39,7 +39,7 @@ BITE = 1e-3
 B, S, H, FFN, SHARED = 4, 7, 8, 12, 16
 # No token comes to it.
 IDLE = 2
-# Packed: documents of uneven lengths, padding between and behind, a row of padding alone.
+# Packed: documents of uneven lengths, padding between and after, a row of padding alone.
 PACKED = torch.tensor(
     [[0, 0, 0, 0, 1, 2, 2], [0, 0, -1, 1, 1, 1, 1], [-1] * 7, [0, 0, 0, 0, 0, 0, -1]], dtype=torch.int64
 )
@@ -113,7 +113,7 @@ class Problem:
     segments_BS: Tensor
     weights: dict[str, Tensor]
     output: Tensor
-    num_kept: int
+    num_accepted: int
     num_chosen: int
 
 
@@ -149,7 +149,7 @@ def problem(variant: str, is_packed: bool) -> Problem:
         segments_BS=PACKED if is_packed else ROWS,
         weights={name: weight.requires_grad_() for name, weight in weights.items()},
         output=torch.zeros(B * S, H, dtype=torch.float64),
-        num_kept=0,
+        num_accepted=0,
         num_chosen=0,
     )
     run_plainly(made, moe, activation)
@@ -170,17 +170,19 @@ def run_plainly(made: Problem, moe: MoEConfig, activation: Activation) -> None:
     if router.norm_topk_prob:
         weights = weights / weights.sum(1, keepdim=True)
     chosen = torch.where((torch.tensor(segments) >= 0)[:, None], chosen, -1)
-    kept = chosen.tolist()
+    experts_of = chosen.tolist()
     if moe.capacity is not None:
-        factor, keeps = str(moe.capacity.factor), moe.capacity.drop_policy
+        factor, drop_policy = str(moe.capacity.factor), moe.capacity.drop_policy
         # The places of a row are in the order of positions.
-        kept = kept_by_hand(chosen, weights.detach(), segments, list(range(B * S)), factor, router.top_k, keeps)
+        experts_of = drop_by_hand(
+            chosen, weights.detach(), segments, list(range(B * S)), factor, router.top_k, drop_policy
+        )
     made.num_chosen = int((chosen >= 0).sum())
-    made.num_kept = sum(each >= 0 for row in kept for each in row)
+    made.num_accepted = sum(each >= 0 for row in experts_of for each in row)
     objective = torch.zeros((), dtype=torch.float64)
     for place in real:
         x, out = made.hidden[place], torch.zeros(H, dtype=torch.float64)
-        for k, expert in enumerate(kept[place]):
+        for k, expert in enumerate(experts_of[place]):
             if expert >= 0:
                 out = out + weights[place, k] * mlp(x, w["experts.up"][expert], w["experts.down"][expert], activation)
         if "shared.up.weight" in w:
@@ -223,7 +225,7 @@ def layer_of(made: Problem, moe: MoEConfig, activation: Activation, mesh: Mesh) 
 
 
 def call_of(made: Problem, moe: MoEConfig, mesh: Mesh) -> tuple[Tokens, RoutedTokens, Tensor]:
-    """What a replica calls its layer with, and which of all tokens its stream [T/sp] is, -1 for padding."""
+    """Arguments of a data-parallel rank's layer, and which of all tokens its stream [T/sp] is, -1 for padding."""
     rows = B // mesh.dp.size
     own = slice(mesh.dp.rank * rows, (mesh.dp.rank + 1) * rows)
     segments = made.segments_BS[own]
@@ -239,8 +241,8 @@ def call_of(made: Problem, moe: MoEConfig, mesh: Mesh) -> tuple[Tokens, RoutedTo
     return tokens, tokens.routed(made.targets_BS[own], mesh.tp, 1), ids_T
 
 
-def rows_of(whole: Tensor, ids_T: Tensor, padding: float) -> Tensor:
-    return torch.where((ids_T >= 0)[:, None], whole.detach()[ids_T], padding)
+def rows_of(full: Tensor, ids_T: Tensor, padding: float) -> Tensor:
+    return torch.where((ids_T >= 0)[:, None], full.detach()[ids_T], padding)
 
 
 def summed_gradient(parameter: Tensor, mesh: Mesh) -> Tensor:
@@ -258,7 +260,7 @@ def summed_gradient(parameter: Tensor, mesh: Mesh) -> Tensor:
 def test_output_and_every_gradient_equal_plain_loops(sizes: Sizes, is_packed: bool, variant: str) -> None:
     moe, activation = VARIANTS[variant]
     made = problem(variant, is_packed)
-    assert (made.num_kept < made.num_chosen) == (moe.capacity is not None)
+    assert (made.num_accepted < made.num_chosen) == (moe.capacity is not None)
 
     def on_rank(world: Any) -> None:
         mesh = Mesh.build(sizes, world.rank(), new_group)
@@ -273,12 +275,12 @@ def test_output_and_every_gradient_equal_plain_loops(sizes: Sizes, is_packed: bo
         assert hidden.grad is not None and made.hidden.grad is not None
         torch.testing.assert_close(hidden.grad, rows_of(made.hidden.grad, ids_T, 0.0), rtol=0, atol=TOLERANCE)
         for name, parameter in layer.named_parameters():
-            whole, shard = made.weights[name].grad, shard_of(parameter)
-            assert whole is not None and whole.abs().max() > BITE
+            full, shard = made.weights[name].grad, shard_of(parameter)
+            assert full is not None and full.abs().max() > BITE
             grad = summed_gradient(parameter, mesh)
-            torch.testing.assert_close(shard.valid(grad), part_of(whole, shard), rtol=0, atol=TOLERANCE)
+            torch.testing.assert_close(shard.valid(grad), part_of(full, shard), rtol=0, atol=TOLERANCE)
         report = end_step([layer.router], cut=mesh.tp, data=mesh.axis("dp+cp"))[0]
-        assert int(report.counts_E.sum()) == made.num_chosen and int(report.accepted_E.sum()) == made.num_kept
+        assert int(report.counts_E.sum()) == made.num_chosen and int(report.accepted_E.sum()) == made.num_accepted
         assert int(report.counts_E[IDLE]) == 0
 
     run_on_threads(sizes.world, on_rank)
@@ -296,23 +298,23 @@ def test_rows_that_are_filled_up_give_what_rows_that_are_not_give(layout: str, i
 
     def on_rank(world: Any) -> bool:
         mesh = Mesh.build(sizes, world.rank(), new_group)
-        outputs, asked = [], []
+        outputs, capacities = [], []
         for each in (moe, bare):
             layer = layer_of(made, each, activation, mesh)
             dispatch = layer.dispatcher.dispatch
 
-            def asking(*given: Any, dispatch: Any = dispatch) -> Any:
-                asked.append(given[3])
+            def recording(*given: Any, dispatch: Any = dispatch) -> Any:
+                capacities.append(given[3])
                 return dispatch(*given)
 
-            layer.dispatcher.dispatch = asking  # type: ignore[method-assign]
+            layer.dispatcher.dispatch = recording  # type: ignore[method-assign]
             _, routed, ids_T = call_of(made, each, mesh)
             outputs.append(layer(rows_of(made.hidden, ids_T, 5.0), routed)[0])
         torch.testing.assert_close(outputs[0], outputs[1], rtol=0, atol=TOLERANCE)
-        assert asked[1] is None
-        return asked[0] is not None
+        assert capacities[1] is None
+        return capacities[0] is not None
 
-    # Where replicas with other documents share experts, what may come is not known in advance.
+    # Where data-parallel ranks with other documents share experts, what may come is not known in advance.
     assert run_on_threads(2, on_rank) == [not (is_packed and layout == "ep 2")] * 2
 
 
@@ -339,7 +341,7 @@ def test_gathering_all_tokens_gives_what_sending_them_gives(layout: str) -> None
 
 
 @pytest.mark.parametrize("parts", [("moe",), ("moe", "norm"), ("norm",)])
-def test_a_layer_whose_experts_are_made_again_gives_the_same_and_is_recorded_once(parts: Any) -> None:
+def test_a_layer_whose_experts_are_recomputed_gives_the_same_and_is_recorded_once(parts: Any) -> None:
     moe = replace(TOP_2, capacity=ExpertCapacity(factor=0.75), router=replace(TOP_2.router, jitter=0.2))
     config, mesh, made = config_of(moe, "swiglu"), Mesh.single(), problem("top 2, shared with a gate", False)
     results = []
@@ -353,7 +355,7 @@ def test_a_layer_whose_experts_are_made_again_gives_the_same_and_is_recorded_onc
             tokens, routed, _ = call_of(made, moe, mesh)
             output, auxiliary = layer(made.hidden.detach(), tokens, replace(routed, call=len(calls)))
             ((output * made.out_grad).sum() + auxiliary).backward()
-        # Twice in each of two steps, where it is made again.
+        # Twice in each of two steps, where it is recomputed.
         assert len(calls) == (4 if "moe" in recomputed.parts else 2)
         report = end_step([layer.moe.router], cut=mesh.tp, data=mesh.dp)[0]
         assert int(report.counts_E.sum()) == 2 * B * S * moe.router.top_k

@@ -1,4 +1,4 @@
-"""Recomputation changes what is kept and nothing else: loss and every gradient are those of keeping all, to the bit."""
+"""Recomputation changes what is saved and nothing else: loss and every gradient are bit for bit those without it."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -107,7 +107,7 @@ def test_loss_and_gradients_are_those_of_keeping_all(variant: str, way: str, dty
 
 @each_variant
 @each_way
-def test_autocast_is_as_it_was_when_something_runs_again(variant: str, way: str) -> None:
+def test_autocast_is_as_it_was_when_something_is_recomputed(variant: str, way: str) -> None:
     tokens, labels = batch_of()
     model = GPTModel(VARIANTS[variant], seed=7)
     with torch.autocast("cpu", torch.bfloat16):
@@ -135,7 +135,7 @@ def test_a_mask_that_is_drawn_anew_is_seen(monkeypatch: pytest.MonkeyPatch) -> N
     def anew(keys: Tensor, *rest: Any) -> Tensor:
         nonlocal drawn
         drawn += 1
-        # As the forward of the whole model draws them: 3 in each layer, 1 before.
+        # As the forward of the full model draws them: 3 in each layer, 1 before.
         return keep_mask(keys + (drawn > num_forward), *rest)
 
     keep_mask, num_forward = rng.keep_mask, 1 + 3 * 3
@@ -249,7 +249,7 @@ LAYOUTS = {
 @each_variant
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("queued", [False, True], ids=["added", "queued"])
-def test_every_layout_gives_what_it_gives_when_it_keeps_all(variant: str, layout: str, queued: bool) -> None:
+def test_every_layout_gives_what_it_gives_without_recomputation(variant: str, layout: str, queued: bool) -> None:
     sizes = LAYOUTS[layout]
     # 21 tokens: a saved input does not divide by tp.
     for equal in run_on_threads(sizes.world, on_mesh, sizes, VARIANTS[variant], list(WAYS.values()), queued):
@@ -283,12 +283,12 @@ def test_selective_removes_what_grows_with_the_square_of_the_sequence() -> None:
     config = replace(GPT_1T, hidden_dropout=0.1, attention_dropout=0.1)
     unit = 2048 * 25600 / 8  # s b h / t
     square = 2048 * 2048 * 160 / 8  # a s^2 b / t
-    kept = saved_bytes(config, TP8_SP, 1, 2048, BF16)
+    saved = saved_bytes(config, TP8_SP, 1, 2048, BF16)
     selective = saved_bytes(config, TP8_SP, 1, 2048, BF16, WAYS["core attention"])
     # Beyond the paper's 34 are the statistics of the norms.
     assert selective == pytest.approx(34 * unit, rel=1e-4)
-    # Two bytes of weights, a byte of mask, and here the softmax in float32: a kernel in bf16 would keep 5 in all.
-    assert kept - selective == 7 * square >= 5 * square
+    # Two bytes of weights, a byte of mask, and here the softmax in float32: a kernel in bf16 would save 5 in all.
+    assert saved - selective == 7 * square >= 5 * square
     longer = saved_bytes(config, TP8_SP, 1, 4096, BF16, WAYS["core attention"])
     assert longer == 2 * selective
 
@@ -306,8 +306,8 @@ def test_selective_removes_what_grows_with_the_square_of_the_sequence() -> None:
 def test_full_leaves_the_input_of_a_layer(way: str, sizes: Sizes, expected: float) -> None:
     config = replace(GPT_1T, hidden_dropout=0.1, attention_dropout=0.1)
     for num_layers in (2, 4):
-        kept = saved_bytes(config, sizes, 1, 2048, BF16, WAYS[way], num_layers)
-        assert kept == num_layers * expected * 2048 * 25600
+        saved = saved_bytes(config, sizes, 1, 2048, BF16, WAYS[way], num_layers)
+        assert saved == num_layers * expected * 2048 * 25600
     if WAYS[way].num_layers == 1:
         by_formula = cost.layer_activation_bytes(
             config, sizes, batch=1, sequence=2048, bytes_per_element=2, recompute=WAYS[way]
@@ -316,9 +316,9 @@ def test_full_leaves_the_input_of_a_layer(way: str, sizes: Sizes, expected: floa
 
 
 def test_the_first_layers_of_a_stage_alone_are_recomputed() -> None:
-    kept = saved_bytes(GPT_1T, TP8_SP, 1, 2048, BF16, WAYS["full, first 2"], num_layers=3)
+    saved = saved_bytes(GPT_1T, TP8_SP, 1, 2048, BF16, WAYS["full, first 2"], num_layers=3)
     one = saved_bytes(GPT_1T, TP8_SP, 1, 2048, BF16)
-    assert kept == pytest.approx(2 * 2 * 2048 * 25600 / 8 + one, rel=1e-6)
+    assert saved == pytest.approx(2 * 2 * 2048 * 25600 / 8 + one, rel=1e-6)
 
 
 @pytest.mark.matrix
@@ -326,8 +326,8 @@ def test_the_first_layers_of_a_stage_alone_are_recomputed() -> None:
 @pytest.mark.parametrize("way", [way for way in WAYS if WAYS[way].granularity == "selective"])
 @pytest.mark.parametrize("probability", [0.0, 0.1])
 @each_variant
-def test_kept_bytes_by_formula_are_those_kept(variant: str, way: str, probability: float, sizes: Sizes) -> None:
-    # Layer norm, because the formula counts a fused RMS norm and the one of torch on CPU keeps more.
+def test_saved_bytes_by_formula_are_those_saved(variant: str, way: str, probability: float, sizes: Sizes) -> None:
+    # Layer norm, because the formula counts a fused RMS norm and the one of torch on CPU saves more.
     changes: dict[str, Any] = {"hidden_size": 256, "head_dim": 64, "ffn_hidden_size": 512, "normalization": "layernorm"}
     changes |= {"hidden_dropout": probability, "attention_dropout": probability}
     config: TransformerConfig = replace(VARIANTS[variant], **changes)
@@ -339,17 +339,17 @@ def test_kept_bytes_by_formula_are_those_kept(variant: str, way: str, probabilit
         )
 
     angles = 2 * 2 * sequence * config.rotary_width
-    formula, whole = by_formula(WAYS[way]) + angles, by_formula(RecomputeConfig())
+    formula, total = by_formula(WAYS[way]) + angles, by_formula(RecomputeConfig())
     # What is left are statistics of norms, here in half precision too.
-    assert saved_bytes(config, sizes, 3, sequence, BF16, WAYS[way]) == pytest.approx(formula, abs=0.005 * whole)
+    assert saved_bytes(config, sizes, 3, sequence, BF16, WAYS[way]) == pytest.approx(formula, abs=0.005 * total)
 
 
-def test_what_a_linear_keeps_under_autocast_is_made_again_too() -> None:
+def test_what_a_linear_saves_under_autocast_is_recomputed_too() -> None:
     with torch.autocast("cpu", BF16):
-        kept, less = (
+        saved, less = (
             saved_bytes(GPT2, Sizes(), 3, 64, torch.float32, way) for way in (RecomputeConfig(), WAYS["norm"])
         )
-    assert kept - less == 2 * 2 * 3 * 64 * 32  # two norms, two bytes
+    assert saved - less == 2 * 2 * 3 * 64 * 32  # two norms, two bytes
 
 
 # Models of others
@@ -393,7 +393,7 @@ def noisy_step(config: RecomputeConfig) -> tuple[list[Found], dict[str, Tensor],
 
 
 @pytest.mark.parametrize("way", ["full", "full by 2", "full, first 2", "full, sharded"])
-def test_layers_of_others_draw_again_what_they_drew_and_count_once(way: str) -> None:
+def test_recomputed_layers_of_others_draw_what_they_drew_and_count_once(way: str) -> None:
     wanted, wanted_buffers, wanted_next = noisy_step(RecomputeConfig())
     found, buffers, drawn_next = noisy_step(WAYS[way])
     assert all(are_equal(ours, theirs) for ours, theirs in zip(found, wanted, strict=True))
@@ -434,7 +434,7 @@ def test_saved_inputs_that_may_differ_between_ranks_are_not_cut() -> None:
 
 
 def text_of(config: RecomputeConfig, symbols: str) -> str:
-    """A stage's parts in groups: [recomputed together] and kept."""
+    """A stage's parts in groups: [recomputed together] and saved."""
     groups = recompute.groups_of(config, [symbol == "t" for symbol in symbols])
     return "".join(
         f"[{symbols[places.start : places.stop]}]" if is_recomputed else symbols[places.start : places.stop]
@@ -487,7 +487,7 @@ def test_full_recomputation_costs_a_forward_of_the_layers_and_no_more() -> None:
 # Faults
 
 
-def test_every_fault_is_told_at_once() -> None:
+def test_every_fault_is_reported_at_once() -> None:
     with pytest.raises(ValueError) as raised:
         RecomputeConfig(
             granularity="some",  # type: ignore[arg-type]
@@ -522,15 +522,15 @@ def test_settings_that_cannot_act_are_refused(settings: dict[str, Any], message:
     assert len(str(raised.value).splitlines()) == 1
 
 
-def test_a_part_that_the_model_does_not_have_is_told() -> None:
+def test_a_part_that_the_model_does_not_have_is_reported() -> None:
     model = GPTModel(GPT2, seed=7)
     offered = recompute.recomputable_parts(model)
     assert offered == {"core_attention", "norm", "activation", "mlp"}
-    asked = RecomputeConfig(granularity="selective", parts=("moe", "norm"))
-    [fault] = recompute.part_faults(asked, offered)
+    config = RecomputeConfig(granularity="selective", parts=("moe", "norm"))
+    [fault] = recompute.part_faults(config, offered)
     assert fault == (
         "recompute part 'moe' cannot act: the model has no expert layers; "
         "parts may be 'activation', 'core_attention', 'mlp', 'norm'"
     )
-    assert len(recompute.part_faults(asked, set())) == 2
+    assert len(recompute.part_faults(config, set())) == 2
     assert recompute.part_faults(WAYS["full"], set()) == []

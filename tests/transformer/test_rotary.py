@@ -123,7 +123,7 @@ def test_a_line_of_no_width_is_a_step() -> None:
         ),
     ],
 )
-def test_settings_that_cannot_be_are_told(settings: dict[str, Any], words: str) -> None:
+def test_settings_that_cannot_be_are_reported(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError) as raised:
         RopeScaling(**settings)
     assert f"rope_scaling {words}" in str(raised.value)

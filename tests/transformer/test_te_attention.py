@@ -26,12 +26,12 @@ VIEWS = {
     "window of all": MaskSpec(is_causal=True, window=11),
     "both ways": MaskSpec(is_causal=False),
 }
-# Numbers in bfloat16 keep 8 bits, and are rounded once behind sums in float32.
+# Numbers in bfloat16 keep 8 bits, and are rounded once after sums in float32.
 ROUNDING = 2.0**-8
 
 
 def random(*shape: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """As layers hand heads over: [B, heads, S, D] of what is laid out [B, S, heads, D]."""
+    """As layers hand heads over: [B, heads, S, D] as a view of [B, S, heads, D]."""
     x = torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
     return x.transpose(1, 2).requires_grad_()
 
@@ -75,7 +75,7 @@ def test_output_and_gradients_are_those_of_torch(
 @pytest.mark.parametrize(
     ("head_dim", "dtype"), [(8, torch.float32), (12, torch.bfloat16), (136, torch.bfloat16)], ids=str
 )
-def test_what_would_be_laid_out_goes_to_torch(
+def test_what_would_be_materialised_goes_to_torch(
     head_dim: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = engine_stub.install(monkeypatch)
@@ -105,7 +105,7 @@ def test_layers_of_a_model_attend_by_it_until_they_give_it_back(monkeypatch: pyt
             loss = loss_of(model)
             loss.backward()
             assert log.attended == [torch.Size((2, 12, 8, 8))]
-            # Documents that share a row are not whole sequences.
+            # Documents that share a row are not full sequences.
             loss_of(model, segments=torch.arange(12).expand(2, 12) // 5)
         assert list(model.state_dict()) == names
         layers.release()

@@ -95,7 +95,7 @@ def test_weights_are_cast_for_the_first_microbatch_of_a_step_alone(monkeypatch: 
         layers.end_step()
     with torch.no_grad(), layers.context():
         loss_of(model)
-    # Four linears of one layer; outside of training nothing is kept.
+    # Four linears of one layer; outside of training nothing is cached.
     assert log.first_microbatch == ([True] * 4 + [False] * 4) * 2 + [None] * 4
     assert len(log.autocasts) == 5 and log.autocasts[0] == (engine_stub.Float8CurrentScaling(), None)
 

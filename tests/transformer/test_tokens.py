@@ -1,4 +1,4 @@
-"""What routers are told of the tokens of a call is, on every layout, what the caller's batch says of them."""
+"""Metadata of tokens for routers agree with the caller's batch on every layout."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ LAYOUTS = {
     "cp 2 tp 2 sp": Sizes(world=4, cp=2, tp=2, sequence_parallel=True),
 }
 on_every_layout = pytest.mark.parametrize("sizes", LAYOUTS.values(), ids=LAYOUTS)
-# Documents of one token and more, a gap before one, padding behind another, and a row of padding alone.
+# Documents of one token and more, a gap before one, padding after another, and a row of padding alone.
 PACKED = torch.tensor([[0, 0, 0, 1, 2, 2, 2], [0, -1, 1, 1, 1, -1, -1], [-1] * 7])
 ROWS = torch.zeros(B, S, dtype=torch.int64)
 either_batch = pytest.mark.parametrize("segments", [ROWS, PACKED], ids=["rows", "packed"])
@@ -41,7 +41,7 @@ def stream(mesh: Mesh, segments: Tensor) -> Tokens:
 
 
 def routed_on(mesh: Mesh, segments: Tensor, call: int = 0) -> tuple[RoutedTokens, Tensor]:
-    """What one rank is told, and which of the caller's tokens each is, -1 for padding."""
+    """Metadata on one rank, and which of the caller's tokens each is, -1 for padding."""
     tokens = stream(mesh, segments)
     ids_T = tokens.flat(torch.arange(B * S).view(B, S), padding=-1)
     missing = -len(ids_T) % mesh.tp.size
@@ -51,9 +51,7 @@ def routed_on(mesh: Mesh, segments: Tensor, call: int = 0) -> tuple[RoutedTokens
 
 @on_every_layout
 @either_batch
-def test_each_token_is_told_with_its_sequence_its_place_and_its_share_of_the_weights(
-    sizes: Sizes, segments: Tensor
-) -> None:
+def test_each_token_has_its_sequence_its_position_and_its_share_of_the_weights(sizes: Sizes, segments: Tensor) -> None:
     flat = [(row, number) for row in range(B) for number in segments[row].tolist()]
     sequences = list(dict.fromkeys(each for each in flat if each[1] >= 0))
     keys = stream(Mesh.single(), segments).keys_BX

@@ -61,12 +61,12 @@ def _joined(part: list[RankGroup], sizes: Sequence[int]) -> list[RankGroup]:
         blocks = {group.first // wider for group in part if group.size == size and not group.documents}
         if not blocks:
             continue
-        kept = [group for group in part if group.size > size or group.first // wider not in blocks]
+        joined = [group for group in part if group.size > size or group.first // wider not in blocks]
         for block in sorted(blocks):
             inside = [group for group in part if group.size <= size and group.first // wider == block]
             documents = sorted(document for group in inside for document in group.documents)
-            kept.append(RankGroup(block * wider, wider, tuple(documents)))
-        part = kept
+            joined.append(RankGroup(block * wider, wider, tuple(documents)))
+        part = joined
     return part
 
 

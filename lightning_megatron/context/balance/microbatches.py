@@ -120,8 +120,8 @@ def _packed(
                 needs[level][block] = count + 1
                 fits = False
                 continue
-            for place, pack in enumerate(packs, start=starts[block]):
-                slots[place].append(RankGroup(block * size, size, tuple(sorted(pack))))
+            for index, pack in enumerate(packs, start=starts[block]):
+                slots[index].append(RankGroup(block * size, size, tuple(sorted(pack))))
         if level + 1 < len(sizes):
             children = len(counts[level + 1]) // len(counts[level])
             starts = [

@@ -77,7 +77,7 @@ def shortest_at_ends(slots: Sequence[SlotGroups], lengths: Sequence[int], cost: 
     """
     longest = [max(group_seconds(group, lengths, cost) for group in slot) for slot in slots]
     order = sorted(range(len(slots)), key=longest.__getitem__)
-    return tuple(slots[place] for place in [*order[0::2], *reversed(order[1::2])])
+    return tuple(slots[index] for index in [*order[0::2], *reversed(order[1::2])])
 
 
 def group_seconds(group: RankGroup, lengths: Sequence[int], cost: CostModel) -> float:

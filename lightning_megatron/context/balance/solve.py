@@ -148,5 +148,5 @@ def _require_plannable(lengths: Sequence[int], sizes: Sequence[int], config: Dyn
 
 def _some(things: Sequence[object]) -> str:
     """The first five things, and the number of further ones."""
-    told = ", ".join(map(str, things[:5]))
-    return f"{told} and {len(things) - 5} more" if len(things) > 5 else told
+    first = ", ".join(map(str, things[:5]))
+    return f"{first} and {len(things) - 5} more" if len(things) > 5 else first

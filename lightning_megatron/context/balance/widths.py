@@ -84,12 +84,12 @@ class PlannedDocuments:
         own = self.seconds[widths, np.arange(len(self.order))]
         is_critical = np.isin(self.order, critical)
         is_critical[own.argmax()] = True
-        for place in np.flatnonzero(is_critical)[np.argsort(-own[is_critical], kind="stable")]:
+        for document in np.flatnonzero(is_critical)[np.argsort(-own[is_critical], kind="stable")]:
             for change in (1, -1):
-                width = widths[place] + change
-                if 0 <= width < len(self.sizes) and np.isfinite(self.seconds[width, place]):
+                width = widths[document] + change
+                if 0 <= width < len(self.sizes) and np.isfinite(self.seconds[width, document]):
                     changed = widths.copy()
-                    changed[place] = width
+                    changed[document] = width
                     yield changed
 
 

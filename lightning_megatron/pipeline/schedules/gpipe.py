@@ -10,7 +10,7 @@ from lightning_megatron.pipeline.simulate import Costs
 def gpipe(*, pp: int, chunks: int, microbatches: int) -> Order:
     """The GPipe order, stage s on rank s % pp: all forwards, chunk after chunk, then all backwards, last chunk first.
 
-    A rank keeps the activations of all its chunks and microbatches. With at least pp microbatches the bubble is
+    A rank saves the activations of all its chunks and microbatches. With at least pp microbatches the bubble is
     (pp - 1)/(chunks * microbatches + pp - 1).
     Raises ValueError for fewer than one rank, chunk or microbatch.
     Source: Huang et al. 2019, GPipe, section 2; with chunks: Lamy-Poirier 2023, Breadth-First Pipeline Parallelism.

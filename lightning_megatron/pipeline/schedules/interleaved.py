@@ -18,9 +18,9 @@ from lightning_megatron.pipeline.simulate import Costs
 def interleaved_one_f_one_b(*, pp: int, chunks: int, microbatches: int, group_size: int) -> Order:
     """The interleaved 1F1B order with groups of that many microbatches; with one chunk it is `one_f_one_b`.
 
-    It runs for any number of microbatches. Rank r keeps at most 2*(pp - r - 1) + (chunks - 1)*group + 1 activations,
+    It runs for any number of microbatches. Rank r saves at most 2*(pp - r - 1) + (chunks - 1)*group + 1 activations,
     group being the smaller of `group_size` and `microbatches`, and never more than chunks*microbatches. The bubble is
-    (pp - 1)/(chunks*microbatches + pp - 1) if the last group, which is what others leave, is whole, or has pp or more
+    (pp - 1)/(chunks*microbatches + pp - 1) if the last group, which is what others leave, is full, or has pp or more
     microbatches and a backward takes no less than a forward; each one less costs up to chunks - 1 forwards and
     backwards more.
     Raises ValueError for fewer than one rank, chunk or microbatch, and for groups smaller than pp.
@@ -67,7 +67,7 @@ def _is_full(schedule: Schedule, costs: Costs) -> bool:
     last_group = schedule.microbatches % group_size
     if last_group == 0:
         return group_size >= schedule.pp
-    # Backwards shorter than forwards do not fill the place that the missing microbatches leave.
+    # Backwards shorter than forwards do not fill the gap that the missing microbatches leave.
     return last_group >= schedule.pp and costs.backward >= costs.forward
 
 

@@ -12,7 +12,7 @@ def one_f_one_b(*, pp: int, microbatches: int) -> Order:
     """The 1F1B order, rank r holding stage r: forwards to fill the pipeline, then one forward one backward, then the
     backwards that are left.
 
-    Rank r keeps at most min(pp - r, microbatches) activations; the bubble is (pp - 1)/(microbatches + pp - 1).
+    Rank r saves at most min(pp - r, microbatches) activations; the bubble is (pp - 1)/(microbatches + pp - 1).
     Raises ValueError for fewer than one rank or microbatch.
     Source: Narayanan et al. 2021, Memory-Efficient Pipeline-Parallel DNN Training (PipeDream-Flush), section 2.2.
     """

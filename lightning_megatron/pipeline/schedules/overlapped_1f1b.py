@@ -1,5 +1,5 @@
-"""1F1B in which a forward and a backward of different microbatches run side by side, each computing while messages of
-the other travel within its layers (tokens to experts and back).
+"""1F1B in which a forward and a backward of different microbatches overlap: each computes while messages of the other
+are in flight within its layers (tokens to experts and back).
 
 Both 1F1B and interleaved 1F1B can run so. A pair starts when both have what they read, so a rank is one
 forward further ahead than under 1F1B, and two further than its next rank: when the next rank runs the pair of forward i
@@ -18,9 +18,9 @@ from lightning_megatron.pipeline.schedule_spec import Schedule
 def overlapped_one_f_one_b(
     *, pp: int, chunks: int, microbatches: int, group_size: int
 ) -> tuple[Order, frozenset[Action]]:
-    """The order, and the forwards in it that run side by side with the backward right behind them.
+    """The order, and the forwards in it that overlap with the backward right after them.
 
-    Stage s is chunk s // pp of rank s % pp. Rank r keeps at most 2*(pp - r - 1) + (chunks - 1)*group + 2 activations,
+    Stage s is chunk s // pp of rank s % pp. Rank r saves at most 2*(pp - r - 1) + (chunks - 1)*group + 2 activations,
     group being the smaller of `group_size` and `microbatches`.
     Raises ValueError for fewer than one rank, chunk or microbatch, and, with several chunks, for groups smaller than
     pp.
@@ -54,8 +54,8 @@ def turns_of(chunks: int, microbatches: int, group_size: int) -> list[tuple[int,
     """The (chunk, microbatch) pairs in the order of a rank's forwards, the last group filled up."""
     num_groups = -(-microbatches // group_size)
     return [
-        (chunk, group * group_size + place)
+        (chunk, group * group_size + index)
         for group in range(num_groups)
         for chunk in range(chunks)
-        for place in range(group_size)
+        for index in range(group_size)
     ]

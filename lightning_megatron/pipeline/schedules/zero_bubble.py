@@ -4,7 +4,7 @@
 makes the gradients of its weights, and may run at any time after `I`. With p ranks, m microbatches and F, I and W of
 one unit each for all that a rank holds:
 
-| order  | makespan                           | most that a rank keeps until W         |
+| order  | makespan                           | most that a rank saves until W         |
 |--------|------------------------------------|----------------------------------------|
 | 1F1B   | 3m + 3(p - 1)                      | p                                      |
 | ZB-H1  | max(3m + p - 1, 2m + 2p - 1)       | p                                      |
@@ -27,9 +27,9 @@ _Turn = tuple[Kind, int]
 
 
 def zb_h1(*, pp: int, microbatches: int) -> Order:
-    """The ZB-H1 order, rank r holding stage r: 1F1B with each `W` r microbatches behind its `I`.
+    """The ZB-H1 order, rank r holding stage r: 1F1B with each `W` r microbatches after its `I`.
 
-    A rank keeps at most min(pp, microbatches) activations, until `W`: as many as the first rank of 1F1B, on each rank.
+    A rank saves at most min(pp, microbatches) activations, until `W`: as many as the first rank of 1F1B, on each rank.
     The bubble with F, I and W alike is (pp - 1)/(3*microbatches + pp - 1) for microbatches >= pp.
     Raises ValueError for fewer than one rank or microbatch.
     Source: Qi et al. 2024, Zero Bubble Pipeline Parallelism (arXiv 2401.10241), section 2.1.
@@ -39,10 +39,10 @@ def zb_h1(*, pp: int, microbatches: int) -> Order:
 
 
 def zb_v(*, pp: int, microbatches: int) -> Order:
-    """The ZB-V order, rank r holding stages pp - 1 - r and pp + r: the model goes down the ranks and up again.
+    """The ZB-V order, rank r holding stages pp - 1 - r and pp + r: the model goes down the ranks and up.
 
     The same as in its source but for the count of the ranks, which runs backwards here, so that the last stage is on
-    the last rank. A rank keeps at most 2*min(pp, microbatches) activations of its half as large stages, until `W`. The
+    the last rank. A rank saves at most 2*min(pp, microbatches) activations of its half as large stages, until `W`. The
     bubble with F, I and W alike is (pp - 1)/(6*microbatches + pp - 1) for microbatches >= 3*pp // 2.
     Raises ValueError for fewer than one rank or microbatch.
     Source: Qi et al. 2024, Zero Bubble Pipeline Parallelism (arXiv 2401.10241), section 6; as V-ZB one of a family in
@@ -58,7 +58,7 @@ def _zb_h1_turns(rank: int, pp: int, num: int) -> list[_Turn]:
     num_warmup = pp - 1 - rank
     return [
         *[f] * num_warmup,
-        # Here the rank takes up the memory that ranks before it need for their warm-up, and puts off `W`.
+        # Here the rank uses the memory that ranks before it need for their warm-up, and defers `W`.
         *[f, i] * rank,
         *[f, i, w] * (num - num_warmup - rank),
         *[i, w] * num_warmup,
@@ -71,7 +71,7 @@ def _zb_v_turns(rank: int, pp: int, num: int) -> list[_Turn]:
     down, up = pp - 1 - rank, pp + rank
     f_down, i_down, w_down = ((kind, down) for kind in (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT))
     f_up, i_up, w_up = ((kind, up) for kind in (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT))
-    # `down` counts the ranks that a microbatch passes before this one, on its way in and again on its way out.
+    # `down` counts the ranks that a microbatch passes before this one, on its way in and on its way out.
     return [
         # Until the first microbatch is back from the ranks at the turn of the V.
         *[f_down] * (2 * rank + 1),

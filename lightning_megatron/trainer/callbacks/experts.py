@@ -21,9 +21,9 @@ from lightning_megatron.trainer.config import ConfigurationError
 class ExpertMonitor(L.Callback):
     """Logs, under `experts/`, the balance losses, the z-loss, the largest and smallest load and the dropped share.
 
-    They are those of the global batch of an optimizer step, of all layers, on every rank alike; under strategies other
-    than ours a process knows its own tokens only. A step that was skipped has none. A load of 1 is the mean of its
-    layer; losses are before their coefficients.
+    Values cover the global batch of an optimizer step and all layers, and are equal on every rank; under other
+    strategies a process counts its own tokens only. Skipped steps log nothing. A load of 1 is the mean of its layer;
+    losses are before their coefficients.
 
     The picture, `experts.png`, is the load of each expert over the steps, also written at the end of training and given
     to TensorBoard loggers; it needs the extra `plot`. Of several models each name begins with the model's.
@@ -41,7 +41,7 @@ class ExpertMonitor(L.Callback):
 
         Args:
             every_n_steps: Optimizer steps between two logs; 0 logs as often as the Trainer's log_every_n_steps.
-            per_layer: Whether the numbers of each layer are logged beside their means.
+            per_layer: Whether the numbers of each layer are logged as well as their means.
             per_expert: Whether the share of tokens of each expert is logged.
             picture_every_n_steps: Optimizer steps between two writings of `experts.png`; 0 is never.
             picture_folder: Folder of the picture; empty is where the Trainer logs.
@@ -86,8 +86,8 @@ class ExpertMonitor(L.Callback):
             return
         # Lightning counts batches that stepped, as its loggers do: with two optimizers global_step goes up by two.
         step = trainer.fit_loop.epoch_loop._batches_that_stepped + 1
-        told = trainer.log_every_n_steps  # type: ignore[attr-defined]
-        every = self.every_n_steps or told
+        log_every = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        every = self.every_n_steps or log_every
         is_logged = every > 0 and step % every == 0
         is_drawn = self.picture_every_n_steps > 0
         if not (is_logged or is_drawn):
@@ -115,13 +115,13 @@ class ExpertMonitor(L.Callback):
                 f"ExpertMonitor has nothing to look at: no GPTModel of {type(module).__name__} has experts; give its "
                 "config moe=MoEConfig(...), or leave the callback out"
             )
-        told = trainer.log_every_n_steps  # type: ignore[attr-defined]
-        if self.every_n_steps and told and trainer.loggers and self.every_n_steps % told:
-            nearest = max(self.every_n_steps // told, 1) * told
+        log_every = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if self.every_n_steps and log_every and trainer.loggers and self.every_n_steps % log_every:
+            nearest = max(self.every_n_steps // log_every, 1) * log_every
             faults.append(
                 f"every_n_steps of ExpertMonitor ({self.every_n_steps}) must be a multiple of the Trainer's "
-                f"log_every_n_steps ({told}), which says when loggers are told; it may be {nearest} or "
-                f"{nearest + told}, or 0 for as often as that"
+                f"log_every_n_steps ({log_every}), which is the interval of loggers; it may be {nearest} or "
+                f"{nearest + log_every}, or 0 for as often as that"
             )
         if self.picture_every_n_steps:
             faults += [f"{fault}, or set picture_every_n_steps=0" for fault in matplotlib_faults()]

@@ -1,4 +1,4 @@
-"""`MemoryMonitor`: the most memory that ranks hold in each phase of training, beside what the planner said."""
+"""`MemoryMonitor`: peak memory of the ranks in each phase of training, compared with the planner's estimate."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -42,8 +42,8 @@ class _Held:
 
 
 class MemoryMonitor(L.Callback):
-    """Logs, as often as the Trainer tells its loggers, the most memory that any rank held in each phase since the last
-    time; the same numbers on every rank, in 1e9 bytes.
+    """Logs, every `log_every_n_steps`, the most memory that any rank held in each phase since the last log; the same
+    numbers on every rank, in 1e9 bytes.
 
         memory/setup_allocated_gb             until training starts: building the model, loading
         memory/forward_backward_allocated_gb
@@ -52,15 +52,15 @@ class MemoryMonitor(L.Callback):
         memory/checkpoint_allocated_gb        from the start of a save to the next batch
         memory/fullest_rank                   which rank held the most
         memory/reserved_gb                    the most that an allocator took, on GPUs
-        memory/planned_gb                     what the planner said of the fullest rank's `allocated`
+        memory/planned_gb                     the planner's estimate of the fullest rank's `allocated`
 
-    Without a GPU it is `resident` in the place of `allocated`: all pages of the process, Python's and torch's too; or
-    `resident_so_far`, the most since the process began, where the system does not let the peak be set back.
+    Without a GPU it is `resident` instead of `allocated`: all pages of the process, Python's and torch's too; or
+    `resident_so_far`, the most since the process began, where the system does not let the peak be reset.
 
-    After `print_after_steps` optimizer steps (0: never) it prints a table of the fullest rank, by kind, the plan beside
-    what was measured, and says why where there is no plan. Weights, gradients, master weights and moments are counted
-    tensor by tensor; the rest is what lies between them and the peak. Without a GPU that peak is less what the process
-    held before there was a model.
+    After `print_after_steps` optimizer steps (0: never) it prints a table of the fullest rank, by kind, planned and
+    measured, or the reason why there is no plan. Weights, gradients, master weights and moments are counted tensor by
+    tensor; the rest is the difference to the peak. Without a GPU the peak does not count what the process held before
+    there was a model.
     """
 
     def __init__(self, print_after_steps: int = 2) -> None:
@@ -113,14 +113,14 @@ class MemoryMonitor(L.Callback):
         self._num_steps += 1
         every = trainer.log_every_n_steps  # type: ignore[attr-defined]
         # Lightning counts so for its loggers.
-        is_told = every > 0 and (trainer.fit_loop.epoch_loop._batches_that_stepped + 1) % every == 0
-        if is_table_due or is_told:
+        is_log_due = every > 0 and (trainer.fit_loop.epoch_loop._batches_that_stepped + 1) % every == 0
+        if is_table_due or is_log_due:
             ranks = gathered(self._held(trainer, batch, is_table_due=is_table_due), trainer)
             planned = _Planned(trainer, ranks)
             if is_table_due and trainer.is_global_zero:
                 assert self._meter is not None
                 trainer.print(_table(ranks, planned, self._meter.name))
-            if is_told:
+            if is_log_due:
                 self._log(pl_module, ranks, planned)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -217,13 +217,13 @@ def _stepped(trainer: L.Trainer) -> list[Tensor]:
 def _kinds(trainer: L.Trainer, gradient_bytes: int) -> dict[str, int]:
     """Bytes that this rank holds from step to step."""
     weights = storage_bytes(trainer.lightning_module.parameters())
-    main = storage_bytes(_stepped(trainer))
+    stepped = storage_bytes(_stepped(trainer))
     states = [state for optimizer in trainer.optimizers for state in optimizer.state.values()]
     moments = storage_bytes(value for state in states for value in state.values() if isinstance(value, Tensor))
     return {
         "weights": sum(weights.values()),
         "gradients": gradient_bytes,
-        "master_weights": sum(size for place, size in main.items() if place not in weights),
+        "master_weights": sum(size for address, size in stepped.items() if address not in weights),
         "moments": sum(moments.values()),
     }
 
@@ -240,8 +240,8 @@ def _table(ranks: list[_Held], planned: _Planned, meter: str) -> str:
     lines = [f"Memory of rank {number} of {len(ranks)} at the peak of a step, GB ({meter}):"]
     lines.append(f"{'':<26}{'plan':>10}{'measured':>10}")
     for kind, value in found.items():
-        told = f"{plan[kind] / GIGA:10.4g}" if planned.kinds else f"{'-':>10}"
-        lines.append(f"{kind.replace('_', ' '):<26}{told}{value / GIGA:10.4g}")
+        plan_text = f"{plan[kind] / GIGA:10.4g}" if planned.kinds else f"{'-':>10}"
+        lines.append(f"{kind.replace('_', ' '):<26}{plan_text}{value / GIGA:10.4g}")
     if planned.why_not:
         lines.append(f"no plan: {planned.why_not}")
     phases = [

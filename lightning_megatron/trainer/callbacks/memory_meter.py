@@ -3,7 +3,7 @@
 name              what it counts
 allocated         tensors on the GPU, by torch's allocator
 resident          pages of the process in memory, all of them: Python and torch too
-resident_so_far   the same, but the most since the process began, where the system lets nobody set the peak back
+resident_so_far   the same, but the most since the process began, where the system does not let the peak be reset
 """
 
 import resource
@@ -76,7 +76,7 @@ Meter = GpuMeter | ResidentMeter
 
 
 def meter_of(device: torch.device) -> Meter:
-    """The best there is for a process that computes on the device."""
+    """The best available meter for a process that computes on the device."""
     if device.type == "cuda":
         return GpuMeter(device)
     meter = ResidentMeter()
@@ -89,7 +89,7 @@ def meter_of(device: torch.device) -> Meter:
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Bytes of the memory behind tensors, each piece once, by its address."""
+    """Bytes of the tensors' storages by address, each storage once."""
     found = {}
     for tensor in tensors:
         own = tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,4 +1,4 @@
-"""A run under `MegatronStrategy` as the planner sees it: what its callbacks show beside what they measure."""
+"""A run under `MegatronStrategy` as the planner sees it: callbacks compare its plan with what they measure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -47,8 +47,8 @@ def seen_by(trainer: pl.Trainer, batch: Any) -> Seen:
 
 
 def planned_run(trainer: pl.Trainer, ranks: Sequence[Seen], *, rank: int = 0) -> Run:
-    """A step of which every replica has a batch like that of a global rank; under dynamic context parallelism the very
-    step that runs, or was the last. `ranks` are what all of them saw.
+    """A step in which every data-parallel rank has a batch like that of one global rank; under dynamic context
+    parallelism the very step that runs, or was the last. `ranks` is what all of them saw.
 
     Raises NotPlanned.
     """
@@ -59,9 +59,9 @@ def planned_run(trainer: pl.Trainer, ranks: Sequence[Seen], *, rank: int = 0) ->
     if not isinstance(model, (GPTConfig, BertConfig, T5Config)):
         raise NotPlanned(f"{_name(module)} has not exactly one configuration of a GPT, BERT, T5 or LLaVA")
     if strategy.dynamic_context is not None and strategy.pipeline.overlap_expert_exchange:
-        raise NotPlanned("overlap_expert_exchange beside dynamic context parallelism keeps more than a plan knows")
+        raise NotPlanned("overlap_expert_exchange with dynamic context parallelism saves more than a plan knows")
     if strategy.pipeline.mode == "collective":
-        raise NotPlanned('PipelineConfig(mode="collective") keeps all microbatches at once')
+        raise NotPlanned('PipelineConfig(mode="collective") saves all microbatches at once')
     seen = ranks[rank]
     if seen.lengths is None:
         raise NotPlanned(seen.why_not)

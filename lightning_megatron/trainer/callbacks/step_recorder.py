@@ -36,7 +36,7 @@ class StepRecorder:
             self._noted.append((activity, self.batch, self._begun.pop(activity), self._moment()))
 
     def add_data(self, start: float, end: float) -> None:
-        """A wait for data, by the host's clock."""
+        """Records a wait for data, by the host's clock."""
         self._noted.append((DATA, self.batch, start, end))
 
     def end_batch(self) -> None:
@@ -61,7 +61,7 @@ class StepRecorder:
         return event
 
     def _seconds(self, moment: Any) -> float:
-        """On the host's clock."""
+        """A moment in seconds on the host's clock."""
         if self._origin is None or isinstance(moment, float):
             return float(moment)
         event, host = self._origin

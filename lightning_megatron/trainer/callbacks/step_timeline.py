@@ -1,4 +1,4 @@
-"""`StepTimeline`: one training step of every rank, what it did and when, beside what its schedule predicts."""
+"""`StepTimeline`: one training step of every rank, what it did and when, and what its schedule predicts."""
 
 import json
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ from lightning_megatron.trainer.config import ConfigurationError
 from lightning_megatron.trainer.strategy import MegatronStrategy
 
 _NUM_MEETINGS = 20
-# Of a larger world the first replica alone is told.
+# Of a larger world the trace holds data-parallel rank 0 alone.
 _MOST_RANKS = 512
 # Without stages, so many ranks are drawn.
 _MOST_ROWS = 16
@@ -51,14 +51,14 @@ Prediction = tuple[str, list[tuple[ActivitySpan, ...]]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Place:
+class _RankPosition:
     """Position of this rank in the picture."""
 
     pp_rank: int
     stages: tuple[int, ...]
     is_shown: bool
     """Whether the picture shows this rank."""
-    is_told: bool
+    is_traced: bool
     """Whether the trace holds this rank."""
 
 
@@ -72,11 +72,11 @@ class StepTimeline(L.Callback):
 
     Measured are the actions of a schedule, the messages that a rank waits for, the sums of gradients, what gathers
     parameters, the optimizer and the wait for data. Without a schedule, and under other strategies, they are forward,
-    backward and optimizer: sums that run behind a backward count as that. On a GPU moments are those of the device,
+    backward and optimizer: sums that overlap a backward count as that. On a GPU moments are those of the device,
     which is waited for before and after the step. Ranks' clocks are aligned by meetings; the line says how well.
 
     Predicted is the schedule alone (`metrics.step_timeline`): from the measured costs and, on a GPU that the planner
-    knows with a model that it knows, from its own. Where forwards run beside backwards nothing is predicted.
+    knows with a model that it knows, from its own. Where forwards overlap backwards nothing is predicted.
     """
 
     def __init__(self, step: int = 5, folder: str = "") -> None:
@@ -93,7 +93,7 @@ class StepTimeline(L.Callback):
         # Of this run.
         self._num_steps = 0
         self._steps_before = 0
-        # When the last batch ended; none where something else came behind it.
+        # When the last batch ended; none where something else came after it.
         self._ended_seconds: float | None = None
         # While the step runs.
         self._recorder: StepRecorder | None = None
@@ -144,7 +144,7 @@ class StepTimeline(L.Callback):
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
         recorder = self._recorder
         if recorder is None or isinstance(trainer.strategy, MegatronStrategy):
-            # That one tells of it itself.
+            # MegatronStrategy records it itself.
             return
         recorder.begin(OPTIMIZER)
         self._hooks.append(optimizer.register_step_post_hook(lambda *_: recorder.end(OPTIMIZER)))
@@ -186,19 +186,19 @@ class StepTimeline(L.Callback):
     def _write(self, trainer: L.Trainer, batch: Any, recorder: StepRecorder) -> None:
         """Every rank calls it; the first one writes."""
         offset = _offset(trainer)
-        place = _place(trainer)
+        position = _rank_position(trainer)
         own = None
-        if place.is_told:
+        if position.is_traced:
             spans = _without_doubles(recorder.spans(offset.seconds))
-            own = RankSpans(trainer.global_rank, place.pp_rank, place.stages, spans, place.is_shown)
+            own = RankSpans(trainer.global_rank, position.pp_rank, position.stages, spans, position.is_shown)
         # On every rank: the Trainer's folder is the first rank's.
         folder = Path(self.folder or trainer.log_dir or trainer.default_root_dir)
-        told = gathered_on_first((own, offset, seen_by(trainer, batch)), trainer)
-        if told is None:
+        reports = gathered_on_first((own, offset, seen_by(trainer, batch)), trainer)
+        if reports is None:
             return
-        ranks = [rank for rank, *_ in told if rank is not None]
-        predictions = _predictions(trainer, ranks, [seen for *_, seen in told])
-        error_seconds = max(offset.error_seconds for _, offset, _ in told)
+        ranks = [rank for rank, *_ in reports if rank is not None]
+        predictions = _predictions(trainer, ranks, [seen for *_, seen in reports])
+        error_seconds = max(offset.error_seconds for _, offset, _ in reports)
         panels = _panels(ranks, predictions)
         title = f"step {self.step}: {_step_seconds(ranks):.4g} s, clocks within {error_seconds * 1e3:.2g} ms"
         summary = "; ".join([title, *(panel.heading for panel in panels)])
@@ -225,31 +225,31 @@ def _offset(trainer: L.Trainer) -> Offset:
     return offset_of(meetings, gathered(meetings, trainer)[0])
 
 
-def _place(trainer: L.Trainer) -> _Place:
+def _rank_position(trainer: L.Trainer) -> _RankPosition:
     strategy, rank = trainer.strategy, trainer.global_rank
     is_small = trainer.world_size <= _MOST_RANKS
     if not isinstance(strategy, MegatronStrategy):
-        return _Place(pp_rank=0, stages=(), is_shown=rank < _MOST_ROWS, is_told=is_small or rank < _MOST_ROWS)
+        return _RankPosition(pp_rank=0, stages=(), is_shown=rank < _MOST_ROWS, is_traced=is_small or rank < _MOST_ROWS)
     mesh = strategy.mesh
     is_first = mesh.dp.rank == mesh.cp.rank == mesh.tp.rank == 0
     is_shown = rank < _MOST_ROWS if mesh.pp.size == 1 else is_first
-    return _Place(
+    return _RankPosition(
         pp_rank=mesh.pp.rank,
         stages=tuple(mesh.own_stages),
         is_shown=is_shown,
-        is_told=is_small or is_shown or mesh.dp.rank == 0,
+        is_traced=is_small or is_shown or mesh.dp.rank == 0,
     )
 
 
 def _without_doubles(spans: tuple[ActivitySpan, ...]) -> tuple[ActivitySpan, ...]:
-    """Spans without Lightning's forward and backward, where the actions of a schedule tell them in detail."""
+    """Spans without Lightning's forward and backward, where the actions of a schedule give them in detail."""
     if not any(span.is_compute for span in spans):
         return spans
     return tuple(span for span in spans if span.activity not in (FORWARD, BACKWARD))
 
 
 def _predictions(trainer: L.Trainer, ranks: list[RankSpans], seen: list[Seen]) -> list[Prediction]:
-    # Beside ranks that are shown stands what their own costs make.
+    # The prediction under the shown ranks comes from their own costs.
     shown = [rank for rank in ranks if rank.is_shown]
     schedules = _schedules(trainer.strategy, shown)
     if not schedules or schedules[0].is_overlapped:

@@ -27,7 +27,7 @@ class MeasuredModule(Protocol):
 
 @runtime_checkable
 class RecomputingModule(Protocol):
-    """A module that says how much of that work a backward does again."""
+    """A module that says how much of that work a backward recomputes."""
 
     def batch_recomputed_flops(self, batch: Any, recompute: RecomputeConfig, sizes: Sizes) -> float: ...
 
@@ -35,7 +35,7 @@ class RecomputingModule(Protocol):
 class ThroughputMonitor(L.Callback):
     """Logs how fast training is, over the last few batches; the same on every rank.
 
-        tokens/s         of all replicas together; the other ranks of a replica work on the same tokens
+        tokens/s         of all data-parallel ranks together; model-parallel ranks work on the same tokens
         TFLOP/s/device   model FLOPs, in the mean over devices
         MFU, HFU         shares of the devices' peak, where that is known, by the conventions of `metrics.throughput`;
                          HFU where the module has `batch_recomputed_flops`, as those of `lightning_modules`
@@ -65,7 +65,7 @@ class ThroughputMonitor(L.Callback):
         self._is_warm = False
         # When the clock started; none while it stands still.
         self._started_seconds: float | None = None
-        # When the last batch ended; none where something else came behind it.
+        # When the last batch ended; none where something else came after it.
         self._ended_seconds: float | None = None
         self._begin_span()
 
@@ -151,7 +151,7 @@ class ThroughputMonitor(L.Callback):
         return numbers
 
     def _stop_clock(self, trainer: L.Trainer) -> None:
-        """Keeps the seconds so far; the next batch starts the clock again."""
+        """Adds up the seconds so far; the next batch restarts the clock."""
         if self._started_seconds is not None:
             self._seconds += _now(trainer) - self._started_seconds
             self._started_seconds = None

@@ -1,6 +1,6 @@
 """Trained weights of a built module, which the planner otherwise takes from a recipe's file.
 
-Every rank tells of its own stage and slices; together they tell of the model.
+Every rank describes its own stage and slices; together they describe the model.
 """
 
 from collections.abc import Sequence
@@ -26,9 +26,9 @@ class TrainedWeights:
     """Parts with trained weights, apart from LoRA adapters."""
     frozen: frozenset[str]
     """Parts with frozen weights, apart from layers that never run."""
-    paths: frozenset[tuple[str, int, float]]
+    adapters: frozenset[tuple[str, int, float]]
     """Name of the linear in its layer, rank and dropout of each LoRA adapter."""
-    pathless: frozenset[str]
+    without_adapter: frozenset[str]
     """Names of linears without an adapter, in layers that run."""
 
 
@@ -42,25 +42,25 @@ def trained_weights(module: nn.Module) -> TrainedWeights:
             owners[parameter] = first if first in PARTS else _LANGUAGE
             if any(name.startswith(f"{part}.") for part in model.config.idle_parts):
                 idle.add(parameter)
-    beside, pathless, in_paths = set(), set(), set()
+    adapters, without_adapter, adapter_parameters = set(), set(), set()
     for name, linear in module.named_modules():
         if not isinstance(linear, ParallelLinear) or linear.weight in idle:
             continue
         own = ".".join(name.split(".")[-2:])
         if not isinstance(linear.lora, LoRAAdapter):
-            pathless.add(own)
+            without_adapter.add(own)
         else:
-            beside.add((own, linear.lora.a.shape[0], linear.lora.dropout))
-            in_paths |= {parameter for parameter in linear.lora.parameters() if parameter.requires_grad}
+            adapters.add((own, linear.lora.a.shape[0], linear.lora.dropout))
+            adapter_parameters |= {parameter for parameter in linear.lora.parameters() if parameter.requires_grad}
     parts: dict[bool, set[str]] = {True: set(), False: set()}
     for parameter in module.parameters():
-        if parameter not in in_paths and parameter not in idle:
+        if parameter not in adapter_parameters and parameter not in idle:
             parts[parameter.requires_grad].add(owners.get(parameter, _ELSEWHERE))
     return TrainedWeights(
         trained=frozenset(parts[True]),
         frozen=frozenset(parts[False]),
-        paths=frozenset(beside),
-        pathless=frozenset(pathless),
+        adapters=frozenset(adapters),
+        without_adapter=frozenset(without_adapter),
     )
 
 
@@ -68,18 +68,18 @@ def trained_of_ranks(ranks: Sequence[TrainedWeights]) -> Trainable:
     """Trained weights of all ranks together. Raises ValueError for what the planner cannot express."""
     trained = frozenset[str]().union(*(rank.trained for rank in ranks))
     frozen = frozenset[str]().union(*(rank.frozen for rank in ranks))
-    paths = frozenset[tuple[str, int, float]]().union(*(rank.paths for rank in ranks))
-    kinds = {(rank, dropout) for _, rank, dropout in paths}
-    if len(kinds) > 1 or (paths and trained):
+    adapters = frozenset[tuple[str, int, float]]().union(*(rank.adapters for rank in ranks))
+    kinds = {(rank, dropout) for _, rank, dropout in adapters}
+    if len(kinds) > 1 or (adapters and trained):
         raise ValueError(
-            "LoRA adapters stand beside weights that are trained, or differ in rank or dropout: the planner knows "
+            "LoRA adapters are mixed with weights that are trained, or differ in rank or dropout: the planner knows "
             "those of one LoraConfig"
         )
     if kinds:
         [(rank, dropout)] = kinds
-        targets = tuple(sorted({name for name, _, _ in paths}))
-        pathless = frozenset[str]().union(*(rank.pathless for rank in ranks))
-        if mixed := [name for name in targets if name in pathless]:
+        targets = tuple(sorted({name for name, _, _ in adapters}))
+        without_adapter = frozenset[str]().union(*(rank.without_adapter for rank in ranks))
+        if mixed := [name for name in targets if name in without_adapter]:
             raise ValueError(
                 f"{', '.join(mixed)} has LoRA adapters in some layers and none in others: the planner knows those of "
                 "a LoraConfig, which stand in every layer"

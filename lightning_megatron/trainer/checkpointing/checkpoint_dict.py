@@ -1,8 +1,8 @@
 """Between Lightning's checkpoint dictionary and the checkpoint directory.
 
 Lightning asks every rank for a dictionary and hands it to the strategy. Tensors under the module's names go into the
-directory slice by slice, each under its name in the unsplit model; the optimizers are asked directly; the rest is the
-first rank's plain data.
+directory slice by slice, each under its name in the unsplit model; optimizer states come from the optimizers
+themselves; the rest is the first rank's plain data.
 """
 
 import os
@@ -81,7 +81,7 @@ def save(
     Weights that have master weights are saved as those.
     """
     live = live_of(module)
-    lowered = {s.name: (main, s) for main, s in master_slots.slots.items() if s.name in master_slots.lowered}
+    lowered = {s.name: (master, s) for master, s in master_slots.slots.items() if s.name in master_slots.lowered}
     # A weight whose master weights are all on other data-parallel ranks is written by those.
     elsewhere = master_slots.lowered - lowered.keys()
     pieces: dict[str, Piece | list[Piece]] = {}
@@ -95,8 +95,8 @@ def save(
             for name, tensor in tensors.items():
                 is_live = name in live and tensor.data_ptr() == live[name].data_ptr()
                 if is_live and name in lowered:
-                    main, slot = lowered[name]
-                    pieces[prefix + name] = slot.pieces(main)
+                    master, slot = lowered[name]
+                    pieces[prefix + name] = slot.pieces(master)
                 elif not (is_live and name in elsewhere):
                     pieces[prefix + name] = Piece.like(live.get(name, tensor), tensor)
             if key != WEIGHTS:
@@ -227,12 +227,12 @@ def _load_file(
             "rank only. Resume it there under MegatronStrategy and save; any layout resumes the directory that makes; "
             "or keep its weights alone"
         )
-    whole, local = checkpoint[WEIGHTS], {}
+    full, local = checkpoint[WEIGHTS], {}
     for name, tensor in live.items():
-        if name not in whole:
+        if name not in full:
             continue
         shard = shard_of(tensor)
-        part = whole[name]
+        part = full[name]
         for dim, (offset, size) in enumerate(zip(shard.box.offsets, shard.box.sizes, strict=True)):
             part = part.narrow(dim, offset, size)
         local[name] = torch.zeros_like(tensor)
@@ -264,14 +264,14 @@ def _models(module: pl.LightningModule) -> dict[str, Any]:
 
 
 def is_state_of(value: Any, live: Mapping[str, Tensor]) -> bool:
-    """Whether a value is tensors under the module's names, as the weights that an averaging callback keeps."""
+    """Whether a value is tensors under the module's names, as the weights that an averaging callback saves."""
     return (
         isinstance(value, dict) and bool(value) and all(n in live and isinstance(t, Tensor) for n, t in value.items())
     )
 
 
 def plain(value: Any, path: str) -> Any:
-    """The value as plain data; what has no plain form is saved as its text, and said."""
+    """The value as plain data; what has no plain form is saved as its text, with a warning."""
     if isinstance(value, Tensor) or value is None or isinstance(value, (bool, int, float, str, bytes)):
         return value
     if isinstance(value, Path):

@@ -43,7 +43,7 @@ class CheckpointSaver(Saver):
         try:
             self.wait()
         except RuntimeError as error:
-            # The save to come is worth more than to tell of this one by an error.
+            # The next save matters more than raising the error of this one.
             rank_zero_warn(str(error))
         self._is_urgent = True
         try:
@@ -81,7 +81,7 @@ def _is_looked_for(trainer: pl.Trainer) -> bool:
 
 def _may_repeat_a_name(callback: ModelCheckpoint, trainer: pl.Trainer) -> bool:
     """Whether two checkpoints that the callback keeps may have one name by its template."""
-    # The only one that is kept is written over, and so is the newest where none is the best.
+    # A single kept checkpoint is overwritten, and so is the newest where none is the best.
     if callback.save_top_k in (0, 1) or callback.monitor is None or callback.filename is None:
         return False
     fields = re.findall(r"\{(\w+)[:}]", callback.filename)

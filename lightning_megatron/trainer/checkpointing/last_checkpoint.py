@@ -33,11 +33,11 @@ _LAST = "last"
 def prepared(trainer: pl.Trainer, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     """The arguments of fit, validate, test or predict, after their checkpoints were put in order.
 
-    Raises ConfigurationError where all that "last" may be is damaged, and where it cannot be told now what it is.
+    Raises ConfigurationError where all candidates for "last" are damaged, and where they cannot be read now.
     """
     for argument in arguments:
         if isinstance(argument, (str, Path)) and not is_named_checkpoint(str(argument)) and not is_remote(argument):
-            _tell(bring_back(Path(argument).parent))
+            _warn(bring_back(Path(argument).parent))
     if not any(isinstance(argument, str) and argument == _LAST for argument in arguments):
         return arguments
     callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
@@ -47,10 +47,10 @@ def prepared(trainer: pl.Trainer, arguments: tuple[Any, ...]) -> tuple[Any, ...]
         for callback in trainer.checkpoint_callbacks
         if isinstance(callback, OnExceptionCheckpoint)
     ]
-    with _answered(*folders.values(), *on_exception):
+    with _reporting_unreadable(*folders.values(), *on_exception):
         for folder in dict.fromkeys(folders.values()):
             repairs = repair(folder)
-            _tell(repairs.done)
+            _warn(repairs.done)
             if repairs.unfinished:
                 names = ", ".join(map(str, repairs.unfinished))
                 rank_zero_warn(
@@ -58,8 +58,8 @@ def prepared(trainer: pl.Trainer, arguments: tuple[Any, ...]) -> tuple[Any, ...]
                     f"`lightning-megatron checkpoint prune {folder}` removes what is left of it"
                 )
         for path in on_exception:
-            _tell([] if is_remote(path) else bring_back(Path(path).parent))
-        last = _in_place_of_last(folders, [path for path in on_exception if Folder(path).kind() != "nothing"])
+            _warn([] if is_remote(path) else bring_back(Path(path).parent))
+        last = _replacement_of_last(folders, [path for path in on_exception if Folder(path).kind() != "nothing"])
     if last is None:
         return arguments
     return tuple(os.fspath(last) if isinstance(one, str) and one == _LAST else one for one in arguments)
@@ -82,26 +82,26 @@ def require_alike(path: str | None, world: Axis) -> None:
 
 
 @contextmanager
-def _answered(*asked: Address) -> Iterator[None]:
-    """Inside, what keeps a file system from an answer is told as such: a checkpoint that cannot be read now is neither
-    damaged nor away, and to go on from an older one would lose what was trained since."""
+def _reporting_unreadable(*addresses: Address) -> Iterator[None]:
+    """Raises ConfigurationError where the file system fails inside the block: a checkpoint that cannot be read now is
+    neither damaged nor missing, and to go on from an older one would lose what was trained since."""
     try:
         yield
     except ConfigurationError:
         raise
     except Exception as error:
         # Remote file systems have errors of their own.
-        where = ", ".join(dict.fromkeys(map(str, asked)))
+        where = ", ".join(dict.fromkeys(map(str, addresses)))
         raise ConfigurationError(
             f'ckpt_path="last" is not known, for what is at {where} cannot be read now '
             f"({type(error).__name__}: {error}); start the run again when it can, or give the path of a checkpoint"
         ) from error
 
 
-def _in_place_of_last(folders: dict[ModelCheckpoint, Address], on_exception: list[Address]) -> Address | None:
-    """The checkpoint to take in the place of Lightning's choice; None where that is sound and the newest.
+def _replacement_of_last(folders: dict[ModelCheckpoint, Address], on_exception: list[Address]) -> Address | None:
+    """The checkpoint to take instead of Lightning's choice; None where that is sound and the newest.
 
-    Behind an address Lightning finds none, and loses the address.
+    At a remote address Lightning finds none, and loses the address.
     """
     candidates = {path for callback, folder in folders.items() for path in _named_last(callback, folder)}
     candidates |= set(on_exception)
@@ -124,8 +124,8 @@ def _in_place_of_last(folders: dict[ModelCheckpoint, Address], on_exception: lis
     if newest is not None and (path is None or (older := _older(path, newest))):
         path = newest.path
     if damaged:
-        told = "; ".join(damaged.values())
-        rank_zero_warn(f'ckpt_path="last" is {path}: something else of that name is not complete: {told}')
+        faults = "; ".join(damaged.values())
+        rank_zero_warn(f'ckpt_path="last" is {path}: something else of that name is not complete: {faults}')
     elif older:
         rank_zero_info(f'ckpt_path="last" is {path}, the newest: {older}')
     elif not any(map(is_remote, candidates)):
@@ -134,13 +134,13 @@ def _in_place_of_last(folders: dict[ModelCheckpoint, Address], on_exception: lis
 
 
 def _newest(folders: list[Address], more: list[Address]) -> StoredCheckpoint | None:
-    """The complete checkpoint of the most steps, in the folders or of these more, those left out that a later run has
-    left behind."""
+    """The complete checkpoint of the most steps, in the folders or among `more`, without those that a later run did not
+    go on from."""
     complete = [one for folder in folders for one in scan_directory(folder).complete]
     complete += [one for one in map(checkpoint_at, more) if one.is_complete]
     fits = {one.path: fits_of(read_meta(one.path)) for one in complete}
 
-    def is_left(one: StoredCheckpoint) -> bool:
+    def is_superseded(one: StoredCheckpoint) -> bool:
         return any(
             other.saved_seconds > one.saved_seconds
             and bool(fits[one.path] and fits[other.path])
@@ -149,8 +149,8 @@ def _newest(folders: list[Address], more: list[Address]) -> StoredCheckpoint | N
             for other in complete
         )
 
-    kept = [one for one in complete if not is_left(one)]
-    return max(kept, key=lambda one: (one.step, one.saved_seconds), default=None)
+    current = [one for one in complete if not is_superseded(one)]
+    return max(current, key=lambda one: (one.step, one.saved_seconds), default=None)
 
 
 def _older(path: Address, newest: StoredCheckpoint) -> str:
@@ -208,7 +208,7 @@ def _address(folder: Address) -> Address:
     return os.fspath(folder) if is_remote(folder) else Path(folder)
 
 
-def _tell(done: Iterable[str]) -> None:
+def _warn(done: Iterable[str]) -> None:
     # The rank that repaired something warns, not the first rank alone.
     for sentence in done:
         warnings.warn(sentence, stacklevel=2)

@@ -1,6 +1,6 @@
 """A LightningModule from a checkpoint directory: what `LightningModule.load_from_checkpoint` does with a file.
 
-Hyper-parameters are plain data in a checkpoint. What class they were is asked of the module's own constructor, by the
+Hyper-parameters are plain data in a checkpoint. Their classes come from the module's own constructor, by the
 annotations of its parameters; no name in a checkpoint is ever imported.
 """
 
@@ -38,10 +38,10 @@ def load_from_checkpoint(
 ) -> _Module:
     """A module of the class with the weights of the checkpoint directory, or this rank's part of it on a mesh.
 
-    The constructor gets the hyper-parameters that `save_hyperparameters` kept and, before them, `kwargs`; then
-    `configure_model` and `on_load_checkpoint` are called. With no mesh it is the whole module, or the part of the mesh
+    The constructor gets the hyper-parameters that `save_hyperparameters` saved, overridden by `kwargs`; then
+    `configure_model` and `on_load_checkpoint` are called. With no mesh it is the full module, or the part of the mesh
     that a running strategy set up; every rank of the mesh calls it. Weights are read on `map_location`, on the CPU if
-    there is none. Without `strict`, or `strict_loading` of the module, what does not fit is left as it was, and said.
+    there is none. Without `strict`, or `strict_loading` of the module, what does not fit is left, with a warning.
     Raises ValueError where the path is no checkpoint, or does not fit.
     """
     path = os.fspath(path)
@@ -88,7 +88,7 @@ def _arguments(cls: type[pl.LightningModule], meta: Mapping[str, Any], given: Ma
     parameters = inspect.signature(cls.__init__).parameters
     name = meta.get(cls.CHECKPOINT_HYPER_PARAMS_NAME)
     if isinstance(name, str) and name in parameters and parameters[name].kind != inspect.Parameter.VAR_KEYWORD:
-        # save_hyperparameters(an argument) keeps what is in it.
+        # save_hyperparameters(an argument) saves what is in it.
         saved = {name: saved}
     takes_all = any(parameter.kind == inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
     # Those with an underscore are notes of LightningCLI to itself.

@@ -2,9 +2,9 @@
 
     {local_folder}/rank-{global rank}/step={N}.ckpt     a checkpoint of one rank; the newest two stay
 
-No tensor is gathered and no shared disk is waited for. It is there for a run that goes on at the same layout on the
-same machines; for everything else there are the shared checkpoints. A local one is taken where every rank has one of
-the same save, whole, that goes on from the shared one that was asked for.
+No tensor is gathered and no shared disk is waited for. It serves a run that resumes at the same layout on the same
+machines; for everything else there are the shared checkpoints. A local one is taken where every rank has a complete
+one of the same save, made by a run that goes on from the shared one of `ckpt_path`.
 """
 
 import warnings
@@ -38,7 +38,7 @@ _Save = tuple[int, str]
 
 @dataclass
 class _Offers:
-    """Local checkpoints that a rank could resume from, newer than the one asked for."""
+    """Local checkpoints that a rank could resume from, newer than that of `ckpt_path`."""
 
     paths: dict[_Save, Path] = field(default_factory=dict)
     refused: list[str] = field(default_factory=list)
@@ -126,27 +126,27 @@ class LocalCheckpoint(Checkpoint):
         """Lightning's dictionary of the newest local checkpoint; None where the shared one is to be taken.
 
         `shared` is the metadata of the shared one at `path`, `current` the fits of this run, whose own are left out.
-        Collective over the world. All that is not taken is told.
+        Collective over the world. Warns of all that is not taken.
         """
         self.wait()
         offers = self._offers(shared, current)
         by_rank = gather_objects((list(offers.paths), offers.refused), self._world)
-        told = [f"rank {rank}: {line}" for rank, (_, lines) in enumerate(by_rank) for line in lines]
+        refused = [f"rank {rank}: {line}" for rank, (_, lines) in enumerate(by_rank) for line in lines]
         every = {save for saves, _ in by_rank for save in saves}
         taken: LocalState | None = None
         for save in sorted(every, reverse=True):
             if lacking := [rank for rank, (saves, _) in enumerate(by_rank) if save not in saves]:
-                told.append(f"step {save[0]}: not on {_ranks(lacking)}")
+                refused.append(f"step {save[0]}: not on {_ranks(lacking)}")
                 continue
             state, fault = _read(offers.paths[save], module)
             faults = gather_objects(fault, self._world)
             if not any(faults):
                 taken = state
                 break
-            told += [f"rank {rank}: {line}" for rank, line in enumerate(faults) if line]
-        if told:
-            more = f"\nand {len(told) - _SHOWN} more" if len(told) > _SHOWN else ""
-            rank_zero_warn("local checkpoints that were not taken:\n" + "\n".join(told[:_SHOWN]) + more)
+            refused += [f"rank {rank}: {line}" for rank, line in enumerate(faults) if line]
+        if refused:
+            more = f"\nand {len(refused) - _SHOWN} more" if len(refused) > _SHOWN else ""
+            rank_zero_warn("local checkpoints that were not taken:\n" + "\n".join(refused[:_SHOWN]) + more)
         if taken is None:
             return None
         rank_zero_info(

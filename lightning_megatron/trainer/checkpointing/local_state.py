@@ -1,4 +1,4 @@
-"""All that one rank holds, as tensors and plain data, and back: what only a rank at the same place can go on from.
+"""All that one rank holds, as tensors and plain data, and back: only the same rank of the same mesh can resume from it.
 
     sets/{key}/{name}            weights, and further sets of tensors under the module's names, as Lightning's
                                  dictionary has them: this rank's part with its padding
@@ -87,7 +87,7 @@ class LocalState:
         ]
 
     def dictionary(self, module: pl.LightningModule) -> dict[str, Any]:
-        """Lightning's dictionary, with this state in the place of the optimizers'."""
+        """Lightning's dictionary, with this state instead of the optimizers'."""
         live = live_of(module)
         checkpoint = {key: value for key, value in self.meta.items() if key not in (_SETS, _RESTS)}
         for key in self.meta[_SETS]:
@@ -126,16 +126,16 @@ class LocalState:
 
 
 def _master_weights(master_slots: MasterSlots) -> Iterator[tuple[str, Tensor]]:
-    for main, slot in master_slots.slots.items():
+    for master, slot in master_slots.slots.items():
         if slot.name in master_slots.lowered:
-            yield f"master weights/{slot.name}", main
+            yield f"master weights/{slot.name}", master
 
 
 def _states(optimizer: Optimizer, names: Mapping[Tensor, str | Slot], index: int) -> Iterator[tuple[str, Tensor]]:
     for group in optimizer.param_groups:
         for stepped in group["params"]:
-            place = names[stepped]
-            name = place if isinstance(place, str) else place.name
+            owner = names[stepped]
+            name = owner if isinstance(owner, str) else owner.name
             for key, value in optimizer.state.get(stepped, {}).items():
                 if isinstance(value, Tensor):
                     yield f"optimizer.{index}.{name}.{key}", value

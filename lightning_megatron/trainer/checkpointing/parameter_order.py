@@ -1,7 +1,6 @@
-"""The order in which the unsplit module has its parameters, as any rank can tell it.
+"""The order in which the unsplit module has its parameters, known to every rank.
 
-torch numbers an optimizer's parameters; a checkpoint names them, in this order, so that whoever reads it on one device
-can number them again.
+torch numbers an optimizer's parameters; a checkpoint names them, in this order, so that one device can number them.
 """
 
 from collections.abc import Iterable
@@ -18,8 +17,8 @@ def in_module_order(names: Iterable[str], module: nn.Module) -> list[str]:
 
     Those of one part of a pipelined model are in that order already, for one rank has them all.
     """
-    # A rank has every module outside the pipelined models, so that a place among its own modules compares.
-    places = {name: place for place, (name, _) in enumerate(module.named_modules())}
+    # A rank has every module outside the pipelined models, so that positions among its own modules compare.
+    positions = {name: position for position, (name, _) in enumerate(module.named_modules())}
     parts = {name: _part_order(model) for name, model in pipelined_models.pipelined_modules(module).items()}
 
     def key(name: str) -> tuple[int, int]:
@@ -28,20 +27,20 @@ def in_module_order(names: Iterable[str], module: nn.Module) -> list[str]:
             if name.startswith(prefix):
                 inside = name.removeprefix(prefix)
                 part = max((part for part in order if inside.startswith(f"{part}.")), key=len, default="")
-                return places[model], order.get(part, -1)
-        return places[name.rpartition(".")[0]], -1
+                return positions[model], order.get(part, -1)
+        return positions[name.rpartition(".")[0]], -1
 
     return sorted(names, key=key)
 
 
 def _part_order(model: PipelineModule) -> dict[str, int]:
-    """The place of each part among a model's modules: parts in one container follow each other."""
+    """The position of each part among a model's modules: parts in one container follow each other."""
     tree: dict[str, Any] = {}
     for part in model.part_names:
         node = tree
         for step in part.split("."):
             node = node.setdefault(step, {})
-    return {name: place for place, name in enumerate(_leaves(tree, ""))}
+    return {name: position for position, name in enumerate(_leaves(tree, ""))}
 
 
 def _leaves(tree: dict[str, Any], prefix: str) -> Iterable[str]:

@@ -1,4 +1,4 @@
-"""Fits that led to a checkpoint: they tell a later one of the same training from one of another.
+"""Fits that led to a checkpoint: they show whether a later checkpoint is of the same training or of another.
 
 A fit has an id, drawn when it begins, and the number of optimizer steps that it began after. A run that goes on from a
 checkpoint has that one's fits and its own; a checkpoint holds those of the run that saved it.

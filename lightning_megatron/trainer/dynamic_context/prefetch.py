@@ -33,7 +33,7 @@ from lightning_megatron.pipeline.schedule_spec import Schedule
 from lightning_megatron.planner.balanced_batch import BalancedBatch
 from lightning_megatron.trainer.step.batch_checks import batch_digest
 
-# Batches whose contents are compared over the ranks of a replica.
+# Batches whose contents are compared over the context-parallel ranks that read the same data.
 _CHECKED_BATCHES = 2
 
 
@@ -77,7 +77,7 @@ class DynamicContext:
     ) -> None:
         """`line` is dp x cp over host memory with a process group that nobody else uses.
 
-        `num_wanted` tells how many batches of an epoch are trained on, `schedule_of` the schedule of so many
+        `num_wanted` returns how many batches of an epoch are trained on, `schedule_of` the schedule of so many
         `microbatches`.
         """
         multiple = math.lcm(config.microbatch_multiple, microbatch_multiple(schedule_of(microbatches=1)))
@@ -109,7 +109,7 @@ class DynamicContext:
         return number < self._num_wanted()
 
     def prepare(self, number: int, batch: object) -> None:
-        """Has a batch made ready in the background. The same number again is the batch that counts."""
+        """Prepares a batch in the background. A later call with the same number replaces the batch."""
         future: Future[Routed] = Future()
         self._ready[number] = future
         self._tasks.put((batch, future))
@@ -156,20 +156,20 @@ class DynamicContext:
         summaries: list[_BatchSummary] = collectives.gather_objects(self._summary(held), self._line)
         copies = self._mesh.cp.size
         _require_alike(summaries, copies)
-        replicas = summaries[::copies]
-        lengths = [length for replica in replicas for length in replica.lengths]
+        dp_batches = summaries[::copies]
+        lengths = [length for dp_batch in dp_batches for length in dp_batch.lengths]
         planned = self._plan(lengths)
         # The schedule of a new number of microbatches is made here too, and not within the step.
         training_plan(self._schedule_of(microbatches=len(planned.slots)))
-        first = sum(len(replica.lengths) for replica in replicas[: self._mesh.dp.rank])
-        route = DocumentRoute.of(planned, [replica.lengths for replica in replicas], copies)
-        found = exchange_documents(held, first, _names_of(replicas), route, self._line)
+        first = sum(len(dp_batch.lengths) for dp_batch in dp_batches[: self._mesh.dp.rank])
+        route = DocumentRoute.of(planned, [dp_batch.lengths for dp_batch in dp_batches], copies)
+        found = exchange_documents(held, first, _names_of(dp_batches), route, self._line)
         if self._is_pinned:
             found = [
                 replace(part, batch={key: value.pin_memory() for key, value in part.batch.items()}) for part in found
             ]
         step = BalancedBatch(lengths=tuple(lengths), plan=planned)
-        return Routed(found, step, sum(replica.rows for replica in replicas), frozenset(held.schema))
+        return Routed(found, step, sum(dp_batch.rows for dp_batch in dp_batches), frozenset(held.schema))
 
     def _summary(self, held: LoadedDocuments) -> _BatchSummary:
         digest = ""
@@ -195,12 +195,12 @@ def _plan_of_nothing(ranks: int, config: DynamicContextConfig) -> StepPlan:
     return StepPlan(ranks, (slot,) * count, 0.0, 0.0)
 
 
-def _names_of(replicas: Sequence[_BatchSummary]) -> Tensor:
-    """The names of all documents in the global batch, whose rows are those of the replicas in turn: int64 [D, 2]."""
+def _names_of(dp_batches: Sequence[_BatchSummary]) -> Tensor:
+    """The names of all documents in the global batch, whose rows are in the order of dp ranks: int64 [D, 2]."""
     names, first_row = [], 0
-    for replica in replicas:
-        names += [[first_row + row, number] for row, number in replica.names]
-        first_row += replica.rows
+    for dp_batch in dp_batches:
+        names += [[first_row + row, number] for row, number in dp_batch.names]
+        first_row += dp_batch.rows
     return torch.tensor(names, dtype=torch.int64).view(-1, 2)
 
 

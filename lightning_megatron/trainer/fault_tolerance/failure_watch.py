@@ -65,7 +65,7 @@ class FailureWatch:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the watch; a failure after this is nobody's. Waits seconds for a store that does not answer."""
+        """Ends the watch; later failures are not published. Waits seconds for a store that does not answer."""
         self._stop.set()
         if self._thread.is_alive():
             # A thread that comes back from the store while the interpreter ends is ended inside torch's code, and
@@ -73,7 +73,7 @@ class FailureWatch:
             self._thread.join(_GRACE_SECONDS)
 
     def publish(self, error: BaseException) -> str | None:
-        """Tells all ranks of this rank's failure; returns the earlier failure of another rank, if there was one."""
+        """Publishes this rank's failure to all ranks; returns the earlier failure of another rank, if there was one."""
         if self._stop.is_set():
             return None
         self.stop()
@@ -106,11 +106,11 @@ class FailureWatch:
     def _watch(self) -> None:
         while not self._stop.wait(_POLL_SECONDS):
             try:
-                if self._vote.tell(self._store):
+                if self._vote.publish(self._store):
                     self._store.set(_NEWS, "")
                 if not self._store.check([_NEWS]):
                     continue
-                self._vote.hear(self._store)
+                self._vote.poll(self._store)
                 if not self._store.check([_KEY]):
                     continue
                 self._first = str(self._store.get(_KEY), "utf-8")

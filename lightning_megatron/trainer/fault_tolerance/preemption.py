@@ -1,9 +1,9 @@
-"""Signals that end a run: all ranks stop at the same place, save, and leave together with exit code 0.
+"""Signals that end a run: all ranks stop after the same batch, save, and exit together with code 0.
 
 Lightning's own handlers talk to the other ranks, or save, from inside the handler, wherever in a step the rank is; with
 ranks that wait for each other that can last for ever. Here a handler leaves a note, and the note is acted on between
 steps, by all ranks at once: where Lightning's ModelCheckpoint saves too, so that a resumed run is the run without a
-break. Those places are the ends of
+break. Those stop points are the ends of
 
     a training batch        unless the window of accumulated gradients is open, or a validation or the epoch's end
                             is due: a run that resumed there would leave that out
@@ -48,7 +48,7 @@ class Preemption(Checkpoint):
         self, config: CheckpointConfig, vote: StopVote, saver: CheckpointSaver, environment: ClusterEnvironment | None
     ) -> None:
         """Remembers the user's signal handlers, and so is made before Lightning registers its own."""
-        # All ranks leave at the same place.
+        # All ranks leave at the same stop point.
         self.is_leaving = False
         self._vote = vote
         self._saver = saver
@@ -56,13 +56,13 @@ class Preemption(Checkpoint):
         self._signals = {signal.Signals[name] for name in config.save_on_signals} | self._requeue
         self._of_user = {number: signal.getsignal(number) for number in self._signals}
         self._before: dict[signal.Signals, Any] = {}
-        self._place = 0
+        self._stop_point = 0
         self._first_step = 0
 
     # --- signals ----------------------------------------------------------------------------------------------------
 
     def take_over(self) -> None:
-        """Puts its handlers in the place of Lightning's, which are there once a run is about to begin."""
+        """Replaces Lightning's handlers, which are registered once a run is about to begin, by its own."""
         if threading.current_thread() is not threading.main_thread():
             return
         for number in self._signals:
@@ -85,7 +85,7 @@ class Preemption(Checkpoint):
         if callable(handler):
             handler(number, frame)
 
-    # --- places -----------------------------------------------------------------------------------------------------
+    # --- stop points ------------------------------------------------------------------------------------------------
 
     @override
     def on_sanity_check_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -137,31 +137,31 @@ class Preemption(Checkpoint):
         """Goes on, or stops with all ranks. Waits for none while none of them asks."""
         if self._saver.has_failed:
             self._vote.ask(_FAILED_SAVE)
-        self._place += 1
-        reason = self._vote.reason_to_stop(self._place)
+        self._stop_point += 1
+        reason = self._vote.reason_to_stop(self._stop_point)
         if reason is None:
             return
-        places = gather_objects(self._place, self._saver.world)
-        if len(set(places)) > 1:
+        points = gather_objects(self._stop_point, self._saver.world)
+        if len(set(points)) > 1:
             raise RuntimeError(
-                f"the ranks were to stop together ({reason}), and are after {places} batches and validations; give all "
+                f"the ranks were to stop together ({reason}), and are after {points} batches and validations; give all "
                 "data-parallel ranks the same number of batches"
             )
         if reason == _FAILED_SAVE:
             self.is_leaving = True
             self._saver.wait()
-            # It did not raise: whoever asked has been told of it meanwhile.
+            # It did not raise: the failure has been reported meanwhile.
             self.is_leaving = False
         elif signal.Signals[reason] in self._requeue:
             self._requeue_job(signal.Signals[reason])
         else:
             self._leave(trainer, reason)
-        self._vote.go_on(self._place, reason)
+        self._vote.go_on(self._stop_point, reason)
 
     def _end(self, trainer: pl.Trainer) -> None:
-        """Leaves if any rank has been asked to; else the script goes on behind the run."""
-        asked = {name for names in gather_objects(self._vote.asked, self._saver.world) for name in names}
-        if names := sorted(asked & {number.name for number in self._signals - self._requeue}):
+        """Leaves if any rank has been asked to; else the script goes on after the run."""
+        reasons = {name for names in gather_objects(self._vote.reasons, self._saver.world) for name in names}
+        if names := sorted(reasons & {number.name for number in self._signals - self._requeue}):
             self._exit(trainer, names[0], "it had come to its end")
 
     # --- ends -------------------------------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
-"""Vote on the place where all ranks stop together once any of them asks, at no cost to the steps until then.
+"""Vote on the stop point where all ranks stop together once any of them asks, at no cost to the steps until then.
 
-    a rank asks             its watcher puts the reason into the store
-    every watcher hears it  and freezes the last place that its rank has passed: at the next one the rank waits
-    the last to tell        makes the latest of those places known; every rank stops at its first place after that
+    a rank asks             its watcher publishes the reason in the store
+    every watcher reads it  and freezes the last stop point that its rank has passed: at the next one the rank waits
+    the last to answer      publishes the latest of those stop points; every rank stops at its first one after that
 
 Nothing is sent before a rank asks: each rank looks at a flag. The messages go by the threads that watch for failures,
 so that a rank hears of it even while it waits in a collective.
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-# How long a rank waits at a place until all ranks have told theirs: their threads look twice a second.
+# How long a rank waits at a stop point until all ranks have published theirs: their threads look twice a second.
 _AGREE_SECONDS = 60.0
 
 
@@ -22,12 +22,12 @@ class _Round:
     """State of one vote, after which another may be held."""
 
     number: int
-    has_told: bool = False
-    """Whether this rank has told that it asks."""
+    has_published: bool = False
+    """Whether this rank has published its request."""
     is_frozen: bool = False
     reason: str = ""
     last: int = -1
-    """Place that any rank has passed."""
+    """Latest stop point that any rank has passed."""
     is_decided: threading.Event = field(default_factory=threading.Event)
 
     def key(self, what: str) -> str:
@@ -36,61 +36,61 @@ class _Round:
 
 
 class StopVote:
-    """One rank's part in the votes to stop. Places are growing numbers, equal in every rank's run."""
+    """One rank's part in the votes to stop. Stop points are growing numbers, equal in every rank's run."""
 
     def __init__(self, global_rank: int, num_ranks: int) -> None:
         self._rank = global_rank
         self._num_ranks = num_ranks
         self._lock = threading.Lock()
         # Reasons in their order; only single operations change it, because a signal may come between two.
-        self._asked: dict[str, None] = {}
+        self._reasons: dict[str, None] = {}
         self._passed = -1
         self._round = _Round(0)
 
     def ask(self, reason: str) -> None:
         """Asks all ranks to stop. Takes no lock: a signal may have interrupted whoever holds it."""
-        self._asked.setdefault(reason)
+        self._reasons.setdefault(reason)
 
     @property
-    def asked(self) -> tuple[str, ...]:
-        """Why this rank asks."""
-        return tuple(self._asked)
+    def reasons(self) -> tuple[str, ...]:
+        """Reasons for which this rank asks to stop."""
+        return tuple(self._reasons)
 
-    def reason_to_stop(self, place: int) -> str | None:
-        """Why all ranks stop at this place; None where they go on. Raises RuntimeError where a rank does not answer."""
+    def reason_to_stop(self, stop_point: int) -> str | None:
+        """Why all ranks stop here; None where they go on. Raises RuntimeError where a rank does not answer."""
         if self._num_ranks == 1:
-            return next(iter(self.asked), None)
+            return next(iter(self.reasons), None)
         with self._lock:
             now = self._round
             if not now.is_frozen:
-                self._passed = place
+                self._passed = stop_point
                 return None
         if not now.is_decided.wait(_AGREE_SECONDS):
             raise RuntimeError(
-                f"{now.reason}, but not all ranks told within {_AGREE_SECONDS:g} s where they are: one is gone, or its "
-                "process does not get to run"
+                f"{now.reason}, but not all ranks answered within {_AGREE_SECONDS:g} s: one is gone, or its process "
+                "does not get to run"
             )
-        return now.reason if place > now.last else None
+        return now.reason if stop_point > now.last else None
 
-    def go_on(self, place: int, reason: str) -> None:
-        """After all ranks have stopped at the place for the reason: they go on, and may be asked again."""
+    def go_on(self, stop_point: int, reason: str) -> None:
+        """Ends the vote after all ranks have stopped for the reason, so that another one may begin."""
         with self._lock:
-            self._asked.pop(reason, None)
-            self._passed = place
+            self._reasons.pop(reason, None)
+            self._passed = stop_point
             self._round = _Round(self._round.number + 1)
 
-    def tell(self, store: Store) -> bool:
-        """Puts this rank's wish to stop into the store; whether it has one that is new. The watcher calls it."""
-        now, asked = self._round, self.asked
-        if not asked or now.has_told:
+    def publish(self, store: Store) -> bool:
+        """Publishes this rank's request to stop; returns whether it has a new one. The watcher calls it."""
+        now, reasons = self._round, self.reasons
+        if not reasons or now.has_published:
             return False
         # The first rank's reason stays.
-        store.compare_set(now.key("reason"), "", asked[0])
-        now.has_told = True
+        store.compare_set(now.key("reason"), "", reasons[0])
+        now.has_published = True
         return True
 
-    def hear(self, store: Store) -> None:
-        """Answers another rank's wish to stop, and hears of the others' answers. The watcher calls it."""
+    def poll(self, store: Store) -> None:
+        """Answers another rank's request to stop, and reads the others' answers. The watcher calls it."""
         now = self._round
         if now.is_decided.is_set() or not store.check([now.key("reason")]):
             return

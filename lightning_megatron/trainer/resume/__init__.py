@@ -1,1 +1,1 @@
-"""State of a resumed run beside weights and optimizers: loop progress, data position, random states."""
+"""State of a resumed run besides weights and optimizers: loop progress, data position, random states."""

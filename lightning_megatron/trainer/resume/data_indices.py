@@ -1,4 +1,4 @@
-"""The indices that a training loader reads, begun after those that were read before, or cut for other replicas."""
+"""The indices that a training loader reads, begun after those read before, or cut for another data-parallel size."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice
@@ -24,7 +24,7 @@ from lightning_megatron.trainer.resume.rng_state import States
 AllStates = dict[str, Any]
 """The default generators and those that the user gave a loader."""
 
-# What a DataLoader is made of beside its dataset and its samplers.
+# What a DataLoader is made of, apart from its dataset and its samplers.
 _OPTIONS = (
     "num_workers",
     "collate_fn",
@@ -61,7 +61,7 @@ class Indices:
         self._dp = dp
         self._epoch = epoch
         self.order = order_of(loader, dp)
-        # Whether `order` is a checkpoint's, in the place of the samplers' own.
+        # Whether `order` is a checkpoint's, instead of the samplers' own.
         self.is_followed = False
         # States of all generators when this round's indices began.
         self.round_start: AllStates | None = None
@@ -70,7 +70,7 @@ class Indices:
 
     @property
     def batch_size(self) -> int | None:
-        """Samples of a batch of one replica, where all have the same number."""
+        """Samples of a batch of one data-parallel rank, where all batches have the same number."""
         size = getattr(self._loader.batch_sampler, "batch_size", self._loader.batch_size)
         return size if isinstance(size, int) else None
 
@@ -106,9 +106,9 @@ class Indices:
             )
 
     def skip(self, batches: int, samples: int, round_start: AllStates | None) -> None:
-        """The next round begins after some batches, which hold so many samples over all replicas.
+        """Makes the next round begin after some batches, which hold so many samples over all data-parallel ranks.
 
-        `round_start` is None where no batch's indices had been asked for.
+        `round_start` is None where no batch's indices had been drawn.
         """
         if round_start is None:
             return
@@ -119,7 +119,7 @@ class Indices:
                 self._prepared = self._batches(samples)
             else:
                 skipped = self._base_from(batches)
-                # Samplers draw when they are first asked.
+                # Samplers draw when their first index is taken.
                 self._prepared = skipped if batches else chain(list(islice(skipped, 1)), skipped)
 
     def _base_from(self, batches: int) -> Iterator[Any]:
@@ -139,7 +139,7 @@ class Indices:
         return iter(BatchSampler(own, self._loader.batch_sampler.batch_size, self._loader.batch_sampler.drop_last))
 
     def _global_order(self) -> list[int]:
-        """The samples of an epoch over all replicas."""
+        """The samples of an epoch over all data-parallel ranks."""
         samples = range(self.order["samples"])
         if self.order["name"] == "sequential":
             return list(samples)
@@ -150,19 +150,19 @@ class Indices:
                 seed = int(torch.empty((), dtype=torch.int64).random_().item())
                 explicit = [torch.Generator().manual_seed(collectives.broadcast_object(seed, self._dp))]
             return list(RandomSampler(samples, generator=explicit[0]))
-        whole: DistributedSampler[int] = DistributedSampler(
+        full: DistributedSampler[int] = DistributedSampler(
             samples,  # type: ignore[arg-type]
             num_replicas=1,
             rank=0,
             shuffle=self.order["shuffle"],
             seed=self.order["seed"],
         )
-        whole.set_epoch(self._epoch())
-        return list(whole)
+        full.set_epoch(self._epoch())
+        return list(full)
 
 
 def order_of(loader: DataLoader[Any], dp: Axis) -> dict[str, Any]:
-    """Rule by which a loader orders the samples of all replicas; `other` where it cannot be known."""
+    """Rule by which a loader orders the samples of all data-parallel ranks; `other` where it cannot be known."""
     sampler, batches = loader.sampler, loader.batch_sampler
     name, more = "other", {}
     if type(batches) is BatchSampler and batches.sampler is sampler:
@@ -225,6 +225,6 @@ def set_all_states(loader: Any, saved: AllStates) -> None:
 
 
 def set_explicit_states(loader: Any, states: Sequence[torch.Tensor]) -> None:
-    """Puts the generators that the user gave the loader there."""
+    """Restores the states of the generators that the user gave the loader."""
     for generator, state in zip(explicit_generators(loader), states, strict=False):
         generator.set_state(state)

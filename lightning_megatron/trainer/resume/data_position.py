@@ -2,9 +2,9 @@
 
 what the loader reads                         how a resumed run comes to the next batch
 own state (`state_dict`, `load_state_dict`)   the loader's own, restored
-indices of a dataset                          the samplers run again, their first batches are not loaded
+indices of a dataset                          the samplers are rerun, their first batches are not loaded
 a dataset that streams, with own state        the dataset's own, restored (without workers)
-anything else                                 the first batches are read again and dropped
+anything else                                 the first batches are reread and dropped
 """
 
 import copy
@@ -44,15 +44,15 @@ INDICES, OWN_STATE, READING = "the indices of its samplers", "a state of its own
 
 @runtime_checkable
 class MergesStates(Protocol):
-    """A loader whose states on all replicas make up one, from which any number of them goes on."""
+    """A loader whose states on all data-parallel ranks merge into one, from which any number of ranks goes on."""
 
     def merged_state(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """State that each replica's loader loads, made of the states of all replicas when they were saved."""
+        """State that each data-parallel rank's loader loads, merged from the states that all of them saved."""
         ...
 
 
 class Reader:
-    """Hands out a loader's batches and knows where it is.
+    """Hands out a loader's batches and knows its position.
 
     In a resumed run the first round begins with its first batch, and not as soon as Lightning asks for an iterator: by
     then Lightning has restored its counters, and the default generators are those of the checkpoint.
@@ -82,7 +82,7 @@ class Reader:
         self._epoch_now = epoch
         self._start = start
         self._epoch = -1
-        # Batches of this round; a short loader beside a long one goes round several times in an epoch.
+        # Batches of this round; a short loader next to a long one goes round several times in an epoch.
         self._handed = 0
         # Batches of this epoch.
         self.in_epoch = 0
@@ -96,12 +96,12 @@ class Reader:
         # Whether the last round came to its end.
         self._is_exhausted = False
         # Whether somebody holds an iterator that has not begun.
-        self._is_asked = False
+        self._is_requested = False
         self._begun: Iterator[Any] | None = None
 
     @property
     def batch_samples(self) -> int | None:
-        """Samples of a batch over all replicas, where the loader tells."""
+        """Samples of a batch over all data-parallel ranks, where the loader has a batch size."""
         size = getattr(self.loader, "batch_size", None) if self.indices is None else self.indices.batch_size
         return size * self._dp.size if isinstance(size, int) else None
 
@@ -112,7 +112,7 @@ class Reader:
             return self._count(self._begin())
         if self._begun_from is not None and not self._is_exhausted:
             self._resumed, self._begun_from = self._begun_from, None
-        self._is_asked = True
+        self._is_requested = True
         return self._hand_out_late(self._start)
 
     def _hand_out_late(self, start: "Start") -> Iterator[Any]:
@@ -128,10 +128,10 @@ class Reader:
         yield from batches
 
     def begin_late(self) -> None:
-        """Begins the round that was asked for, if it has not begun."""
-        if not self._is_asked:
+        """Begins the requested round, if it has not begun."""
+        if not self._is_requested:
             return
-        self._is_asked = False
+        self._is_requested = False
         if self._resumed is None:
             self._begun = self._count(self._begin())
         else:
@@ -148,7 +148,7 @@ class Reader:
 
     def _count(self, batches: Iterator[Any]) -> Iterator[Any]:
         if self._ahead is not None:
-            yield from self._count_behind(batches, self._ahead)
+            yield from self._count_read_ahead(batches, self._ahead)
             return
         while True:
             if sized_len(self.loader) is None:
@@ -162,8 +162,8 @@ class Reader:
             self.in_epoch += 1
             yield batch
 
-    def _count_behind(self, batches: Iterator[Any], ahead: DynamicContext) -> Iterator[Any]:
-        """Batches counted one behind the reading."""
+    def _count_read_ahead(self, batches: Iterator[Any], ahead: DynamicContext) -> Iterator[Any]:
+        """Batches counted as they are handed out, while the next one is read already."""
         ahead.begin()
         read: deque[Any] = deque()
         while True:
@@ -221,7 +221,7 @@ class Reader:
         position = self.position() if self.in_epoch <= trained or self._before is None else self._before
         if self.kind == OWN_STATE:
             return position
-        # A step that failed has taken a batch, and it is to come again.
+        # A step that failed has taken a batch, which is to be repeated.
         ahead = min(max(0, position["in_epoch"] - trained), position["handed"])
         return position | {"handed": position["handed"] - ahead, "in_epoch": position["in_epoch"] - ahead}
 
@@ -271,7 +271,7 @@ class Reader:
             if position["data_parallel_size"] != self._dp.size and not is_equal_everywhere:
                 raise ConfigurationError(_differs(position, self._dp.size))
         elif self.indices is not None:
-            # A run that followed another one's order is not in that of its samplers, on the same replicas neither.
+            # A run that followed another one's order is not in that of its samplers, not even on the same dp size.
             is_other = is_moved or position.get("is_followed", False)
             self.indices.follow(position["order"], is_moved=is_other, is_within=position["handed"] > 0)
         elif is_moved and position["handed"]:
@@ -301,7 +301,7 @@ class Reader:
         self._handed, self.in_epoch = handed, self.batches_of(position, position["in_epoch"])
         self._round_start = position["round_start"]
         if self.indices is not None and position["round_start"] is None:
-            # No index was asked for, but the user's generator has given the seed for workers.
+            # No index was drawn, but the user's generator has given the seed for workers.
             set_explicit_states(self.loader, position["explicit"])
         if self.indices is not None:
             self.indices.skip(handed, position["handed"] * (position["batch_samples"] or 0), position["round_start"])
@@ -309,21 +309,21 @@ class Reader:
         elif own is not None:
             batches = self._begin_workers()
         else:
-            batches = self._read_again(handed)
+            batches = self._reread(handed)
         if position.get("fetch") is not None and self._ahead is not None:
             self._positions = {self.in_epoch: self._in_own_batches(position)}
             return self._count(self._with_first_fetched(batches, position))
         counted = self._count(batches)
         if position.get("fetch") is None:
             return counted
-        # It was fetched before the batch after which was saved was trained on.
+        # The checkpoint was saved after a batch, and this one was fetched before that batch was trained on.
         with rng_state.forked():
             rng_state.set_states(position["fetch"])
             first = list(islice(counted, 1))
         return chain(first, counted)
 
     def _with_first_fetched(self, batches: Iterator[Any], position: LoaderPosition) -> Iterator[Any]:
-        """The batches, the first of them read where the generators were when it was read first."""
+        """The batches, the first of them read with the random states of its first reading."""
         with rng_state.forked():
             rng_state.set_states(position["fetch"])
             first = list(islice(batches, 1))
@@ -337,10 +337,10 @@ class Reader:
         if self.kind != OWN_STATE:
             set_explicit_states(self.loader, position["explicit"])
         batches = self._count(self._begin())
-        return self._again_if_empty(batches) if self.kind == OWN_STATE else batches
+        return self._next_round_if_empty(batches) if self.kind == OWN_STATE else batches
 
-    def _again_if_empty(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """A round, and another one where it is over at once: the state was that of a round at its end."""
+    def _next_round_if_empty(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """A round, or the next one where it is empty: the state was that of a round at its end."""
         first = list(islice(batches, 1))
         yield from first or self._count(self._begin())
         yield from batches
@@ -353,7 +353,7 @@ class Reader:
             batches: Iterator[Any] = iter(self.source)
         return batches
 
-    def _read_again(self, handed: int) -> Iterator[Any]:
+    def _reread(self, handed: int) -> Iterator[Any]:
         rank_zero_info(
             f"{type(self.loader).__name__} cannot tell where it was: {handed} batches are read and dropped. A loader "
             "or a dataset with state_dict and load_state_dict goes on at once"
@@ -373,7 +373,7 @@ class Start(Protocol):
     readers: list[Reader]
     """Readers of its training loaders, in their order."""
     is_over: bool
-    """Whether training goes on by now."""
+    """Whether training has resumed."""
 
     def as_saved(self) -> AbstractContextManager[None]:
         """A context with the default generators of the checkpoint; what they become inside stays."""
@@ -394,8 +394,8 @@ class PositionedIterable:
         return len(self.reader.loader)
 
     def state_dict(self) -> dict[str, Any]:
-        """The loader's own state, for plain Lightning to go on from; here each data-parallel rank's position counts.
-        That there is such a method tells Lightning that it is saved."""
+        """The loader's own state, from which plain Lightning resumes; here each data-parallel rank's position counts.
+        Lightning saves loaders that have this method."""
         loader = self.reader.loader
         return copy.deepcopy(loader.state_dict()) if isinstance(loader, Stateful) else {}
 

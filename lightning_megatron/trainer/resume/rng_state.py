@@ -25,7 +25,7 @@ def states() -> States:
 
 
 def set_states(saved: States) -> None:
-    """Puts the default generators where `states` found them."""
+    """Sets the default generators to states that `states` returned."""
     torch.set_rng_state(saved["torch"])
     if saved["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(saved["cuda"])
@@ -37,7 +37,7 @@ def set_states(saved: States) -> None:
 
 @contextmanager
 def forked() -> Iterator[None]:
-    """Puts the default generators back afterwards, whatever is drawn inside."""
+    """Restores the default generators after the block, whatever is drawn inside."""
     before = states()
     try:
         yield

@@ -1,7 +1,7 @@
-"""State of a run beside weights and optimizers, by which a resumed run goes on as if it had never stopped.
+"""State of a run besides weights and optimizers, by which a resumed run goes on as if it had never stopped.
 
     what                                 saved of          on another layout
-    place in the training data           each replica      the samples not consumed yet, cut anew
+    position in the training data        each dp rank      the samples not consumed yet, redistributed
     default generators                   each rank         the first rank's, on every rank
     seeds of the models' dropout         the first rank    the same
 
@@ -36,7 +36,7 @@ from lightning_megatron.trainer.setup import pipelined_models
 from lightning_megatron.trainer.step.batch_checks import batch_digest
 
 KEY = "lightning_megatron_resume"
-"""Under which Lightning's dictionary holds all of it."""
+"""Key under which Lightning's dictionary holds all of it."""
 
 
 def save_into(
@@ -71,11 +71,11 @@ def snapshot(trainer: pl.Trainer, mesh: Mesh) -> dict[str, Any]:
             "are not in it, and a run resumed from it makes that step without them. Save and validate after a multiple "
             "of them"
         )
-    places = [reader.position_at_end() if is_at_end else reader.position_after(trained) for reader in _readers(trainer)]
+    positions = [one.position_at_end() if is_at_end else one.position_after(trained) for one in _readers(trainer)]
     models = pipelined_models.pipelined_modules(trainer.lightning_module)
     return {
         "layout": _layout(mesh),
-        "places": _distinct(places, mesh.dp),
+        "places": _distinct(positions, mesh.dp),
         "trained": 0 if is_at_end else trained,
         "is_validation_due": is_due,
         "is_taken": is_taken,
@@ -96,16 +96,16 @@ class ResumeState:
     """Lightning's counters of the fit, as they were saved."""
     mesh: Mesh
     has_started: bool = False
-    """Whether counters are this run's by now."""
+    """Whether counters are this run's already."""
     is_restored: bool = False
-    """Whether the default generators are those of the checkpoint by now."""
+    """Whether the default generators are those of the checkpoint already."""
     states: rng_state.States = field(default_factory=dict)
-    """With which training starts."""
+    """Generator states with which training starts."""
     readers: list[Reader] = field(default_factory=list)
     """Readers of the training loaders."""
-    num_placed: int = 0
+    num_restored: int = 0
     is_over: bool = False
-    """Whether training goes on by now."""
+    """Whether training has resumed."""
 
     def __post_init__(self) -> None:
         rank = self.mesh.world.rank if self.saved["layout"] == _layout(self.mesh) else 0
@@ -125,31 +125,31 @@ class ResumeState:
         elif checkpoint[KEY]["is_at_end"] and not checkpoint[KEY]["ends_epoch_first"]:
             _have_next_epoch_begun(loops, is_within_batch=checkpoint[KEY]["is_within_batch"])
         elif checkpoint[KEY].get("is_taken", False):
-            _have_batch_come_again(loops)
+            _have_batch_repeated(loops)
         return ResumeState(checkpoint[KEY], before, mesh)
 
-    def place(self, reader: Reader) -> None:
-        """Sends a loader to its place; loaders come in the order in which they were saved.
+    def restore_position(self, reader: Reader) -> None:
+        """Restores a loader's position; loaders come in the order in which they were saved.
 
         Not once all is restored: Lightning may ask for the loaders before that (`estimated_stepping_batches` in
-        `configure_optimizers` does), and would then not tell them where they were.
+        `configure_optimizers` does), and would then not restore their positions.
         """
-        all_places = self.saved["places"]["values"]
-        if not all_places or not all_places[0]:
+        all_positions = self.saved["places"]["values"]
+        if not all_positions or not all_positions[0]:
             return
-        index = self.num_placed % len(all_places[0])
-        self.num_placed += 1
+        index = self.num_restored % len(all_positions[0])
+        self.num_restored += 1
         if index == 0:
             self.readers.clear()
         self.readers.append(reader)
         is_same_dp = self.saved["layout"]["dp"] == self.mesh.dp.size
         own = _value_of(self.saved["places"], self.mesh.dp.rank if is_same_dp else 0)
-        place = own[index]
-        states = [places[index]["own"] for places in all_places]
+        position = own[index]
+        states = [positions[index]["own"] for positions in all_positions]
         is_equal = len({batch_digest(state) for state in states}) == 1
         if isinstance(reader.loader, MergesStates) and all(states):
-            place, is_equal = place | {"own": reader.loader.merged_state(states)}, True
-        reader.go_on_from(place, is_equal_everywhere=is_equal)
+            position, is_equal = position | {"own": reader.loader.merged_state(states)}, True
+        reader.go_on_from(position, is_equal_everywhere=is_equal)
 
     @contextmanager
     def as_saved(self) -> Iterator[None]:
@@ -168,22 +168,22 @@ class ResumeState:
                 self.states = rng_state.states()
 
     def start_validation(self, trainer: pl.Trainer) -> None:
-        """Lightning's counts, once the validation that is made up has begun, as those of any other."""
+        """Sets Lightning's counts, once the validation that is made up has begun, to those of any other."""
         if self.saved["is_validation_due"] and not trainer.sanity_checking:
             total: Any = trainer.fit_loop.epoch_loop.val_loop.batch_progress.total
             total.ready = total.started = total.processed
 
     def start_training(self, trainer: pl.Trainer) -> None:
-        """Restores what the first batch needs, last of all before it."""
+        """Restores what the first batch needs, as the last thing before it."""
         readers = _readers(trainer)
-        places = _value_of(self.saved["places"], 0)
-        if self.saved["trained"] and len(places) != len(readers):
+        positions = _value_of(self.saved["places"], 0)
+        if self.saved["trained"] and len(positions) != len(readers):
             raise ConfigurationError(
-                f"the checkpoint was saved within an epoch of {len(places)} training loaders, and this run has "
+                f"the checkpoint was saved within an epoch of {len(positions)} training loaders, and this run has "
                 f"{len(readers)}; resume with the loaders that it was saved with"
             )
         if self.saved["trained"]:
-            _count_anew(trainer, self.saved["trained"], readers, places)
+            _recount(trainer, self.saved["trained"], readers, positions)
             epoch_loop = trainer.fit_loop.epoch_loop
             if self.saved.get("is_taken", False) and not epoch_loop._should_accumulate():
                 # Lightning counts a step once more by the batch that it takes for the last one, in this run's batches.
@@ -217,7 +217,7 @@ def _have_validation_made_up(loops: dict[str, Any]) -> None:
     """Makes Lightning run the validation that was due when the checkpoint was saved.
 
     By itself it leaves it out, and with it what depends on it: schedulers on plateaus, early stopping, random draws.
-    It takes a validation up again that was interrupted; so one that had not begun is told as one that had just begun,
+    It resumes a validation that was interrupted; so one that had not begun is recorded as one that had just begun,
     until it has (`ResumeState.start_validation`): else it would be made up by each run that goes on from a later
     checkpoint of the epoch. The keys are Lightning's own, of its saved counters.
     """
@@ -246,11 +246,11 @@ def _have_next_epoch_begun(loops: dict[str, Any], *, is_within_batch: bool) -> N
         loops["epoch_loop.state_dict"]["_batches_that_stepped"] += 1
 
 
-def _have_batch_come_again(loops: dict[str, Any]) -> None:
+def _have_batch_repeated(loops: dict[str, Any]) -> None:
     """Makes Lightning count a batch that was read and not trained on as one to come.
 
     By itself it counts it twice: numbers of batches, by which models draw and loggers write, are one too high from then
-    on. So it is told that the batch before it has just ended, and nothing is due after that.
+    on. So its counters say that the batch before it has just ended, and nothing is due after that.
     """
     batches = loops["epoch_loop.batch_progress"]
     trained = batches["current"]["processed"]
@@ -260,9 +260,9 @@ def _have_batch_come_again(loops: dict[str, Any]) -> None:
     batches["is_last_batch"] = False
 
 
-def _count_anew(trainer: pl.Trainer, trained: int, readers: list[Reader], places: list[LoaderPosition]) -> None:
+def _recount(trainer: pl.Trainer, trained: int, readers: list[Reader], positions: list[LoaderPosition]) -> None:
     """Lets Lightning count the batches of this run's size that were trained on, where the checkpoint's had another."""
-    counted = {reader.batches_of(place, trained) for reader, place in zip(readers, places, strict=True)}
+    counted = {reader.batches_of(position, trained) for reader, position in zip(readers, positions, strict=True)}
     if len(counted) > 1:
         raise ConfigurationError(
             "the batch sizes of the training loaders changed by different factors since the checkpoint was saved, "
@@ -286,7 +286,7 @@ def wrap(
     resume_state: ResumeState | None,
     ahead: DynamicContext | None = None,
 ) -> object:
-    """A training loader as one that knows its place, and has it where a run resumes; `ahead` sees its batches early.
+    """A training loader that knows its position, restored where a run resumes; `ahead` sees its batches early.
 
     Of a resumed run a loader for validation too: before the first batch Lightning begins to read it, which draws a
     seed, and reads nothing, to count a validation that lies before the checkpoint.
@@ -300,7 +300,7 @@ def wrap(
 
     wrapped = positioned(loader, mesh.dp, epoch, resume_state, ahead if trainer.training else None)
     if trainer.training and resume_state is not None:
-        resume_state.place(wrapped.reader)
+        resume_state.restore_position(wrapped.reader)
     return wrapped
 
 
@@ -314,7 +314,7 @@ def _layout(mesh: Mesh) -> dict[str, int]:
 
 
 def _distinct(value: Any, axis: Axis) -> dict[str, Any]:
-    """The values of all ranks of an axis, each once, and which of them each rank's is."""
+    """The values of all ranks of an axis, each once, and the index of each rank's."""
     digests = collectives.gather_objects(batch_digest(value), axis)
     firsts = list(dict.fromkeys(digests))
     is_first = digests.index(digests[axis.rank]) == axis.rank

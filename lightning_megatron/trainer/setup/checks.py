@@ -16,7 +16,7 @@ from lightning_megatron.rules import cross_config
 from lightning_megatron.trainer.config import ConfigurationError, PipelineConfig
 from lightning_megatron.transformer.config import TransformerConfig
 
-# What a Trainer takes for ckpt_path beside a path.
+# What a Trainer takes for ckpt_path instead of a path.
 _NAMED_CHECKPOINTS = ("best", "last", "hpc", "registry")
 
 
@@ -27,7 +27,7 @@ def is_named_checkpoint(path: str) -> bool:
 
 @runtime_checkable
 class DescribesData(Protocol):
-    """A data module that can say before it loads anything what it will give."""
+    """A data module whose batch size and sequence length are known before it loads anything."""
 
     global_batch_size: int
     sequence_length: int
@@ -53,14 +53,14 @@ class GrowsBatches(Protocol):
 
 @runtime_checkable
 class HidesPadding(Protocol):
-    """A data module that knows whether its batches have padding that the model is not told of."""
+    """A data module that knows whether its batches have padding that is not marked for the model."""
 
     hides_padding: bool
 
 
 @runtime_checkable
 class SaysFaults(Protocol):
-    """A callback that can say before a run what keeps it from its work."""
+    """A callback that can report its errors before a run."""
 
     def faults(self, trainer: pl.Trainer) -> list[str]:
         """Errors of the configuration, one sentence each."""
@@ -127,7 +127,7 @@ def architecture_of(module: pl.LightningModule) -> TransformerConfig | None:
 def _uncut_faults(
     module: pl.LightningModule, sizes: Sizes, num_microbatches: int, microbatch_size: int, pipeline: PipelineConfig
 ) -> list[str]:
-    """Settings that make a step run once on its whole batch, although it was to be cut."""
+    """Errors of settings that make a step run once on its whole batch, although it was to be cut."""
     if sizes.pp > 1 or (num_microbatches <= 1 and microbatch_size < 1):
         return []
     whats, ways = [], []
@@ -139,10 +139,10 @@ def _uncut_faults(
         ways.append("automatic_optimization=True")
     if not whats:
         return []
-    asked = "num_microbatches", num_microbatches, 1
+    setting = "num_microbatches", num_microbatches, 1
     if microbatch_size:
-        asked = "microbatch_size", microbatch_size, 0
-    name, value, wanted = asked
+        setting = "microbatch_size", microbatch_size, 0
+    name, value, wanted = setting
     return [
         f"{name} ({value}) must be {wanted} with {' and '.join(whats)} where "
         f"pipeline_model_parallel_size is 1: training_step takes the whole batch at once; use {name}={wanted} "
@@ -151,7 +151,7 @@ def _uncut_faults(
 
 
 def _dynamic_faults(module: pl.LightningModule, pipeline: PipelineConfig) -> list[str]:
-    """Settings that keep a step from being run once for each microbatch of a plan."""
+    """Errors of settings that keep a step from being run once for each microbatch of a plan."""
     faults = []
     if pipeline.mode == "collective":
         faults.append(
@@ -173,7 +173,7 @@ def _link_faults(callback: pl.Callback) -> list[str]:
     if callback.dirpath is None or not is_remote(callback.dirpath):
         return []
     return [
-        f'ModelCheckpoint(save_last="link") makes a link, and behind an address (dirpath {callback.dirpath}) there are '
+        f'ModelCheckpoint(save_last="link") makes a link, and at an address (dirpath {callback.dirpath}) there are '
         "none; use save_last=True"
     ]
 

@@ -1,4 +1,4 @@
-"""Data-parallel replicas that share experts, and so make each model call together."""
+"""Data-parallel ranks that share experts, and so make each model call together."""
 
 from torch import nn
 
@@ -8,8 +8,8 @@ from lightning_megatron.moe.experts import Experts
 from lightning_megatron.transformer.moe import MoELayer
 
 
-def linked_replicas(module: nn.Module, mesh: Mesh) -> Axis:
-    """The replicas that make each model call together, because they share experts: all of dp, or this one alone.
+def linked_dp_ranks(module: nn.Module, mesh: Mesh) -> Axis:
+    """Data-parallel ranks that make each model call together, as they share experts: all of dp, or this one alone.
 
     Talks over pp.
     """
@@ -25,7 +25,7 @@ def needs_equal_shapes(module: nn.Module) -> bool:
 
 
 def has_experts(module: nn.Module, mesh: Mesh) -> bool:
-    """Whether any stage has layers of experts; asks nobody where none are shared."""
+    """Whether any stage has layers of experts; no communication where none are shared."""
     if mesh.sizes.ep * mesh.sizes.etp == 1:
         return False
     return any(collectives.gather_objects(any(isinstance(m, Experts) for m in module.modules()), mesh.pp))

@@ -1,4 +1,4 @@
-"""The strategy's use of FP8: the matrices of the models' transformer layers get the product that was asked for."""
+"""The strategy's use of FP8: the linears of the models' transformer layers get the configured FP8 GEMM."""
 
 from collections.abc import Mapping
 
@@ -21,7 +21,7 @@ def use_fp8(
     new_group: NewGroup,
 ) -> Fp8Layers:
     """The layers that multiply in FP8 from here on. Collective over the world; raises ConfigurationError, on all ranks
-    of a replica, where the device or the models cannot."""
+    of a model replica, where the device or the models cannot."""
     faults = device_faults(device)
     modules = [child for model in pipelined.values() for child in model.modules()]
     has_layers = any(isinstance(child, PreNormLayer) for child in modules)

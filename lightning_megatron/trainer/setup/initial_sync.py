@@ -19,8 +19,8 @@ from lightning_megatron.trainer.setup.pipelined_models import names_inside, pipe
 
 
 def sync_seed(mesh: Mesh) -> None:
-    """Gives all ranks the first rank's seed, of which initial values and dropout masks are functions, and puts their
-    generators where the first rank's are: a loader then shuffles as it would on one device."""
+    """Gives all ranks the first rank's seed, of which initial values and dropout masks are functions, and the states of
+    its generators: a loader then shuffles as it would on one device."""
     own = torch.initial_seed()
     first = collectives.broadcast_object(own, mesh.world)
     differ = any(collectives.gather_objects(own != first, mesh.world))
@@ -54,14 +54,14 @@ def sync_module_states(module: nn.Module, mesh: Mesh) -> None:
             continue
         is_inside = name in inside or (bool(model_prefixes) and name.startswith(model_prefixes))
         axes = [mesh.axis("dp+cp"), mesh.tp] if is_inside else [mesh.world]
-        whole = tensor.data.contiguous()
+        contiguous = tensor.data.contiguous()
         for axis in axes:
-            collectives.broadcast_(whole, axis)
-        tensor.data.copy_(whole)
+            collectives.broadcast_(contiguous, axis)
+        tensor.data.copy_(contiguous)
 
 
-def seed_workers_by_replica(dataloader: object, dp: Axis) -> object:
-    """Seeds loader workers by replica under `seed_everything(workers=True)`; Lightning would seed them by rank."""
+def seed_workers_by_dp_rank(dataloader: object, dp: Axis) -> object:
+    """Seeds loader workers by dp rank under `seed_everything(workers=True)`; Lightning would use the global rank."""
     is_seeded = bool(int(os.environ.get("PL_SEED_WORKERS", "0")))
     if is_seeded and isinstance(dataloader, DataLoader) and dataloader.worker_init_fn is None:
         dataloader.worker_init_fn = partial(pl_worker_init_function, rank=dp.rank)

@@ -12,9 +12,9 @@ Prepare = Callable[["pl.Trainer", tuple[Any, ...]], tuple[Any, ...]]
 
 
 class CheckingLauncher(_SubprocessScriptLauncher):
-    """Asks `prepare(trainer, arguments of fit, validate, test or predict)` first, for the arguments to go on with.
+    """Launches with the arguments that `prepare(trainer, arguments of fit, validate, test or predict)` returns.
 
-    That raises where a run cannot work.
+    `prepare` raises where a run cannot work.
     """
 
     def __init__(self, environment: ClusterEnvironment, num_processes: int, num_nodes: int, prepare: Prepare) -> None:

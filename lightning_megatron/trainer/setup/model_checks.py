@@ -16,7 +16,7 @@ from lightning_megatron.transformer.recompute import RecomputeConfig
 def require_own_mesh(module: nn.Module, mesh: Mesh) -> None:
     """Raises ConfigurationError for a pipelined model, or experts, built for other ranks than those of `mesh`.
 
-    They would train whole on every rank, with a gradient norm that counts each copy.
+    They would train unsharded on every rank, with a gradient norm that counts each copy.
     """
     faults = [
         f"{name} ({type(model).__name__}) was built for tensor x pipeline x context x expert x expert tensor parallel "
@@ -46,9 +46,9 @@ def _cuts(mesh: Mesh) -> str:
 def require_spreading(module: nn.Module) -> None:
     """Raises ConfigurationError where dynamic context parallelism would have nothing to spread, or not all."""
     models = pipelined_modules(module)
-    whole = [f"{name} ({type(model).__name__})" for name, model in models.items() if not model.spreads_documents]
-    if whole or not models:
-        what = f"{', '.join(whole)} does not take documents one by one" if whole else "it holds no model of parts"
+    unspread = [f"{name} ({type(model).__name__})" for name, model in models.items() if not model.spreads_documents]
+    if unspread or not models:
+        what = f"{', '.join(unspread)} does not take documents one by one" if unspread else "it holds no model of parts"
         raise ConfigurationError(
             f"dynamic context parallelism packs and cuts the documents of {type(module).__name__}, and {what}; "
             "use GPTModel, or leave dynamic_context out"
@@ -76,7 +76,7 @@ def warn_of_unused_axes(module: nn.Module, mesh: Mesh) -> None:
 def share_recomputation(module: nn.Module, config: RecomputeConfig, mesh: Mesh) -> None:
     """Sets what the layers and models of a module recompute in the backward.
 
-    Raises ConfigurationError, on every rank, where nothing of the module can do what is asked.
+    Raises ConfigurationError, on every rank, where nothing of the module can do what `config` asks for.
     """
     models = pipelined_modules(module).values()
     offered = recompute.recomputable_parts(module)

@@ -25,38 +25,38 @@ _SEPARABLE = (
 def require_separable(
     optimizers: Iterable[Optimizer], config: OptimizerConfig, mesh: Mesh, *, has_master_weights: bool
 ) -> None:
-    """Raises ConfigurationError for an optimizer whose step of one weight asks for more than this rank holds, or that
-    runs forward and backward by itself, when its weights are beside those that those use."""
+    """Raises ConfigurationError for an optimizer whose step of one weight needs more than this rank holds, or that runs
+    forward and backward itself, where it steps master weights and not the model's."""
     faults, unknown = [], []
     for optimizer in optimizers:
-        name, reach = type(optimizer).__name__, update_scope_of(optimizer, config.update_scope)
+        name, scope = type(optimizer).__name__, update_scope_of(optimizer, config.update_scope)
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         # Dp+cp, and edp where there are experts.
         shards = [shard_of(parameter) for parameter in parameters]
-        replicas = {"dp+cp" if shard.data is None else shard.data.name for shard in shards}
-        is_shared_out = config.kind == "distributed" and any(mesh.axis(axis).size > 1 for axis in replicas)
-        is_parted = mesh.pp.size > 1 or is_shared_out
+        data_axes = {"dp+cp" if shard.data is None else shard.data.name for shard in shards}
+        is_sharded = config.kind == "distributed" and any(mesh.axis(axis).size > 1 for axis in data_axes)
+        is_parted = mesh.pp.size > 1 or is_sharded
         is_cut, cutting = any(shard.is_cut for shard in shards), _cutting(shards)
-        if reach == "model" and (is_cut or mesh.pp.size > 1):
+        if scope == "model" and (is_cut or mesh.pp.size > 1):
             faults.append(f"{name} looks at all parameters at once, and a rank holds only some of them; {_SEPARABLE}")
         elif needs_closure(optimizer) and has_master_weights:
             faults.append(
                 f"{name} runs forwards within its step, and master weights reach the model after it; {_SEPARABLE}"
             )
-        if reach == "parameter" and is_cut:
+        if scope == "parameter" and is_cut:
             faults.append(f"{name} looks at whole matrices, and {cutting} parallelism cuts them; {_SEPARABLE}")
-        elif reach == "parameter" and any(map(_is_padded, parameters, shards)):
+        elif scope == "parameter" and any(map(_is_padded, parameters, shards)):
             faults.append(
                 f"{name} looks at whole matrices, and the rows that vocab_multiple adds would count in them; set "
                 f"vocab_multiple=1, or {_SEPARABLE}"
             )
-        elif reach == "unknown" and is_cut:
+        elif scope == "unknown" and is_cut:
             faults.append(
                 f"{name} is none of torch's own, and {cutting} parallelism cuts matrices, which is right only for "
                 'elementwise steps; if its steps are, say OptimizerConfig(update_scope="elementwise"), '
                 f"else {_SEPARABLE}"
             )
-        elif reach == "unknown" and is_parted:
+        elif scope == "unknown" and is_parted:
             unknown.append(name)
     # Every rank raises, also one that holds only whole matrices: the others would wait for it.
     everywhere = {fault for found in collectives.gather_objects(faults, mesh.axis("pp+tp")) for fault in found}

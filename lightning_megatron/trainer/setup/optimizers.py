@@ -32,7 +32,7 @@ def make_data_parallel_comm(
     new_group: NewGroup,
     device: torch.device,
 ) -> DataParallelComm:
-    """Buckets for the gradients and, where asked for, master weights in the place of the optimizers' parameters.
+    """Buckets for the gradients and, where configured, master weights in place of the optimizers' parameters.
 
     Collective over pp and the world, as `Gradients` is.
     """
@@ -68,10 +68,10 @@ def names_of_stepped(module: nn.Module, optimizers: Iterable[Optimizer], mesh: M
 
 
 def release(dp_comm: DataParallelComm, *, is_interrupted: bool) -> None:
-    """Leaves the module as it came, but trained.
+    """Restores the module's dtypes and parameters, with the trained values.
 
-    After a failure other replicas may not come to that: where they would have to, weights keep the dtype that they had
-    in training.
+    After a failure other data-parallel ranks may not take part: where that needs them, weights keep the dtype that they
+    had in training.
     """
     if dp_comm.has_shards and is_interrupted:
         dp_comm.gradients.release()

@@ -48,7 +48,7 @@ def parameters_in_parts(module: nn.Module) -> list[nn.Parameter]:
 
 
 def gather_parts_by(module: nn.Module, gather: Callable[[Iterable[nn.Parameter]], None]) -> None:
-    """Has `gather` called with the parameters of each part before the part runs."""
+    """Makes the models call `gather` with the parameters of each part before the part runs."""
     for model in pipelined_modules(module).values():
         model.before_part = lambda part, model=model: gather(model.parameters_of(part))  # type: ignore[misc]
 
@@ -67,16 +67,16 @@ def pipeline_plain_sequential(module: pl.LightningModule, mesh: Mesh) -> bool:
     }
     if len(chains) == 1:
         [(name, chain)] = chains.items()
-        # Not named_children(): it leaves out the second place of a module that stands in the chain twice.
-        places = {place: child for place, child in chain._modules.items() if child is not None}
-        setattr(module, name, PipelineModule.from_modules(places, mesh=mesh))
+        # Not named_children(): it leaves out the second name of a module that is in the chain twice.
+        parts = {key: child for key, child in chain._modules.items() if child is not None}
+        setattr(module, name, PipelineModule.from_modules(parts, mesh=mesh))
     return len(chains) == 1
 
 
 def pipeline_late_sequential(module: pl.LightningModule, mesh: Mesh) -> None:
     """Cuts an `nn.Sequential` that `configure_model` made into stages.
 
-    Raises ConfigurationError where a callback has copied it whole by then: the copy would average other weights.
+    Raises ConfigurationError where a callback has copied it uncut by then: the copy would average other weights.
     """
     callbacks = module.trainer.callbacks  # type: ignore[attr-defined]
     averaging = [c for c in callbacks if isinstance(c, (WeightAveraging, StochasticWeightAveraging))]

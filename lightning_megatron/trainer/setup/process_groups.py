@@ -9,18 +9,18 @@ from lightning_megatron.mesh import Axis
 
 
 class Groups:
-    """Makes groups of global ranks, in whose collectives a rank waits no longer than `timeout`."""
+    """Maker of groups of global ranks, in whose collectives a rank waits no longer than `timeout`."""
 
     def __init__(self, timeout: timedelta) -> None:
         self.timeout = timeout
 
     def on_device(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        """A group that talks as the device does."""
+        """A group that communicates between devices."""
         group: dist.ProcessGroup = dist.new_group(list(ranks), timeout=self.timeout, use_local_synchronization=True)
         return group
 
     def on_host(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        """A group that talks over host memory."""
+        """A group that communicates over host memory."""
         group: dist.ProcessGroup = dist.new_group(
             list(ranks), timeout=self.timeout, backend="gloo", use_local_synchronization=True
         )

@@ -14,8 +14,8 @@ class Replica:
 
     @staticmethod
     def under(strategy: Strategy) -> "Replica":
-        """Replica of a DistributedSampler under the Trainer's strategy; a strategy of one process has one replica."""
+        """Rank and size of a DistributedSampler under the Trainer's strategy; a strategy of one process has size 1."""
         if not isinstance(strategy, ParallelStrategy):
             return Replica(0, 1)
-        told = strategy.distributed_sampler_kwargs
-        return Replica(told["rank"], told["num_replicas"])
+        kwargs = strategy.distributed_sampler_kwargs
+        return Replica(kwargs["rank"], kwargs["num_replicas"])

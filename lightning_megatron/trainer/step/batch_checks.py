@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 from lightning_megatron.comm import collectives
 from lightning_megatron.mesh import Axis
 
-# Batches of each kind of loop whose contents are compared over the ranks of a replica.
+# Batches of each kind of loop whose contents are compared over the ranks of a model replica.
 _CHECKED_BATCHES = 2
 
 
@@ -23,9 +23,9 @@ class BatchChecks:
         self._num_checked: dict[str, int] = {}
 
     def check(self, name: str, batch: Any, replica: Axis) -> None:
-        """Raises RuntimeError where ranks of a replica hold different batches. Collective over the replica's ranks.
+        """Raises RuntimeError where ranks of a model replica hold different batches. Collective over those ranks.
 
-        Replicas that share experts are asked for equal shapes too, where their dispatcher needs them.
+        Data-parallel ranks that share experts need equal shapes too, where their dispatcher takes sizes for known.
         """
         if self._needs_equal_shapes:
             require_equal_shapes(batch, self._linked)
@@ -71,13 +71,13 @@ def require_equal_batches(batch: Any, replica: Axis) -> None:
     )
 
 
-def require_equal_shapes(batch: Any, replicas: Axis) -> None:
-    """Raises RuntimeError, on every replica, where the tensors of their batches have different shapes.
+def require_equal_shapes(batch: Any, dp: Axis) -> None:
+    """Raises RuntimeError, on every data-parallel rank, where the tensors of their batches have different shapes.
 
     Experts whose dispatcher gathers all tokens, or whose rows are padded to a capacity, take sizes for known.
     """
     own = [tuple(leaf.shape) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
-    shapes = collectives.gather_objects(own, replicas)
+    shapes = collectives.gather_objects(own, dp)
     if any(other != own for other in shapes):
         raise RuntimeError(
             f"data-parallel ranks that share experts got batches of the shapes {shapes}; the dispatcher "

@@ -20,8 +20,8 @@ class StepBatch:
     """Samples of the global batch that it stands for."""
     first_sample: int
     """Index of its first row in the global batch."""
-    place: int
-    """Index of the ranks that run it among all replicas, of which random numbers of the user's code are a function."""
+    group_index: int
+    """Index of the ranks that run it within dp, of which random numbers of the user's code are a function."""
     num_copies: int
     """Ranks that run it together, each with the whole loss."""
     context_group: Axis | None = None
@@ -32,7 +32,7 @@ class StepBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class Cutting:
-    """Into how many microbatches a replica's batch is cut: always as many, or as many as its rows ask for."""
+    """Number of microbatches of a data-parallel rank's batch: always the same, or by its rows."""
 
     number: int = 1
     """Microbatches of a batch."""
@@ -50,7 +50,7 @@ class Cutting:
 
 
 def cut_evenly(batch: Any, num_microbatches: int, mesh: Mesh) -> list[StepBatch]:
-    """A replica's batch, cut along its rows."""
+    """Microbatches of a data-parallel rank's batch, cut along its rows."""
     parts = microbatches.split(batch, num_microbatches)
     rows = [rows_of(part) for part in parts]
     first = mesh.dp.rank * sum(rows)
@@ -70,7 +70,7 @@ def as_planned(parts: Sequence[PlannedMicrobatch], num_rows: int, mesh: Mesh) ->
             part.batch,
             rows=share * part.group.size,
             first_sample=0,
-            place=part.group.first,
+            group_index=part.group.first,
             num_copies=part.group.size,
             context_group=mesh.context_group(part.group.size),
             documents=part.names_D2,

@@ -35,7 +35,7 @@ class ScheduledStep:
     pipeline: PipelineConfig
     batches: StepBatches
     driver_between: Driver
-    """Driver of the models' calls outside of a schedule."""
+    """Driver of the models' calls outside a schedule."""
     is_running: bool = False
 
     def run(
@@ -88,7 +88,7 @@ class ScheduledStep:
         # A rank that holds the last stage alone leaves no step early, and need not copy the states of metrics.
         mark = self.log.mark() if self.mesh.own_stages[0] < self.mesh.sizes.num_stages - 1 else None
         try:
-            with user_step.synced_random(microbatch, part.place, is_scheduled=True), context():
+            with user_step.synced_random(microbatch, part.group_index, is_scheduled=True), context():
                 output = user_step.module.training_step(part.batch, *args[1:], **kwargs)
         except StageExit:
             assert mark is not None

@@ -9,7 +9,7 @@ _HELD = "held"
 
 
 class SkippedStepSchedulers:
-    """Schedulers held for one batch, with the intervals that are to come back."""
+    """Schedulers held for one batch, with the intervals to restore."""
 
     def __init__(self) -> None:
         self._held: list[tuple[LRSchedulerConfig, str]] = []

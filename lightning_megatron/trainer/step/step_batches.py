@@ -1,4 +1,4 @@
-"""The microbatches of each training step: a batch cut along its rows, or those that a plan says."""
+"""The microbatches of each training step: a batch cut along its rows, or those of a plan."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -36,21 +36,21 @@ class StepBatches:
         if self.prefetch is None:
             self.checks.check("training_step", batch, self.mesh.axis("pp+cp+tp"))
             parts = cut_evenly(batch, self.cutting.count_of(rows_of(batch)), self.mesh)
-            # A last batch of few rows has fewer, and may have them on one replica alone.
+            # A last batch of few rows has fewer, and may have them on one data-parallel rank alone.
             count = self._agreed(len(parts))
             return parts if count == len(parts) else cut_evenly(batch, count, self.mesh)
         planned = self.prefetch.take(self.user_step.trainer.fit_loop.batch_idx, batch)
         parts = as_planned(planned.microbatches, planned.num_rows, self.mesh)
-        # The cp ranks of a replica run different microbatches of a plan; that they read the same is found before it.
+        # The cp ranks run different microbatches of a plan; that they read the same data is checked before planning.
         self.checks.check("training_step", [(part.batch, part.documents) for part in parts], self.mesh.axis("pp+tp"))
         return [replace(part, batch=self._handed_over(part.batch)) for part in parts]
 
     def count_of(self, rows: int) -> int:
-        """Microbatches of one model call on so many rows. Collective over the replicas that share experts."""
+        """Microbatches of one model call on so many rows. Collective over the dp ranks that share experts."""
         return self._agreed(max(1, min(self.cutting.count_of(rows), rows)))
 
     def _agreed(self, num_microbatches: int) -> int:
-        """The number of microbatches that all replicas can have which make their model calls together."""
+        """The number of microbatches that all data-parallel ranks with joint model calls can have."""
         if self.linked.size == 1 or self.cutting.is_whole:
             return num_microbatches
         own = torch.tensor(num_microbatches, device=self.device)

@@ -40,7 +40,7 @@ class StepGradients:
         self.loss_scale = loss_scale
         self.step_hook: StepHook | None = None
         self._device = device
-        self._frees = not _are_gradients_kept(trainer, module)
+        self._frees = not _are_gradients_in_use(trainer, module)
         self._trainer = trainer
         # Gradients of the last schedule, until Lightning asks for them by `backward`.
         self._pending: dict[nn.Parameter, Tensor] = {}
@@ -53,7 +53,7 @@ class StepGradients:
 
     @property
     def scale_of_sums(self) -> float:
-        """Factor of a schedule's losses, which are sums, beside their weights."""
+        """Factor of a schedule's losses, which are sums, in addition to their weights."""
         return 1.0 if self.loss_scale is None else self.loss_scale.of_sums
 
     @contextmanager
@@ -73,7 +73,7 @@ class StepGradients:
         gradients.add(aside)
 
     def weigh_scheduled(self, weight: Tensor) -> None:
-        """Divides what the schedule left by the weight of the global batch, [], now or with the sum over replicas."""
+        """Divides the schedule's gradients by the weight of the global batch, [], now or with the sum over dp."""
         num_batches = self._trainer.accumulate_grad_batches
         # Lightning divides the loss by the number of batches of a step after this returns: too late for a schedule.
         self._factor = reciprocal(weight) / (num_batches * self.scale_of_sums)
@@ -85,7 +85,7 @@ class StepGradients:
             self._factor = None
 
     def end_scheduled(self, *, reduce_now: bool) -> None:
-        """Puts the schedule's gradients on the parameters and, with `reduce_now`, sums them over the replicas."""
+        """Puts the schedule's gradients on the parameters and, with `reduce_now`, sums them over dp."""
         self.dp_comm.gradients.free(dropped=False)
         self._set_summed_aside()
         self.dp_comm.gradients.add(self._pending)
@@ -96,7 +96,7 @@ class StepGradients:
     def backward(
         self, loss: Tensor, differentiate: Differentiate, *, reduce_now: bool, has_several_stages: bool
     ) -> None:
-        """Runs the backward of a batch and, with `reduce_now`, sums the gradients over the replicas."""
+        """Runs the backward of a batch and, with `reduce_now`, sums the gradients over dp."""
         self.dp_comm.gradients.free(dropped=False)
         self._set_summed_aside()
         # Several stages run a backward for each microbatch within this one.
@@ -126,7 +126,7 @@ class StepGradients:
         self._summed, self._are_summed = {}, True
 
     def _set_summed_aside(self) -> None:
-        """Keeps gradients of earlier optimizer steps that nobody zeroed from being summed again."""
+        """Sets aside gradients of earlier optimizer steps that nobody zeroed, as they are summed already."""
         if self._are_summed:
             self._summed, self._are_summed = self.dp_comm.gradients.take(copied=True), False
 
@@ -138,8 +138,8 @@ class StepGradients:
             differentiate(loss)
 
 
-def _are_gradients_kept(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
-    """Whether somebody looks at the gradients of the last optimizer step before they are zeroed, or does not zero them.
+def _are_gradients_in_use(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
+    """Whether user code may read the gradients of the last step before they are zeroed, or does not zero them.
 
     Without that a schedule frees them before it needs the memory.
     """

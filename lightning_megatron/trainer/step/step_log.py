@@ -1,4 +1,4 @@
-"""The log of a step: recorded while it runs, averaged over microbatches and replicas, logged once on every rank.
+"""The log of a step: recorded while it runs, averaged over microbatches and dp x cp, logged once on every rank.
 
 A schedule enters the step once per microbatch, and past the model call on the last stage only, so `self.log` there
 would log parts, and only on some ranks. A monitored key that some ranks lack makes Lightning's ModelCheckpoint hang.
@@ -22,7 +22,7 @@ from lightning_megatron.mesh import Mesh
 Reduction = Literal["mean", "sum", "max", "min"]
 _SIGNATURE = inspect.signature(LightningModule.log)
 _HEAD = 4  # total weight, mean loss, key of the schema, rows
-_SLOTS = 64  # numbers that travel in one message of fixed size; a step that logs more sends a second one
+_SLOTS = 64  # numbers of one message of fixed size; a step that logs more sends a second one
 # Added to every weight: of nothing but zeros the mean is then the plain one. Far below what any sum can notice.
 _NOTHING = 1e-150
 _REDUCTIONS: dict[str, Reduction] = {"mean": "mean", "avg": "mean", "sum": "sum", "max": "max", "min": "min"}
@@ -32,15 +32,15 @@ REDUCED = "reduced over the data-parallel ranks"
 
 @dataclass(frozen=True)
 class _Line:
-    """One logged name as every rank knows it."""
+    """Options of one logged name, equal on every rank."""
 
     name: str
     options: dict[str, Any]
-    """With which it was logged."""
+    """Options with which it was logged."""
     metric_name: str | None
     """Attribute name of its metric, where it is one."""
     is_sized: bool
-    """Logged with a batch size."""
+    """Whether it was logged with a batch size."""
 
 
 Schema = list[_Line]
@@ -48,7 +48,7 @@ Schema = list[_Line]
 
 @dataclass
 class _LogEntry:
-    """One logged name: how it was logged, and its value and place in each microbatch."""
+    """One logged name: how it was logged, and its values with their microbatches."""
 
     options: dict[str, Any]
     is_sized: bool
@@ -75,7 +75,7 @@ class StepSummary:
     """Loss and weight of the global batch."""
 
     weight: Tensor
-    """Weight that the mean loss is a mean over, summed over microbatches and replicas, []."""
+    """Weight that the mean loss is a mean over, summed over microbatches and dp x cp, []."""
     loss: Tensor
     """Mean loss of the global batch, []."""
 
@@ -99,7 +99,7 @@ class StepLog:
         self._module = module
         # Dtype in which values are logged.
         self.dtype = dtype
-        self._replicas = mesh.axis("dp+cp")
+        self._dp_cp = mesh.axis("dp+cp")
         # Ranks of cp or of a context group, which run the microbatch at hand together and log the same: each counts for
         # its share.
         self.num_copies = mesh.cp.size
@@ -131,7 +131,7 @@ class StepLog:
             del self._module.__dict__["log"]
 
     def end_microbatch(self, loss: Tensor | None, weight: Tensor, rows: float) -> None:
-        """Says what the microbatch's loss was, what it is a mean over ([] each), and how many rows there were."""
+        """Records the microbatch's loss, what it is a mean over ([] each), and its number of rows."""
         self._rows += rows / self.num_copies
         self._losses.append(torch.zeros(()) if loss is None else loss.detach())
         self._weights.append(weight / self.num_copies)
@@ -139,7 +139,7 @@ class StepLog:
     def mark(self) -> "_Mark":
         """Position in the record, for `rewind`."""
         counts = {name: (len(entry.values), len(entry.sizes)) for name, entry in self._entries.items()}
-        return _Mark(counts, {name: _whole_state(metric) for name, metric in self._metrics.items()})
+        return _Mark(counts, {name: _full_state(metric) for name, metric in self._metrics.items()})
 
     def rewind(self, mark: "_Mark") -> None:
         """Forgets what was logged, and what metrics took in, since `mark`: a stage that left its step counts nothing.
@@ -189,10 +189,10 @@ class StepLog:
 
     def _log(self, line: _Line, value: Tensor, share: Tensor, rows: Tensor) -> None:
         options = dict(line.options)
-        if self._replicas.size > 1:
+        if self._dp_cp.size > 1:
             options |= {"sync_dist": True, "sync_dist_group": REDUCED}
         # A mean over batches weighs this one by it; within one data-parallel rank Lightning finds it out by itself.
-        if line.is_sized or self._replicas.size > 1:
+        if line.is_sized or self._dp_cp.size > 1:
             options["batch_size"] = (share if line.is_sized else rows).to(self.dtype)
         if line.metric_name is None:
             # A copy of its own: Lightning keeps it, and sync_dist may work on it in place.
@@ -223,8 +223,8 @@ class StepLog:
         for line in schema:
             sums += self._sum_and_share(self._entries[line.name], weights)
         above = self._stack(sums)
-        if self._replicas.size > 1:
-            above = self._over_replicas(above, key, schema)
+        if self._dp_cp.size > 1:
+            above = self._over_dp_cp(above, key, schema)
         numbers, extremes = [above[0], _quotient(above[1], above[0]), key, above[3]], self._extremes(schema)
         for i, line in enumerate(schema):
             value, share = above[_HEAD + 2 * i], above[_HEAD + 2 * i + 1]
@@ -235,20 +235,20 @@ class StepLog:
         return self._stack(numbers)
 
     def _extremes(self, schema: Schema) -> dict[str, Tensor]:
-        """The largest or smallest value of each name that is reduced so, over microbatches and replicas."""
+        """The largest or smallest value of each name that is reduced so, over microbatches and dp x cp."""
         signs = {"max": 1.0, "min": -1.0}
         entries = {
             line.name: self._entries[line.name] for line in schema if self._entries[line.name].reduction in signs
         }
         if not entries:
             return {}
-        # A minimum travels as the maximum of the negative numbers, so that one message takes them all.
+        # A minimum is sent as the maximum of the negative numbers, so that one message takes them all.
         own = [signs[e.reduction] * self._stack([tensor for _, tensor in e.values]) for e in entries.values()]
-        largest = collectives.all_reduce(self._stack([values.max() for values in own]), self._replicas, "max")
+        largest = collectives.all_reduce(self._stack([values.max() for values in own]), self._dp_cp, "max")
         return {name: signs[e.reduction] * value for (name, e), value in zip(entries.items(), largest, strict=True)}
 
     def _sum_and_share(self, entry: _LogEntry, weights: Tensor) -> list[Tensor]:
-        """A name's sum over microbatches and, for a mean, what to divide it by once it is summed over replicas."""
+        """A name's sum over microbatches and, for a mean, what to divide it by once it is summed over dp x cp."""
         nothing = torch.zeros((), dtype=torch.float64, device=self.device)
         if not entry.values or entry.reduction in ("max", "min"):
             return [nothing, nothing]
@@ -256,19 +256,19 @@ class StepLog:
         if entry.reduction == "sum":
             return [values.sum(), nothing]
         # A mean given with its batch size is one over rows; any other is one over what the microbatch's loss is.
-        shares = weights[[place for place, _ in entry.values]] + _NOTHING
+        shares = weights[[microbatch for microbatch, _ in entry.values]] + _NOTHING
         if entry.is_sized:
             shares = torch.tensor(entry.sizes, dtype=torch.float64, device=self.device)
         return [(values * shares).sum(), shares.sum()]
 
-    def _over_replicas(self, numbers: Tensor, key: Tensor, schema: Schema) -> Tensor:
-        """The sum over replicas, once it is clear that all of them sum the same names."""
+    def _over_dp_cp(self, numbers: Tensor, key: Tensor, schema: Schema) -> Tensor:
+        """The sum over dp x cp, once it is clear that all its ranks sum the same names."""
         first, count = _first_message(numbers), min(_SLOTS, numbers.numel())
-        collectives.all_reduce_(first, self._replicas)
-        if first[2].item() != key.item() * self._replicas.size:
-            raise RuntimeError(_disagreement(collectives.gather_objects(schema, self._replicas)))
+        collectives.all_reduce_(first, self._dp_cp)
+        if first[2].item() != key.item() * self._dp_cp.size:
+            raise RuntimeError(_disagreement(collectives.gather_objects(schema, self._dp_cp)))
         rest = numbers[count:].contiguous()
-        return torch.cat([first[:count], collectives.all_reduce_(rest, self._replicas) if rest.numel() else rest])
+        return torch.cat([first[:count], collectives.all_reduce_(rest, self._dp_cp) if rest.numel() else rest])
 
     def _from_last_stage(self, numbers: Tensor, schema: Schema) -> tuple[Tensor, Schema]:
         """The numbers and names of the last stage, on every stage."""
@@ -306,7 +306,7 @@ class StepLog:
 
 
 def _schema_key(schema: Schema) -> int:
-    """A whole number that a float64 and a sum over thousands of replicas hold exactly."""
+    """An integer that a float64 and a sum over thousands of ranks hold exactly."""
     return rng.key(*(_text(line) for line in schema)) & 0xFFFFFFFF
 
 
@@ -316,12 +316,12 @@ def _text(line: _Line) -> str:
 
 
 def _disagreement(schemas: list[Schema]) -> str:
-    """Message that tells what differs between the schemas of the replicas."""
+    """Message about what differs between the schemas of the dp x cp ranks."""
     names = [{line.name for line in schema} for schema in schemas]
     some = sorted(names[0].union(*names) - names[0].intersection(*names))
     if some:
-        told = "; ".join(f"{name!r} by ranks {[i for i, own in enumerate(names) if name in own]}" for name in some)
-        return f"ranks of dp x cp logged different names in one step: {told}. Log the same names on every rank"
+        missing = "; ".join(f"{name!r} by ranks {[i for i, own in enumerate(names) if name in own]}" for name in some)
+        return f"ranks of dp x cp logged different names in one step: {missing}. Log the same names on every rank"
     texts = [{line.name: _text(line) for line in schema} for schema in schemas]
     other = sorted(name for name in texts[0] if len({text[name] for text in texts}) > 1)
     if other:
@@ -347,7 +347,7 @@ def _list_lengths(metric: Metric) -> dict[str, int]:
     return {name: len(value) for name, value in metric.metric_state.items() if isinstance(value, list)}
 
 
-def _whole_state(metric: Metric) -> dict[str, Any]:
+def _full_state(metric: Metric) -> dict[str, Any]:
     """A metric's state as it is now; metrics may add to their tensors in place."""
     states = {
         name: list(value) if isinstance(value, list) else value.clone() for name, value in metric.metric_state.items()

@@ -70,8 +70,8 @@ class Steps:
         self._is_plain = mesh.world.size == 1 and not uses_schedule
         if mesh.pp.size > 1:
             _require_one_model(pipelined, module, mesh.pp.size, uses_schedule)
-        # Replicas that make each model call together.
-        self.linked = expert_replicas.linked_replicas(module, mesh)
+        # Data-parallel ranks that make each model call together.
+        self.linked = expert_replicas.linked_dp_ranks(module, mesh)
         self._checks = BatchChecks(self.linked, needs_equal_shapes=expert_replicas.needs_equal_shapes(module))
         batches = StepBatches(
             user_step=user_step,
@@ -105,7 +105,7 @@ class Steps:
                 batches=batches,
                 driver_between=self._driver,
             )
-        # Share of this replica in the loss of a manual step, [].
+        # Share of this data-parallel rank in the loss of a manual step, [].
         self._manual_share: Tensor | None = None
 
     @property
@@ -125,7 +125,7 @@ class Steps:
         return self._scheduled is not None and self._scheduled.is_running
 
     def set_step_hook(self, step_hook: StepHook | None) -> None:
-        """Has a step_hook hear of the actions of schedules and of the sums of gradients; none: nobody does."""
+        """Sets the hook that is called around actions of schedules and sums of gradients; None: no hook."""
         self._runtime.step_hook = step_hook
         if self._gradients is not None:
             self._gradients.step_hook = step_hook
@@ -141,23 +141,23 @@ class Steps:
         if self._is_plain:
             with context():
                 return self._module.training_step(*args, **kwargs)
-        replicas = self._mesh.axis("dp+cp")
+        dp_cp = self._mesh.axis("dp+cp")
         if not self._module.automatic_optimization:
-            # The backwards come inside the step, before any weight of a loss is known: a replica counts by its rows.
+            # The backwards come inside the step, before any weight of a loss is known: a rank counts by its rows.
             share = torch.tensor(float(rows), dtype=torch.float64, device=self._device)
-            self._manual_share = share / collectives.all_reduce(share, replicas)
+            self._manual_share = share / collectives.all_reduce(share, dp_cp)
         with self._log.recording(), self._user_step.synced_random(), context():
             output = self._module.training_step(*args, **kwargs)
         loss = loss_of(output)
         weight = self._user_step.loss_weight(output, rows, self._device)
         self._log.end_microbatch(loss, weight, rows)
         summary = self._log.replay()
-        if loss is None or not self._module.automatic_optimization or replicas.size == 1:
+        if loss is None or not self._module.automatic_optimization or dp_cp.size == 1:
             return output
         share = loss * (weight / self._mesh.cp.size * reciprocal(summary.weight)).to(loss.dtype)
-        # The value is that of the global batch, the gradient this replica's share of it.
-        whole = share + (summary.loss.to(loss.dtype) - share).detach()
-        return {**output, "loss": whole} if isinstance(output, dict) else whole
+        # The value is that of the global batch, the gradient this rank's share of it.
+        global_loss = share + (summary.loss.to(loss.dtype) - share).detach()
+        return {**output, "loss": global_loss} if isinstance(output, dict) else global_loss
 
     def backward(self, loss: Tensor, differentiate: Callable[[Tensor], None], *, reduce_now: bool) -> None:
         """Leaves the gradients of the global batch on the parameters; only this batch's parts of them where a later

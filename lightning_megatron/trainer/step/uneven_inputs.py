@@ -1,7 +1,7 @@
-"""Batches of replicas that make each model call together, because they share experts.
+"""Batches of data-parallel ranks that make each model call together, because they share experts.
 
-They wait for each other within every call. One that had a batch more in evaluation would wait for ever, or take
-messages of what comes after; so each round of a loader asks first whether all have a batch.
+They wait for each other within every call. A rank with a batch more in evaluation would wait for ever, or take
+messages of what comes after; so each round of a loader checks first that all have a batch.
 """
 
 from collections.abc import Iterator
@@ -18,13 +18,13 @@ from lightning_megatron.mesh import Axis
 class JoinedIterable:
     """Stand-in for a loader that is no DataLoader, by which Lightning reads it."""
 
-    def __init__(self, loader: Any, replicas: Axis, device: torch.device) -> None:
+    def __init__(self, loader: Any, dp: Axis, device: torch.device) -> None:
         vars(self).update(getattr(loader, "__dict__", {}))
-        self.uneven, self.replicas, self.device = loader, replicas, device
-        self.length = _longest(loader, replicas, device)
+        self.uneven, self.dp, self.device = loader, dp, device
+        self.length = _longest(loader, dp, device)
 
     def __iter__(self) -> Iterator[Any]:
-        return _while_all_have(iter(self.uneven), self.replicas, self.device)
+        return _while_all_have(iter(self.uneven), self.dp, self.device)
 
     def __len__(self) -> int:
         if self.length < 0:
@@ -46,35 +46,35 @@ class JoinedDataLoader(JoinedIterable, DataLoader[Any]):  # type: ignore[misc]
         self.uneven._iterator = iterator
 
 
-def join_uneven(loader: Any, replicas: Axis, device: torch.device) -> Any:
-    """The loader as one that raises RuntimeError on every replica where some have a batch and others have none."""
+def join_uneven(loader: Any, dp: Axis, device: torch.device) -> Any:
+    """A loader that raises RuntimeError on all data-parallel ranks where some have a batch and others have none."""
     if isinstance(loader, JoinedIterable):
         # A CombinedLoader of the user keeps what an earlier run put in.
         loader = loader.uneven
-    if replicas.size == 1:
+    if dp.size == 1:
         return loader
     kind = JoinedDataLoader if isinstance(loader, DataLoader) else JoinedIterable
-    return kind(loader, replicas, device)
+    return kind(loader, dp, device)
 
 
-def _longest(loader: Any, replicas: Axis, device: torch.device) -> int:
-    """The most batches that the loader of a replica has; -1 where none can tell.
+def _longest(loader: Any, dp: Axis, device: torch.device) -> int:
+    """The most batches that the loader of a data-parallel rank has; -1 where none has a length.
 
-    Lightning asks for no batch past a length, so a replica with fewer would end without a word.
+    Lightning reads no batch past a length, so a rank with fewer would end without an error.
     """
     own = sized_len(loader)
-    return int(collectives.all_reduce(torch.tensor(-1 if own is None else own, device=device), replicas, "max").item())
+    return int(collectives.all_reduce(torch.tensor(-1 if own is None else own, device=device), dp, "max").item())
 
 
-def _while_all_have(batches: Iterator[Any], replicas: Axis, device: torch.device) -> Iterator[Any]:
+def _while_all_have(batches: Iterator[Any], dp: Axis, device: torch.device) -> Iterator[Any]:
     nothing, number = object(), 0
     while True:
         batch = next(batches, nothing)
         having = torch.tensor(int(batch is not nothing), device=device)
-        num = int(collectives.all_reduce(having, replicas).item())
-        if 0 < num < replicas.size:
+        num = int(collectives.all_reduce(having, dp).item())
+        if 0 < num < dp.size:
             raise RuntimeError(
-                f"{num} of {replicas.size} data-parallel ranks have a batch number {number + 1} to evaluate, the "
+                f"{num} of {dp.size} data-parallel ranks have a batch number {number + 1} to evaluate, the "
                 "others have none; they share experts and make each model call together. Give all equally many "
                 "batches, by a sampler that repeats samples, drop_last, or limit_val_batches (limit_test_batches, "
                 "limit_predict_batches); or keep the ranks of experts within a model replica: "

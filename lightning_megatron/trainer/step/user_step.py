@@ -33,8 +33,8 @@ class UserStep:
     """Batches of validation, test and prediction since the last of training; the loops' own counters stand still."""
 
     def begin_training(self) -> None:
-        """Tells the models which training step comes, of which their random numbers are a function."""
-        # What is drawn must not depend on how much was evaluated before: a resumed run does not do that again.
+        """Sets the number of the next training step in the models, of which their random numbers are a function."""
+        # What is drawn must not depend on how much was evaluated before: a resumed run does not repeat that.
         self.num_evaluated = 0
         for model in self.models:
             model.draws.step = self.trainer.fit_loop.epoch_loop.total_batch_idx
@@ -52,7 +52,7 @@ class UserStep:
         return rows
 
     def begin_microbatch(self, part: StepBatch) -> None:
-        """Makes the models ready to be called with a microbatch; the schedule tells them its first sample."""
+        """Makes the models ready to be called with a microbatch; the schedule sets its first sample in them."""
         for model in self.models:
             model.loss_weight = None
             model.context_group, model.draws.documents = part.context_group, part.documents
@@ -68,36 +68,36 @@ class UserStep:
             model.driver = driver
 
     def synced_random(
-        self, microbatch: int = 0, place: int | None = None, *, is_scheduled: bool = False
+        self, microbatch: int = 0, group_index: int | None = None, *, is_scheduled: bool = False
     ) -> AbstractContextManager[None]:
         """Random numbers of the user's code that agree on all ranks that run a microbatch together, and differ between
-        those that do not: by `place`, which is that of the data-parallel rank unless it is given."""
-        # Tensor-parallel ranks of one replica run the same code on the same data: their generators stay together, and
-        # draw what one device would.
+        those that do not: by `group_index`, which is the data-parallel rank unless it is given."""
+        # Tensor-parallel ranks run the same code on the same data: their generators stay equal, and draw what one
+        # device would.
         if self.mesh.axis("dp+cp").size == 1 and self.mesh.pp.size == 1 and not is_scheduled:
             return nullcontext()
         fit_loop, state = self.trainer.fit_loop, self.trainer.state
         # A validation of its own is not the one at the end of the fit before it.
         stage = str(state.stage) if state.fn == TrainerFn.FITTING else f"{state.fn} alone"
-        replica = self.mesh.dp.rank if place is None else place
-        call = (stage, fit_loop.epoch_loop.total_batch_idx, fit_loop.batch_idx, self.num_evaluated, replica)
+        index = self.mesh.dp.rank if group_index is None else group_index
+        call = (stage, fit_loop.epoch_loop.total_batch_idx, fit_loop.batch_idx, self.num_evaluated, index)
         return aligned_random(torch.initial_seed(), *call, microbatch)
 
     def loss_weight(self, output: Any, rows: float | None, device: torch.device) -> Tensor:
         """Weight that the step's loss is a mean over, [], float64: by the step, else by the model, else its rows.
 
-        Raises ValueError where none of them says, or several models do.
+        Raises ValueError where none of them has one, or several models do.
         """
         if isinstance(output, dict) and output.get("loss_weight") is not None:
             return torch.as_tensor(output["loss_weight"], device=device).detach().double().reshape(())
-        said = [model.loss_weight for model in self.models if model.loss_weight is not None]
-        if len(said) > 1:
+        own = [model.loss_weight for model in self.models if model.loss_weight is not None]
+        if len(own) > 1:
             raise ValueError(
-                f"{len(said)} models computed losses in one step, each a mean over its own tokens; say what the step's "
+                f"{len(own)} models computed losses in one step, each a mean over its own tokens; say what the step's "
                 'loss is a mean over: return {"loss": loss, "loss_weight": number of tokens or samples}'
             )
-        if said:
-            return said[0].detach().double().reshape(())
+        if own:
+            return own[0].detach().double().reshape(())
         if rows is None:
             raise ValueError(
                 "dynamic context parallelism packs documents of any rows, so a mean over rows means nothing; say what "

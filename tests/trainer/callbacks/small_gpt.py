@@ -31,7 +31,7 @@ LAYOUTS = {
 
 
 class Texts(L.LightningDataModule):
-    """Random tokens; each replica takes its rows of every global batch."""
+    """Random tokens; each dp rank takes its rows of every global batch."""
 
     def __init__(self, num_batches: int) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Texts(L.LightningDataModule):
 
 
 class BesidePaths(GPTModule):
-    """Trains low-rank paths beside frozen weights."""
+    """Trains LoRA adapters on frozen weights."""
 
     def __init__(self, config: GPTConfig, optimizer: AdamWConfig, lora: LoraConfig) -> None:
         super().__init__(config, optimizer)

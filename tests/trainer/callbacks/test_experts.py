@@ -74,7 +74,7 @@ def logged_and_drawn(layout: Layout, folder: str) -> tuple[list[str], set[str]]:
     return steps, {*trainer.progress_bar_metrics}
 
 
-def test_a_picture_is_written_and_loggers_are_told_every_n_steps(tmp_path: Path) -> None:
+def test_a_picture_is_written_and_loads_are_logged_every_n_steps(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     layout = Layout(world=2, pp=2, microbatches=2)
     steps, shown = run_on_ranks(2, logged_and_drawn, layout, str(tmp_path), init=False)[0]
@@ -110,7 +110,7 @@ def monitors_of(with_own: bool, has_experts: bool) -> list[tuple[bool, int]]:
     return [(monitor.per_expert, len(trainer.callback_metrics) > 10) for monitor in monitors]
 
 
-def test_the_ready_module_has_a_monitor_by_itself_and_the_users_takes_its_place() -> None:
+def test_the_ready_module_has_a_monitor_by_itself_and_the_users_replaces_it() -> None:
     assert run_on_ranks(1, monitors_of, False, True, init=False) == [[(False, False)]]
     assert run_on_ranks(1, monitors_of, True, True, init=False) == [[(True, True)]]
     assert run_on_ranks(1, monitors_of, False, False, init=False) == [[]]
@@ -123,7 +123,7 @@ class Dense(Language):
         )
 
 
-def test_what_is_wrong_is_told_before_the_first_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_is_wrong_is_reported_before_the_first_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"every_n_steps \(-1\).*\n.*picture_folder"):
         ExpertMonitor(every_n_steps=-1, picture_folder="here")
     with pytest.raises(ConfigurationError, match="no GPTModel of Dense has experts"):

@@ -1,4 +1,4 @@
-"""The monitor of memory finds the fullest rank and phase, and lays the plan beside what is there, kind by kind."""
+"""The monitor of memory finds the fullest rank and phase, and compares the plan with what is there, kind by kind."""
 
 import csv
 import re
@@ -60,7 +60,7 @@ def dialled(layout: Layout, folder: str) -> tuple[dict[str, float], list[dict[st
 
 
 @pytest.mark.parametrize("name", ["one", "plain", "pp2", "dp2"])
-def test_the_fullest_rank_is_told_alike_on_all_and_as_often_as_loggers_are(name: str, tmp_path: Path) -> None:
+def test_the_fullest_rank_is_logged_alike_on_all_ranks_every_n_steps(name: str, tmp_path: Path) -> None:
     layout = LAYOUTS[name]
     found = run_on_ranks(layout.world, dialled, layout, str(tmp_path), init=False)
     for numbers, lines in found:
@@ -99,24 +99,24 @@ TABLES: dict[str, tuple[Layout, dict[str, Any]]] = {
     "pp2": (LAYOUTS["pp2"], {}),
     "interleaved": (LAYOUTS["interleaved"], {}),
     "distributed": (MAIN, {}),
-    "low-rank paths": (LAYOUTS["pp2"], {"lora": LoraConfig(rank=16, targets=("attention.qkv", "mlp.down"))}),
+    "LoRA adapters": (LAYOUTS["pp2"], {"lora": LoraConfig(rank=16, targets=("attention.qkv", "mlp.down"))}),
     "bf16 with master weights": (MAIN, {"precision": "bf16-mixed"}),
 }
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_what_is_held_from_step_to_step_is_what_the_planner_said(name: str) -> None:
+def test_what_is_held_from_step_to_step_is_what_the_planner_estimated(name: str) -> None:
     layout, options = TABLES[name]
     text, *others = run_on_ranks(layout.world, table_of, layout, options, init=False, timeout=120)
     assert others == [""] * (layout.world - 1)
     found = columns(text)
-    has_main = options.get("precision") == "bf16-mixed"
-    for kind in ("weights", "gradients", "moments", *(["master weights"] if has_main else [])):
+    has_master = options.get("precision") == "bf16-mixed"
+    for kind in ("weights", "gradients", "moments", *(["master weights"] if has_master else [])):
         plan, measured = found[kind]
         # AdamW's numbers of steps are 4 bytes a parameter; under mixed precision vectors stay in float32, and buckets
-        # of both replicas are filled up to one length.
-        assert plan > 0 and measured == pytest.approx(plan, rel=0.05 if has_main or layout is MAIN else 2e-3)
-    if not has_main:
+        # of both data-parallel ranks are padded to one length.
+        assert plan > 0 and measured == pytest.approx(plan, rel=0.05 if has_master or layout is MAIN else 2e-3)
+    if not has_master:
         # What the optimizer steps shares the memory of the weights.
         assert found["master weights"] == (0, 0)
     # The process has all of that, and buffers of libraries besides.
@@ -124,7 +124,7 @@ def test_what_is_held_from_step_to_step_is_what_the_planner_said(name: str) -> N
     assert found["sum"][1] == pytest.approx(sum(m for kind, (_, m) in found.items() if kind != "sum"), rel=1e-3)
 
 
-def test_why_there_is_no_plan_is_told_and_what_was_measured_all_the_same() -> None:
+def test_why_there_is_no_plan_is_printed_and_what_was_measured_all_the_same() -> None:
     [text] = run_on_ranks(1, table_of, LAYOUTS["plain"], {}, init=False)
     assert "no plan: the planner plans runs under MegatronStrategy" in text
     assert re.search(r"^weights +- +0\.000", text, re.MULTILINE)
@@ -139,10 +139,10 @@ class Documents(Texts):
     """The same tokens in documents of uneven lengths."""
 
     def train_dataloader(self) -> Any:
-        whole = super().train_dataloader()
-        for place, row in enumerate(whole.dataset):
-            row["segments"] = torch.arange(SEQUENCE).ge(1 + place % (SEQUENCE - 1)).long()
-        return whole
+        full = super().train_dataloader()
+        for index, row in enumerate(full.dataset):
+            row["segments"] = torch.arange(SEQUENCE).ge(1 + index % (SEQUENCE - 1)).long()
+        return full
 
 
 class Steps(L.Callback):
@@ -207,8 +207,8 @@ def test_under_dynamic_context_the_plan_is_that_of_the_very_step() -> None:
     for _, planned, num_run in found:
         assert len(planned) == 2
         for step, (lengths, _) in enumerate(planned):
-            # Four rows of each of two replicas.
-            own = [length for place in range(4) for length in (1 + 4 * step + place, 15 - 4 * step - place)]
+            # Four rows of each of two dp ranks.
+            own = [length for index in range(4) for length in (1 + 4 * step + index, 15 - 4 * step - index)]
             assert list(lengths) == own * 2
         assert num_run == [own for _, own in planned]
 
@@ -222,6 +222,6 @@ def test_a_larger_model_shows_in_the_measured_peak() -> None:
     assert large == pytest.approx(2 * small, rel=0.1)
 
 
-def test_a_wrong_number_of_steps_is_told() -> None:
+def test_a_wrong_number_of_steps_is_reported() -> None:
     with pytest.raises(ValueError, match=r"print_after_steps \(-1\) of MemoryMonitor must be at least 0"):
         MemoryMonitor(print_after_steps=-1)

@@ -48,7 +48,7 @@ def test_where_the_system_refuses_the_peak_is_that_of_the_process(
     assert meter.peak_bytes() >= before > 10 * MEGABYTES
 
 
-def test_memory_behind_several_tensors_counts_once() -> None:
+def test_a_storage_of_several_tensors_counts_once() -> None:
     flat = torch.zeros(100)
     views = [flat[:10], flat[10:60].view(5, 10), torch.zeros(3, dtype=torch.float64), torch.zeros(0)]
     assert sum(storage_bytes(views).values()) == 4 * 100 + 8 * 3

@@ -1,4 +1,4 @@
-"""A run under the strategy is to the planner what it is to the strategy, and what the planner does not know is told."""
+"""A run under the strategy is to the planner what it is to the strategy, and what it does not know is reported."""
 
 from dataclasses import replace
 from typing import Any
@@ -31,7 +31,7 @@ from tests.trainer.modules import Small
 pytestmark = pytest.mark.filterwarnings(QUIET)
 SHAPE: dict[str, Any] = {"num_layers": 8, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 64}
 GPT = GPTConfig(**SHAPE, max_sequence_length=16)
-# Of a replica.
+# Of a data-parallel rank.
 TOKENS = torch.zeros(8, 16, dtype=torch.int64)
 
 
@@ -91,7 +91,7 @@ def test_a_schedule_and_the_rows_of_a_microbatch_are_taken_over() -> None:
     assert [planned(trainer, TOKENS).cuts_by_rows for trainer in rows] == [False, True]
 
 
-def test_forwards_beside_backwards_are_taken_over() -> None:
+def test_overlapped_forwards_and_backwards_are_taken_over() -> None:
     moe = replace(GPT, moe=MoEConfig(router=RouterConfig(num_experts=4)))
     for does in (False, True):
         pipeline = PipelineConfig(overlap_expert_exchange=does)
@@ -113,7 +113,7 @@ def test_bert_and_t5_have_texts_of_their_own() -> None:
         planned(t5, {"encoder_tokens": TOKENS})
 
 
-def test_a_plan_is_of_the_batch_of_the_rank_that_is_asked_for() -> None:
+def test_a_plan_is_of_the_batch_of_the_requested_rank() -> None:
     trainer = trainer_of(GPTModule(GPT), world=2, microbatch_size=2)
     ranks = [seen_by(trainer, {"tokens": TOKENS}), seen_by(trainer, {"tokens": TOKENS[:4, :8]})]
     for rank, (length, rows) in enumerate(((16, 8), (8, 4))):
@@ -140,7 +140,7 @@ def finetuned(*configs: LoraConfig) -> L.LightningModule:
     return module
 
 
-def test_low_rank_paths_are_planned_as_they_stand() -> None:
+def test_lora_adapters_are_planned_as_they_are() -> None:
     found = planned(trainer_of(finetuned(lora_of(0.1)), world=1), {"tokens": TOKENS})
     # Targets have no order.
     assert found.trained == Trainable(lora=LoraConfig(rank=4, dropout=0.1, targets=("attention.qkv", "mlp.down")))
@@ -148,7 +148,7 @@ def test_low_rank_paths_are_planned_as_they_stand() -> None:
         planned(trainer_of(finetuned(lora_of(0.1), lora_of(0.0)), world=1), {"tokens": TOKENS})
     partly = finetuned(lora_of(0.0))
     partly.model.get_submodule("layers.0").attention.qkv.weight.requires_grad_(True)
-    with pytest.raises(NotPlanned, match="beside weights that are trained"):
+    with pytest.raises(NotPlanned, match="with weights that are trained"):
         planned(trainer_of(partly, world=1), {"tokens": TOKENS})
     # Of a name in some layers alone; elsewhere another stage has those without.
     fewer = finetuned(lora_of(0.1))
@@ -190,7 +190,7 @@ def test_images_are_counted_in_every_form_that_a_model_takes() -> None:
         assert seen_by(trainer_of(module, world=1, strategy="auto"), batch).lengths is None
 
 
-def test_layers_that_never_run_need_no_low_rank_paths() -> None:
+def test_layers_that_never_run_need_no_lora_adapters() -> None:
     module = llava()
     add_lora(module.model, LoraConfig(targets=("attention.qkv",)), seed=0)
     found = planned(trainer_of(module, world=1), {"tokens": TOKENS})
@@ -215,17 +215,17 @@ def test_frozen_parts_are_planned_where_each_is_frozen_as_a_whole() -> None:
         planned_run(trainer, [seen_by(trainer, {"tokens": TOKENS}), other])
 
 
-def test_why_a_run_is_not_planned_is_told() -> None:
+def test_why_a_run_is_not_planned_is_reported() -> None:
     batch = {"tokens": TOKENS}
     frozen = Small()
     frozen.config = GPT
     frozen.after.bias.requires_grad_(False)
-    for trainer, told in (
+    for trainer, shown in (
         (trainer_of(GPTModule(GPT), world=1, strategy="auto"), "under SingleDeviceStrategy"),
         (trainer_of(Small(), world=1), "Small has not exactly one configuration"),
         (trainer_of(frozen, world=1), "weights are frozen"),
-        (trainer_of(GPTModule(GPT), pipeline=PipelineConfig(mode="collective")), "keeps all microbatches"),
+        (trainer_of(GPTModule(GPT), pipeline=PipelineConfig(mode="collective")), "saves all microbatches"),
         (trainer_of(GPTModule(GPT), world=1, precision="64-true"), "precision .'64-true'. must be one of"),
     ):
-        with pytest.raises(NotPlanned, match=told):
+        with pytest.raises(NotPlanned, match=shown):
             planned(trainer, batch)

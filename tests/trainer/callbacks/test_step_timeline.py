@@ -116,9 +116,9 @@ def test_a_step_under_a_schedule_has_each_action_of_the_plan_once(name: str, run
         and len(names) == layout.world + layout.pp
     )
     measured = [e for rank in range(layout.world) for e in events[rank] if e["cat"] in ("forward", "backward")]
-    told = [e for pid in range(layout.world, len(names)) for e in events[pid]]
-    assert {e["name"] for e in told} == {e["name"] for e in measured}
-    assert min(e["ts"] for e in told) == pytest.approx(min(e["ts"] for e in measured), abs=1e-3)
+    shown = [e for pid in range(layout.world, len(names)) for e in events[pid]]
+    assert {e["name"] for e in shown} == {e["name"] for e in measured}
+    assert min(e["ts"] for e in shown) == pytest.approx(min(e["ts"] for e in measured), abs=1e-3)
     assert error < 1e5
 
 
@@ -179,7 +179,7 @@ def joint(folder: str) -> list[float]:
     return train(layout, [StepTimeline(step=2, folder=folder)], config=replace(CONFIG, moe=moe))[0]
 
 
-def test_forwards_beside_backwards_are_told_and_not_predicted(tmp_path: Path) -> None:
+def test_overlapped_forwards_and_backwards_are_drawn_and_not_predicted(tmp_path: Path) -> None:
     run_on_ranks(2, joint, str(tmp_path), init=False, timeout=120)
     events, names, _ = traced(tmp_path)
     assert len(names) == 2
@@ -192,19 +192,19 @@ def test_a_run_that_ends_before_the_step_says_that_nothing_was_written(tmp_path:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_step_that_there_is_not_is_told() -> None:
+def test_a_step_that_there_is_not_is_reported() -> None:
     with pytest.raises(ValueError, match=r"step \(0\) of StepTimeline must be at least 1"):
         StepTimeline(step=0)
 
 
-def test_a_folder_that_is_a_file_is_told_before_the_run(tmp_path: Path) -> None:
+def test_a_folder_that_is_a_file_is_reported_before_the_run(tmp_path: Path) -> None:
     taken = tmp_path / "taken"
     taken.write_text("")
     with pytest.raises(ConfigurationError, match=r"taken\) of StepTimeline is a file"):
         train(LAYOUTS["one"], [StepTimeline(step=1, folder=str(taken))])
 
 
-def test_a_missing_matplotlib_is_told_before_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_missing_matplotlib_is_reported_before_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     # What the import system takes for "there is none".
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     for layout in ("one", "plain"):

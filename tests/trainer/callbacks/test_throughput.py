@@ -38,7 +38,7 @@ class Clock:
 class Counted(L.LightningModule):
     """A module whose batch is 1 second of work on the first rank, and some more on each further one.
 
-    If it is more, later replicas also have more tokens: the second twice as many as the first.
+    If it is more, later dp ranks also have more tokens: the second twice as many as the first.
     """
 
     def __init__(self, extra_seconds: float) -> None:
@@ -82,7 +82,7 @@ def speeds(layout: Layout, every: int = 2, extra_seconds: float = 0.0, **options
     return logged
 
 
-def test_a_span_is_told_when_it_is_full_and_the_first_batch_is_left_out() -> None:
+def test_a_span_is_logged_when_it_is_full_and_the_first_batch_is_left_out() -> None:
     logged = speeds(Layout(is_plain=True))
     assert [set(numbers) for numbers in logged[:2]] == [set(), set()]
     assert logged[2] == {"tokens/s": ROWS, "TFLOP/s/device": 2.0, "MFU": 0.5}
@@ -93,11 +93,11 @@ def test_validation_does_not_count() -> None:
     assert speeds(Layout(is_plain=True), val_check_interval=1)[4]["tokens/s"] == ROWS
 
 
-@pytest.mark.parametrize(("layout", "replicas"), [(Layout(world=2), 2), (Layout(world=2, tp=2), 1)])
-def test_replicas_count_and_ranks_of_one_replica_do_not(layout: Layout, replicas: int) -> None:
+@pytest.mark.parametrize(("layout", "dp_ranks"), [(Layout(world=2), 2), (Layout(world=2, tp=2), 1)])
+def test_dp_ranks_count_and_model_parallel_ranks_do_not(layout: Layout, dp_ranks: int) -> None:
     for logged in run_on_ranks(layout.world, speeds, layout, init=False):
-        each = float(replicas)
-        assert logged[2] == {"tokens/s": replicas * ROWS, "TFLOP/s/device": each, "MFU": replicas * 0.5 / 2}
+        each = float(dp_ranks)
+        assert logged[2] == {"tokens/s": dp_ranks * ROWS, "TFLOP/s/device": each, "MFU": dp_ranks * 0.5 / 2}
 
 
 def uneven_speeds(layout: Layout) -> list[dict[str, float]]:
@@ -144,11 +144,11 @@ def logged_numbers(layout: Layout, module: Counted, data: Any, folder: str, **op
     trainer.fit(module, loader, loader)
     trainer.strategy.barrier()
     with (Path(folder) / "metrics.csv").open() as file:
-        # Lightning tells loggers the last one until there is another: spans end with the third batch and the fifth.
+        # Lightning logs the last one until there is another: spans end with the third batch and the fifth.
         return [line for line in csv.DictReader(file) if line.get("tokens/s")][::2]
 
 
-def test_hfu_adds_what_the_module_says_it_does_again(tmp_path: Path) -> None:
+def test_hfu_adds_the_recomputation_of_the_module(tmp_path: Path) -> None:
     lines = logged_numbers(
         Layout(is_plain=True), Recomputing(0.0), torch.ones(24, 3, dtype=torch.float64), str(tmp_path)
     )
@@ -156,7 +156,7 @@ def test_hfu_adds_what_the_module_says_it_does_again(tmp_path: Path) -> None:
     assert [(line["MFU"], line["HFU"]) for line in lines] == [("0.5", "0.625")] * 2
 
 
-def test_what_is_run_again_is_told_the_strategys_configuration() -> None:
+def test_recomputed_flops_follow_the_strategys_configuration() -> None:
     [seen] = run_on_ranks(1, configurations, init=False)
     assert seen == [(RecomputeConfig(granularity="full"), Sizes(sequence_parallel=True))] * 3
 

@@ -164,16 +164,16 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole(saved: Path) -> dict[str, Any]:
+def full(saved: Path) -> dict[str, Any]:
     """The run without a break on one device."""
     [found] = run_on_ranks(1, uninterrupted, LAYOUTS["one"], saved / "one", init=False)
     return found
 
 
 @pytest.fixture(scope="module")
-def under_tp2(saved: Path, whole: dict[str, Any]) -> Path:
+def under_tp2(saved: Path, full: dict[str, Any]) -> Path:
     for found in run_on_ranks(2, uninterrupted, LAYOUTS["tp2"], saved / "tp2", init=False):
-        assert parts_apart(found["weights"], whole["weights"]) < TOLERANCE
+        assert parts_apart(found["weights"], full["weights"]) < TOLERANCE
     names = sorted(path.name for path in (saved / "tp2").iterdir())
     assert names == ["epoch=0-step=3.ckpt", "epoch=1-step=6.ckpt", "weights.ckpt"]
     assert all(is_checkpoint(saved / "tp2" / name) for name in names)
@@ -184,13 +184,13 @@ def under_tp2(saved: Path, whole: dict[str, Any]) -> Path:
 @pytest.mark.parametrize("step", [3, 6])
 @pytest.mark.parametrize("layout", ["pp2", "dp2", "one", "pp2 vp2", "pp2 zb_v"])
 def test_a_run_goes_on_under_another_layout(
-    layout: str, step: int, under_tp2: Path, whole: dict[str, Any], tmp_path: Path
+    layout: str, step: int, under_tp2: Path, full: dict[str, Any], tmp_path: Path
 ) -> None:
     path = tmp_path / "copy.ckpt"
     path.symlink_to(under_tp2 / f"epoch={step // 4}-step={step}.ckpt")
     for found in run_on_ranks(LAYOUTS[layout].world, resumed, LAYOUTS[layout], path, init=False):
-        assert parts_apart(found["weights"], whole["weights"]) < TOLERANCE
-        assert found["loss"] == pytest.approx(whole["loss"], abs=TOLERANCE)
+        assert parts_apart(found["weights"], full["weights"]) < TOLERANCE
+        assert found["loss"] == pytest.approx(full["loss"], abs=TOLERANCE)
         assert found["steps"] == found["seen"] == 8
         assert found["rate"] == pytest.approx(0.01 * (1 + torch.cos(torch.tensor(torch.pi * 0.8)).item()) / 2, rel=1e-6)
         assert found["loaded"]["of the user"] == {"a list": [1, 2.5, "three"]}
@@ -198,11 +198,11 @@ def test_a_run_goes_on_under_another_layout(
         assert ("epoch=1-step=6.ckpt" in found["again"]) == (step == 3)
 
 
-def test_a_break_would_be_noticed(whole: dict[str, Any], under_tp2: Path) -> None:
+def test_a_break_would_be_noticed(full: dict[str, Any], under_tp2: Path) -> None:
     """Resuming with fresh moments ends elsewhere, by far more than the tolerance."""
     for found in run_on_ranks(2, fitted_from_weights, LAYOUTS["pp2"], under_tp2 / "weights.ckpt", init=False):
-        assert parts_apart(found["start"], whole["weights"]) < TOLERANCE
-        assert parts_apart(found["after"], whole["weights"]) > 1e4 * TOLERANCE
+        assert parts_apart(found["start"], full["weights"]) < TOLERANCE
+        assert parts_apart(found["after"], full["weights"]) > 1e4 * TOLERANCE
 
 
 def fitted_from_weights(layout: Layout, path: Path) -> dict[str, Any]:
@@ -252,9 +252,9 @@ def loads(layout: Layout, path: Path) -> dict[str, Any]:
 
 @pytest.mark.filterwarnings("ignore:checkpoint .* loaded with strict_loading=False:UserWarning")
 @pytest.mark.parametrize("layout", ["pp2", "one"])
-def test_hooks_and_strictness_are_honoured(layout: str, under_tp2: Path, whole: dict[str, Any]) -> None:
+def test_hooks_and_strictness_are_honoured(layout: str, under_tp2: Path, full: dict[str, Any]) -> None:
     path = under_tp2 / "weights.ckpt"
-    wanted = dict(whole["weights"])
+    wanted = dict(full["weights"])
     for found in run_on_ranks(LAYOUTS[layout].world, loads, LAYOUTS[layout], path, init=False):
         assert found["kept"] and parts_apart(found["grown"], wanted) < TOLERANCE
         assert "new.weight" in found["refused"] and "new.bias" in found["refused"]
@@ -275,7 +275,7 @@ def saved_on_one_device(path: Path, weights_only: bool) -> Parts:
 
 def weights_of_file(layout: Layout, path: Path) -> Parts:
     module = Language()
-    # The file holds a dataclass among its hyper-parameters, and torch reads nothing but plain data unless told to.
+    # The file holds a dataclass among its hyper-parameters, and torch reads nothing but plain data by default.
     make_trainer(layout).test(module, Texts(), ckpt_path=path, verbose=False, weights_only=False)
     return weights(module)
 
@@ -297,9 +297,9 @@ def resumed_message(layout: Layout, path: Path) -> str:
 
 def test_what_cannot_be_resumed_is_refused_with_the_way_out(tmp_path: Path) -> None:
     run_on_ranks(1, saved_on_one_device, tmp_path / "file.ckpt", False, init=False)
-    for told in run_on_ranks(2, resumed_message, LAYOUTS["tp2"], tmp_path / "file.ckpt", init=False):
-        assert "single file with optimizer states" in told and "Resume it there under MegatronStrategy" in told
+    for shown in run_on_ranks(2, resumed_message, LAYOUTS["tp2"], tmp_path / "file.ckpt", init=False):
+        assert "single file with optimizer states" in shown and "Resume it there under MegatronStrategy" in shown
     (tmp_path / "empty.ckpt").mkdir()
     for name, what in (("empty.ckpt", "is a directory without a checkpoint"), ("none.ckpt", "does not exist")):
-        [told] = run_on_ranks(1, resumed_message, LAYOUTS["one"], tmp_path / name, init=False)
-        assert what in told
+        [shown] = run_on_ranks(1, resumed_message, LAYOUTS["one"], tmp_path / name, init=False)
+        assert what in shown

@@ -1,4 +1,4 @@
-"""Training goes on while a checkpoint is written, and however it ends, what is in flight lands or is told."""
+"""Training goes on while a checkpoint is written, and however it ends, what is in flight lands or is reported."""
 
 import os
 import threading
@@ -120,7 +120,7 @@ def test_steps_go_on_while_a_save_is_written_and_it_has_the_weights_of_its_momen
     run_on_ranks(layout.world, fit_behind_a_gate, layout, tmp_path, init=False)
 
 
-def test_a_save_from_a_hook_is_behind_training_unless_that_is_turned_off(tmp_path: Path) -> None:
+def test_a_save_from_a_hook_is_asynchronous_unless_that_is_switched_off(tmp_path: Path) -> None:
     run_on_ranks(2, fit_and_wait_first_only, tmp_path, init=False)
 
 
@@ -172,9 +172,9 @@ def fit_on_a_full_disk(layout: Layout, folder: Path) -> str:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_failed_save_is_one_error_on_all_ranks_and_the_old_one_stands(layout: Layout, tmp_path: Path) -> None:
-    told = run_on_ranks(layout.world, fit_on_a_full_disk, layout, tmp_path, init=False)
+    shown = run_on_ranks(layout.world, fit_on_a_full_disk, layout, tmp_path, init=False)
     last = layout.world - 1
-    assert set(told) == {
+    assert set(shown) == {
         f"checkpoint {tmp_path}/step=6.ckpt was not written: rank {last}: OSError: [Errno 28] No space left on device"
     }
     assert [p.name for p in tmp_path.iterdir()] == ["step=3.ckpt"]
@@ -425,7 +425,7 @@ def fit_once_an_epoch(folder: Path) -> None:
     assert not found["is behind"] and len(found["steps"]) == 2
 
 
-def test_a_save_an_epoch_with_the_epoch_in_its_name_is_behind_training(tmp_path: Path) -> None:
+def test_a_save_an_epoch_with_the_epoch_in_its_name_is_asynchronous(tmp_path: Path) -> None:
     run_on_ranks(1, fit_once_an_epoch, tmp_path, init=False)
 
 

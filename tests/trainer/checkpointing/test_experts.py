@@ -42,7 +42,7 @@ BIG = 2**53 + 1
 
 
 class How(NamedTuple):
-    """On which ranks, with which optimizer, in which dtype beside master weights."""
+    """On which ranks, with which optimizer, in which dtype next to master weights."""
 
     sizes: Sizes
     kind: Kind

@@ -46,10 +46,10 @@ def fitted(folder: Path, killed_at: str, ckpt_path: str | None) -> dict[str, Any
     AtomicDirectory.put_in_place = place  # type: ignore[method-assign]
     module, steps = Language(), Steps()
     trainer = make_trainer(TP2, callbacks=[linking(folder), steps], enable_checkpointing=True)
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as shown:
         warnings.simplefilter("always")
         trainer.fit(module, Texts(), ckpt_path=ckpt_path)
-    return {"weights": weights(module), "first": steps.first, "told": [str(one.message) for one in told]}
+    return {"weights": weights(module), "first": steps.first, "told": [str(one.message) for one in shown]}
 
 
 class Steps(L.Callback):
@@ -75,9 +75,9 @@ def test_a_killed_run_goes_on_from_the_last_complete_checkpoint(tmp_path: Path) 
         assert ours["first"] == 4
         for name, (_, part) in ours["weights"].items():
             assert torch.allclose(part, wanted["weights"][name][1], rtol=0, atol=TOLERANCE), name
-    told = "\n".join(line for ours in found for line in ours["told"])
-    assert f"the save of {folder / 'step=6.ckpt'} ended before it was complete and is left out" in told
-    assert "last.ckpt led to step=6.ckpt, which is not complete; it leads to step=4.ckpt now" in told
+    shown = "\n".join(line for ours in found for line in ours["told"])
+    assert f"the save of {folder / 'step=6.ckpt'} ended before it was complete and is left out" in shown
+    assert "last.ckpt led to step=6.ckpt, which is not complete; it leads to step=4.ckpt now" in shown
     # The second run saved the sixth step again, and the link leads to its last.
     assert is_checkpoint(folder / "step=6.ckpt") and os.readlink(folder / "last.ckpt") == "step=8.ckpt"
 
@@ -88,7 +88,7 @@ def trainer_of(*callbacks: L.Callback, **options: Any) -> L.Trainer:
 
 @pytest.fixture
 def address() -> Iterator[str]:
-    """A folder in this process's memory, behind an address."""
+    """A folder in this process's memory, at a remote address."""
     memory = fsspec.filesystem("memory")
     memory.makedirs("/runs/one")
     yield "memory://runs/one"
@@ -96,7 +96,7 @@ def address() -> Iterator[str]:
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* is not empty:UserWarning")
-def test_behind_an_address_a_run_goes_on_from_the_newest_and_writes_over_a_partial_last(address: str) -> None:
+def test_at_a_remote_address_a_run_goes_on_from_the_newest_and_writes_over_a_partial_last(address: str) -> None:
     def first_step(num_steps: int, ckpt_path: str | None = "last") -> int:
         callback = ModelCheckpoint(address, "{step}", save_top_k=-1, every_n_train_steps=2, save_last=True)
         steps = Steps()
@@ -114,7 +114,7 @@ def test_behind_an_address_a_run_goes_on_from_the_newest_and_writes_over_a_parti
         assert first_step(6) == 4
 
 
-def test_behind_an_address_what_is_taken_is_what_is_taken_on_a_disk(address: str) -> None:
+def test_at_a_remote_address_what_is_taken_is_what_is_taken_on_a_disk(address: str) -> None:
     def taken() -> tuple[Any, ...]:
         return prepared(trainer_of(ModelCheckpoint(address, save_last=True)), ("last",))
 
@@ -178,7 +178,7 @@ def test_what_was_saved_on_an_exception_is_taken_where_it_is_the_newest(
             assert taken(callback, aside) == last
 
 
-def test_links_behind_an_address_are_refused_with_the_way_out() -> None:
+def test_links_at_a_remote_address_are_refused_with_the_way_out() -> None:
     with pytest.raises(ConfigurationError, match=r"dirpath memory://runs\) there are none; use save_last=True"):
         trainer_of(ModelCheckpoint("memory://runs", save_last="link")).fit(Language(), Texts())
 
@@ -194,8 +194,8 @@ def looks_for_its_own(folder: Path) -> str:
 @pytest.mark.filterwarnings("ignore:.*there is no last checkpoint available:UserWarning")
 def test_a_checkpoint_that_some_ranks_do_not_find_is_refused_on_all(tmp_path: Path) -> None:
     found = saved(tmp_path / "1" / "last.ckpt", 3)
-    for told in run_on_ranks(2, looks_for_its_own, tmp_path, init=False, timeout=60):
-        assert f"ckpt_path leads to {found} (rank 1), but to nothing on ranks 0;" in told
+    for shown in run_on_ranks(2, looks_for_its_own, tmp_path, init=False, timeout=60):
+        assert f"ckpt_path leads to {found} (rank 1), but to nothing on ranks 0;" in shown
 
 
 def test_arguments_that_are_not_about_checkpoints_stay_as_they_are(tmp_path: Path) -> None:
@@ -211,7 +211,7 @@ def test_the_newest_is_taken_where_a_link_was_taken_away_and_not_made_yet(tmp_pa
     saved(tmp_path / "step=6.ckpt", 6)
     with pytest.warns(UserWarning, match=r"last\" is .*step=6\.ckpt, the newest"):
         assert prepared(trainer_of(linking(tmp_path)), ("last",)) == (str(tmp_path / "step=6.ckpt"),)
-    # Whoever never asked for one starts anew, as under plain Lightning.
+    # A run without one starts from the beginning, as under plain Lightning.
     assert prepared(trainer_of(ModelCheckpoint(tmp_path)), ("last",)) == ("last",)
 
 
@@ -229,7 +229,7 @@ def test_the_newest_other_is_taken_where_the_last_is_damaged_and_both_are_named(
             assert prepared(trainer_of(linking(tmp_path)), ("last",)) == (str(tmp_path / f"{taken}.ckpt"),)
 
 
-def test_a_newer_checkpoint_is_taken_in_the_place_of_a_sound_older_last(
+def test_a_newer_checkpoint_is_taken_instead_of_a_sound_older_last(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     saved(tmp_path / "step=3.ckpt", 3)
@@ -261,7 +261,7 @@ def test_what_a_later_run_left_behind_or_has_no_optimizers_is_not_taken_for_the_
     assert taken() == ("last",)
     shutil.rmtree(tmp_path / "step=9.ckpt")
     assert taken() == (str(tmp_path / "step=5.ckpt"),)
-    # A run that began anew is another one.
+    # A run that began from scratch is another one.
     add("last", 1, anew, 5, **full)
     assert taken() == ("last",)
     # It goes on from the other, whatever the clock says.

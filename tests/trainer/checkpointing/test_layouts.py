@@ -122,14 +122,14 @@ class Language(L.LightningModule):
 
 
 class Texts(L.LightningDataModule):
-    """The same batch at every step, so that it does not matter where a loader is; each replica has its rows."""
+    """The same batch at every step, so that it does not matter where a loader is; each dp rank has its rows."""
 
     def train_dataloader(self) -> Any:
         assert self.trainer is not None
         rank, size = replica_of(self.trainer)
         tokens = torch.randint(0, 37, (BATCH, 9), generator=torch.Generator().manual_seed(0))
         own = tokens[rank * BATCH // size : (rank + 1) * BATCH // size]
-        # An epoch ends at the save: within one, loaders cut by hand cannot be cut anew for other replicas.
+        # An epoch ends at the save: within one, loaders cut by hand cannot be recut for other dp sizes.
         rows = own.repeat(SAVED_AFTER, 1)
         return DataLoader(TensorDataset(rows[:, :-1], rows[:, 1:]), batch_size=len(own))
 
@@ -204,18 +204,18 @@ def differences(one: Content, other: Content) -> list[str]:
 @pytest.mark.parametrize("title", CASES)
 def test_every_layout_goes_on_with_what_every_other_saved(title: str, tmp_path: Path) -> None:
     case = CASES[title]
-    whole: dict[str, list[float]] = {}
+    full: dict[str, list[float]] = {}
     for name in case.layouts:
         by_rank = run_on_ranks(LAYOUTS[name].world, saved_once, name, case, tmp_path, init=False, timeout=240)
-        whole[name] = by_rank[0]
+        full[name] = by_rank[0]
     contents = {name: content_of(tmp_path / f"{name}.ckpt") for name in case.layouts}
-    require_bite(case, contents, whole)
+    require_bite(case, contents, full)
     faults = []
     for target in case.layouts:
         world = LAYOUTS[target].world
         for losses in run_on_ranks(world, loaded_each, target, case, tmp_path, init=False, timeout=600):
             for source in case.sources_of(target):
-                apart = [abs(a - b) for a, b in zip(losses[source], whole[source][SAVED_AFTER:], strict=True)]
+                apart = [abs(a - b) for a, b in zip(losses[source], full[source][SAVED_AFTER:], strict=True)]
                 if not max(apart) <= case.tolerance:
                     faults.append(f"{source} to {target}: losses are {apart} apart")
         for source in case.sources_of(target):
@@ -225,7 +225,7 @@ def test_every_layout_goes_on_with_what_every_other_saved(title: str, tmp_path: 
     assert not faults, "\n".join(faults)
 
 
-def require_bite(case: Case, contents: dict[str, Content], whole: dict[str, list[float]]) -> None:
+def require_bite(case: Case, contents: dict[str, Content], full: dict[str, list[float]]) -> None:
     """There is much to compare, and what is wrong would show."""
     first = contents[case.layouts[0]]
     weights = {name: tensor for name, tensor in first.tensors.items() if name.startswith("model.")}
@@ -237,6 +237,6 @@ def require_bite(case: Case, contents: dict[str, Content], whole: dict[str, list
     assert [group["lr"] for group in first.meta["groups"]] == [0.01 * 0.9**SAVED_AFTER] * 2
     for name, content in contents.items():
         assert content.tensors.keys() == first.tensors.keys(), name
-    for losses in whole.values():
+    for losses in full.values():
         assert len(losses) == SAVED_AFTER + GO_ON
         assert all(abs(a - b) > 4 * case.tolerance for a, b in pairwise(losses))

@@ -58,19 +58,19 @@ def load_part(path: Path) -> dict[str, Any]:
     return weights(load_from_checkpoint(GPTModule, path, mesh=mesh))
 
 
-def test_a_module_comes_back_without_an_argument_whole_or_in_parts(path: Path) -> None:
+def test_a_module_comes_back_without_an_argument_in_full_or_in_parts(path: Path) -> None:
     torch.manual_seed(123)
     module = load_from_checkpoint(GPTModule, path)
     assert (module.config, module.optimizer, module.generation) == (gpt().config, gpt().optimizer, gpt().generation)
-    whole = weights(module)
-    assert whole["model.layers.1.mlp.up.weight"][1].shape == (64, 16)
+    full = weights(module)
+    assert full["model.layers.1.mlp.up.weight"][1].shape == (64, 16)
     for part in run_on_ranks(2, load_part, path):
         assert part["model.layers.1.mlp.up.weight"][1].shape == (32, 16)
-        assert parts_apart(part, whole) == 0
+        assert parts_apart(part, full) == 0
     # It would be noticed: what a module starts with is something else.
     fresh = gpt()
     fresh.configure_model()
-    assert parts_apart(weights(fresh), whole) > 0.01
+    assert parts_apart(weights(fresh), full) > 0.01
 
 
 def test_the_weights_are_those_that_were_saved(tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_dataclasses_come_back_as_the_constructor_names_them(tmp_path: Path) -> 
         load_from_checkpoint(Noted, tmp_path / "a.ckpt", size=4)
 
 
-def test_what_does_not_fit_is_left_and_said_where_that_is_asked_for(tmp_path: Path) -> None:
+def test_what_does_not_fit_is_left_with_a_warning_where_requested(tmp_path: Path) -> None:
     run_on_ranks(1, save_noted, Noted, tmp_path / "a.ckpt", init=False)
 
     class Grown(Noted):

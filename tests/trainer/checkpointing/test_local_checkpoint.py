@@ -44,20 +44,20 @@ def fitted(layout: Layout, folder: Path, data: str, **options: Any) -> Record:
 def resumed(
     layout: Layout, folder: Path, data: str, name: str, every: int = EVERY, **options: Any
 ) -> tuple[Record, list[str]]:
-    """The rest of a run, and what was told."""
-    with warnings.catch_warnings(record=True) as told:
+    """The rest of a run, and its warnings."""
+    with warnings.catch_warnings(record=True) as shown:
         warnings.simplefilter("always")
         local = strategy(layout, folder / "local", every)
         record = run(layout, data, resumed_from=folder / name, seed=77, strategy=local, **options)
-    return record, [str(one.message) for one in told if "local checkpoint" in str(one.message)]
+    return record, [str(one.message) for one in shown if "local checkpoint" in str(one.message)]
 
 
 def newest_of_either(layout: Layout, folder: Path, data: str, options: dict[str, Any]) -> None:
-    whole = fitted(layout, folder, data, **options)
+    full = fitted(layout, folder, data, **options)
     for name, first in ((BEFORE, 10), (AFTER, 12)):
-        again, told = resumed(layout, folder, data, name, **options)
-        assert min(again.batches) == first and told == []
-        assert difference(again, whole) == ""
+        again, shown = resumed(layout, folder, data, name, **options)
+        assert min(again.batches) == first and shown == []
+        assert difference(again, full) == ""
 
 
 @pytest.mark.parametrize(
@@ -106,10 +106,10 @@ def model_goes_on(layout: Layout, precision: str, folder: Path) -> None:
         trainer = make_trainer(layout, strategy=strategy(layout, folder / "local", 5), **options)
         trainer.fit(Language(), Texts(), ckpt_path=path)
         found.append(ends)
-    whole, again = found
-    assert again.first == 5 and again.state.keys() == whole.state.keys()
-    assert any(name.startswith("master weights/") for name in whole.state) == (precision == "bf16-mixed")
-    assert [name for name, tensor in whole.state.items() if not torch.equal(tensor, again.state[name])] == []
+    full, again = found
+    assert again.first == 5 and again.state.keys() == full.state.keys()
+    assert any(name.startswith("master weights/") for name in full.state) == (precision == "bf16-mixed")
+    assert [name for name, tensor in full.state.items() if not torch.equal(tensor, again.state[name])] == []
 
 
 @pytest.mark.filterwarnings("ignore:You're using the WeightAveraging callback with a model that overrides")
@@ -121,7 +121,7 @@ def model_goes_on(layout: Layout, precision: str, folder: Path) -> None:
 def test_master_weights_moments_averages_and_dropout_go_on_bit_by_bit(
     layout: Layout, precision: str, tmp_path: Path
 ) -> None:
-    """Parts with padding; master weights that only one of the replicas has."""
+    """Parts with padding; master weights that only one of the dp ranks has."""
     run_on_ranks(layout.world, model_goes_on, layout, precision, tmp_path, init=False)
 
 
@@ -152,7 +152,7 @@ def spoil(folder: Path, how: str, step: int = 8) -> None:
 
 @pytest.fixture(scope="module")
 def a_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Record]]:
-    """A run of two replicas with a shared checkpoint of step 3, and local ones of steps 4 and 8."""
+    """A run of dp 2 with a shared checkpoint of step 3, and local ones of steps 4 and 8."""
     folder = tmp_path_factory.mktemp("run")
     return folder, run_on_ranks(2, first_run, folder, init=False)
 
@@ -172,7 +172,7 @@ def go_on(layout: Layout, folder: Path, **options: Any) -> list[tuple[Record, li
 
 
 @pytest.mark.parametrize(
-    ("how", "first", "told"),
+    ("how", "first", "shown"),
     [
         ("nothing", 8, ""),
         ("no folder", 3, "step 8: not on rank 1\nstep 4: not on rank 1"),
@@ -184,18 +184,18 @@ def go_on(layout: Layout, folder: Path, **options: Any) -> list[tuple[Record, li
     ],
 )
 def test_what_one_rank_lacks_no_rank_takes(
-    how: str, first: int, told: str, a_run: tuple[Path, list[Record]], tmp_path: Path
+    how: str, first: int, shown: str, a_run: tuple[Path, list[Record]], tmp_path: Path
 ) -> None:
     shutil.copytree(a_run[0], tmp_path, dirs_exist_ok=True)
     spoil(tmp_path, how)
     found = go_on(DP2, tmp_path)
-    for (record, _), whole in zip(found, a_run[1], strict=True):
-        assert min(record.batches) == first and difference(record, whole) == ""
-    assert told in "\n".join(found[0][1]) and bool(found[0][1]) == bool(told)
+    for (record, _), full in zip(found, a_run[1], strict=True):
+        assert min(record.batches) == first and difference(record, full) == ""
+    assert shown in "\n".join(found[0][1]) and bool(found[0][1]) == bool(shown)
 
 
 @pytest.mark.parametrize(
-    ("layout", "options", "told"),
+    ("layout", "options", "shown"),
     [
         (PP2, {}, "another sizes"),
         (SHARDED, {}, "another optimizer"),
@@ -203,38 +203,38 @@ def test_what_one_rank_lacks_no_rank_takes(
     ids=["pp2", "distributed"],
 )
 def test_another_layout_goes_on_from_the_shared_one(
-    layout: Layout, options: dict[str, Any], told: str, a_run: tuple[Path, list[Record]], tmp_path: Path
+    layout: Layout, options: dict[str, Any], shown: str, a_run: tuple[Path, list[Record]], tmp_path: Path
 ) -> None:
     shutil.copytree(a_run[0], tmp_path, dirs_exist_ok=True)
     [(record, lines), *_] = go_on(layout, tmp_path, **options)
-    assert min(record.batches) == 3 and len(lines) == 1 and told in lines[0]
+    assert min(record.batches) == 3 and len(lines) == 1 and shown in lines[0]
 
 
 def another_run(folder: Path) -> None:
-    """The same training, begun anew, with a shared checkpoint of the same step; local ones are left as they were."""
+    """The same training, begun from scratch, with a shared checkpoint of the same step; local ones are unchanged."""
     run(DP2, "shuffled", folder, frozenset({"batch 2"}), max_steps=3)
 
 
 def test_a_local_one_of_another_run_is_not_taken(a_run: tuple[Path, list[Record]], tmp_path: Path) -> None:
     shutil.copytree(a_run[0], tmp_path, dirs_exist_ok=True)
     run_on_ranks(2, another_run, tmp_path, init=False)
-    [(record, told), *_] = go_on(DP2, tmp_path)
+    [(record, shown), *_] = go_on(DP2, tmp_path)
     assert min(record.batches) == 3
-    assert len(told) == 1 and told[0].count("is of a run that does not go on from the checkpoint asked for") == 4
+    assert len(shown) == 1 and shown[0].count("is of a run that does not go on from the checkpoint asked for") == 4
 
 
 def step_back(folder: Path) -> tuple[list[str], Record]:
     """Goes on from the shared one without local ones, saves a shared one later, and goes on from that with them."""
     run(DP2, "shuffled", folder, frozenset({"batch 5"}), resumed_from=folder / "batch 2.ckpt", max_steps=7)
-    record, told = resumed(DP2, folder, "shuffled", "batch 5.ckpt", max_steps=11)
-    return told, record
+    record, shown = resumed(DP2, folder, "shuffled", "batch 5.ckpt", max_steps=11)
+    return shown, record
 
 
 def test_a_local_one_that_was_left_behind_is_not_taken(a_run: tuple[Path, list[Record]], tmp_path: Path) -> None:
     shutil.copytree(a_run[0], tmp_path, dirs_exist_ok=True)
-    [(told, record), *_] = run_on_ranks(2, step_back, tmp_path, init=False)
+    [(shown, record), *_] = run_on_ranks(2, step_back, tmp_path, init=False)
     assert min(record.batches) == 6
-    assert len(told) == 1 and told[0].count("step=8.ckpt is of a run that does not go on") == 2
+    assert len(shown) == 1 and shown[0].count("step=8.ckpt is of a run that does not go on") == 2
 
 
 def test_parts_of_two_runs_are_not_put_together(a_run: tuple[Path, list[Record]], tmp_path: Path) -> None:
@@ -246,10 +246,10 @@ def test_parts_of_two_runs_are_not_put_together(a_run: tuple[Path, list[Record]]
     shutil.copytree(tmp_path / "first" / "rank-0", tmp_path / "local" / "rank-0")
     steps = [read_meta(tmp_path / "local" / f"rank-{rank}" / "step=8.ckpt")["global_step"] for rank in (0, 1)]
     assert steps == [8, 8]
-    [(record, told), *_] = go_on(DP2, tmp_path)
+    [(record, shown), *_] = go_on(DP2, tmp_path)
     assert min(record.batches) == 3
     # Of each of the two saves.
-    assert "step 8: not on rank 0" in told[0] and "step 8: not on rank 1" in told[0]
+    assert "step 8: not on rank 0" in shown[0] and "step 8: not on rank 1" in shown[0]
 
 
 def kept(folder: Path) -> list[str]:
@@ -265,21 +265,21 @@ def test_the_newest_two_stay(tmp_path: Path) -> None:
 
 
 def blocked(folder: Path) -> tuple[int, list[str]]:
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as shown:
         warnings.simplefilter("always")
         record = run(DP2, "shuffled", strategy=strategy(DP2, folder, 4), max_steps=11)
-    return record.steps, [str(one.message) for one in told if "local checkpoint" in str(one.message)]
+    return record.steps, [str(one.message) for one in shown if "local checkpoint" in str(one.message)]
 
 
 def test_a_local_save_that_fails_is_a_warning_of_its_rank(tmp_path: Path) -> None:
     (tmp_path / "rank-1").write_text("in the way")
-    (steps, quiet), (also, told) = run_on_ranks(2, blocked, tmp_path, init=False)
+    (steps, quiet), (also, shown) = run_on_ranks(2, blocked, tmp_path, init=False)
     assert steps == also == 11 and quiet == []
-    assert len(told) == 2 and "a local checkpoint of rank 1 was not written" in told[0]
+    assert len(shown) == 2 and "a local checkpoint of rank 1 was not written" in shown[0]
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "shown"),
     [
         ({"local_folder": "here"}, r"local_every_n_steps \(0\) must be 1 or more"),
         ({"local_folder": "here", "local_every_n_steps": -1}, r"local_every_n_steps \(-1\) must be 1 or more"),
@@ -287,11 +287,11 @@ def test_a_local_save_that_fails_is_a_warning_of_its_rank(tmp_path: Path) -> Non
         ({"local_folder": "s3://x", "local_every_n_steps": 5}, "must be a folder of the machine"),
     ],
 )
-def test_what_does_not_go_together_is_told(options: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_what_does_not_go_together_is_reported(options: dict[str, Any], shown: str) -> None:
+    with pytest.raises(ValueError, match=shown):
         CheckpointConfig(**options)
 
 
-def test_all_faults_are_told_at_once() -> None:
+def test_all_faults_are_reported_at_once() -> None:
     with pytest.raises(ValueError, match=r"(?s)save_on_signals.*local_every_n_steps"):
         CheckpointConfig(save_on_signals=("SIGKILL",), local_every_n_steps=3)

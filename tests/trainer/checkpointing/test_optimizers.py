@@ -80,9 +80,9 @@ class State(L.Callback):
 
 
 def parts(trainer: L.Trainer) -> Parts:
-    mains = cast(MegatronStrategy, trainer.strategy)._master_slots
+    master_slots = cast(MegatronStrategy, trainer.strategy)._master_slots
     [optimizer] = trainer.optimizers
-    names = checkpoint_dict.names_of(trainer.lightning_module, mains)
+    names = checkpoint_dict.names_of(trainer.lightning_module, master_slots)
     pieces: dict[str, list[Piece]] = pieces_of_optimizer(optimizer, names)[0]
     for group in optimizer.param_groups:
         for stepped in group["params"]:
@@ -103,7 +103,7 @@ def run(
     is_after: bool,
     module: type[Language] = Language,
 ) -> tuple[Parts, Parts]:
-    # Three batches, an epoch: from its end a checkpoint resumes on any number of replicas, whatever the loader.
+    # Three batches, an epoch: from its end a checkpoint resumes on any data-parallel size, whatever the loader.
     tokens = torch.randint(0, 37, (12, 9), generator=torch.Generator().manual_seed(0))
     loader = DataLoader(TensorDataset(tokens[:, :-1], tokens[:, 1:]), batch_size=4)
     state = State()
@@ -127,10 +127,10 @@ def joined(by_rank: list[Parts]) -> dict[str, Tensor]:
     for name, offsets, part in (found for held in by_rank for found in held):
         own = tuple(start + size for start, size in zip(offsets, part.shape, strict=True))
         ends[name] = tuple(map(max, ends.get(name, own), own))
-    whole = {name: torch.full(shape, float("nan")) for name, shape in ends.items()}
+    full = {name: torch.full(shape, float("nan")) for name, shape in ends.items()}
     for name, offsets, part in (found for held in by_rank for found in held):
-        whole[name][tuple(slice(o, o + n) for o, n in zip(offsets, part.shape, strict=True))] = part.float()
-    return whole
+        full[name][tuple(slice(o, o + n) for o, n in zip(offsets, part.shape, strict=True))] = part.float()
+    return full
 
 
 def require_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
@@ -167,7 +167,7 @@ def test_shards_are_resumed_by_any_layout(saving: tuple[str, bool], precision: s
 @pytest.mark.matrix
 @pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
 @pytest.mark.parametrize("first", ["one", "tp2"])
-def test_whole_states_are_resumed_in_shards(first: str, precision: str, tmp_path: Path) -> None:
+def test_full_states_are_resumed_in_shards(first: str, precision: str, tmp_path: Path) -> None:
     saved = joined([ended for _, ended in go(first, precision, tmp_path, "", "saved.ckpt", False)])
     for layout in ("distributed dp3", "distributed dp2 tp2"):
         require_same(joined([began for began, _ in go(layout, precision, tmp_path, "saved.ckpt", "", False)]), saved)

@@ -1,4 +1,4 @@
-"""Every rank tells the order that parameters have on one device."""
+"""Every rank knows the order that parameters have on one device."""
 
 import pytest
 import torch
@@ -28,23 +28,23 @@ class Around(nn.Module):
 
 @pytest.mark.parametrize("vp", [1, 3])
 def test_names_of_all_ranks_come_in_the_order_of_one_device_on_every_rank(vp: int) -> None:
-    whole = [name for name, _ in Around(Mesh.single()).named_parameters()]
-    assert whole[:1] == ["own"] and whole[-1] == "after.bias" and "chain.right.1.bias" in whole
+    full = [name for name, _ in Around(Mesh.single()).named_parameters()]
+    assert full[:1] == ["own"] and full[-1] == "after.bias" and "chain.right.1.bias" in full
     ranks = [Around(Mesh.imagine(rank, Sizes(world=2, pp=2, vp=vp))) for rank in range(2)]
-    told = list(dict.fromkeys(name for module in reversed(ranks) for name, _ in module.named_parameters()))
+    shown = list(dict.fromkeys(name for module in reversed(ranks) for name, _ in module.named_parameters()))
     # It bites: as ranks tell them, they are in another order.
-    assert sorted(told) == sorted(whole) and told != whole
+    assert sorted(shown) == sorted(full) and shown != full
     for module in ranks:
-        assert in_module_order(told, module) == whole
+        assert in_module_order(shown, module) == full
         # And so are those of a group that leaves some out.
-        weights = [name for name in told if name.endswith("weight")]
-        assert in_module_order(weights, module) == [name for name in whole if name.endswith("weight")]
+        weights = [name for name in shown if name.endswith("weight")]
+        assert in_module_order(weights, module) == [name for name in full if name.endswith("weight")]
 
 
 def test_a_module_that_is_itself_pipelined_has_its_order_too() -> None:
     parts = [Part(name=str(place), build=lambda: nn.Linear(2, 2)) for place in range(12)]
-    whole = [name for name, _ in PipelineModule(parts, mesh=Mesh.single(), seed=0).named_parameters()]
+    full = [name for name, _ in PipelineModule(parts, mesh=Mesh.single(), seed=0).named_parameters()]
     second = PipelineModule(parts, mesh=Mesh.imagine(1, Sizes(world=2, pp=2)), seed=0)
     # By their text, 10 would come before 9.
-    assert in_module_order(sorted(whole), second) != sorted(whole)
-    assert [name.split(".")[0] for name in in_module_order(sorted(whole), second)[::2]] == [str(n) for n in range(12)]
+    assert in_module_order(sorted(full), second) != sorted(full)
+    assert [name.split(".")[0] for name in in_module_order(sorted(full), second)[::2]] == [str(n) for n in range(12)]

@@ -1,4 +1,4 @@
-"""Steps that are planned anew, beside training: nothing waits, nothing counts twice, and what is wrong is told."""
+"""Steps that are planned in the background: nothing waits, nothing counts twice, and errors are reported."""
 
 import functools
 import os
@@ -98,7 +98,7 @@ class Stream(IterableDataset[Sample]):
 
 
 class Part(Dataset[Sample]):
-    """A replica's rows of every global batch of 8."""
+    """A dp rank's rows of every global batch of 8."""
 
     def __init__(self, rows: Rows, rank: int, size: int) -> None:
         share = 8 // size
@@ -115,15 +115,15 @@ class Part(Dataset[Sample]):
 
 
 def loader(data: str, rank: int, size: int) -> Any:
-    """Three batches of 8 rows over all replicas."""
+    """Three batches of 8 rows over all dp ranks."""
     if data == "two loaders":
         return {name: loader("", rank, size) for name in ("a", "b")}
     if data == "stream":
         return DataLoader(Stream(rank, size), batch_size=8 // size)
     if data == "own state":
-        replica = Replica(rank, size)
+        dp_rank = Replica(rank, size)
         rows = Rows(is_noisy=True)
-        return training_loader(rows, ROWS, global_batch_size=8, replica=replica, seed=1, num_workers=0)
+        return training_loader(rows, ROWS, global_batch_size=8, replica=dp_rank, seed=1, num_workers=0)
     if data == "noisy":
         return DataLoader(Part(Rows(is_noisy=True), rank, size), batch_size=8 // size, shuffle=True)
     return DataLoader(Part(Rows(data), rank, size), batch_size=8 // size)
@@ -355,7 +355,7 @@ class MeetingStrategy(MegatronStrategy):
         def solve_late(*args: Any, **kwargs: Any) -> Any:
             step = next(steps)
             Meeting.begun[step].set()
-            # The first of an epoch has nothing to hide behind.
+            # The first of an epoch has no compute to overlap.
             if step % 3:
                 assert Meeting.ended[step - 1].wait(WAIT_SECONDS), f"step {step - 1} waits for the plan of the next one"
             return solve(*args, **kwargs)
@@ -388,13 +388,13 @@ def test_a_run_that_stops_with_a_plan_on_its_way_leaves_no_thread() -> None:
 
 
 def resumed(data: str, steps: tuple[int, ...], folder: Path) -> list[str]:
-    whole = fit(2, data, folder=folder)
+    full = fit(2, data, folder=folder)
     found = []
     for step in steps:
         again = fit(2, data, resumed_from=folder / f"{step}.ckpt", seed=55)
-        if again.losses != {number: loss for number, loss in whole.losses.items() if number > step}:
-            found.append(f"{step}: losses {again.losses} and not {whole.losses}")
-        if any(not torch.equal(again.weights[name][1], part) for name, (_, part) in whole.weights.items()):
+        if again.losses != {number: loss for number, loss in full.losses.items() if number > step}:
+            found.append(f"{step}: losses {again.losses} and not {full.losses}")
+        if any(not torch.equal(again.weights[name][1], part) for name, (_, part) in full.weights.items()):
             found.append(f"{step}: weights")
     return found
 
@@ -489,7 +489,7 @@ def test_a_batch_that_was_not_planned_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "shown"),
     [
         ({"module": Forgetful}, r"packed \d+ documents into this microbatch, and the model was told of 0.*segments"),
         ({"module": Counting}, r"training_step updated the metrics mean under dynamic context"),
@@ -501,8 +501,8 @@ def test_a_batch_that_was_not_planned_is_refused() -> None:
     ],
     ids=["no bounds", "metric", "no weight", "too long"],
 )
-def test_what_cannot_be_right_is_refused_in_the_first_step(settings: dict[str, Any], told: str) -> None:
-    with pytest.raises(RankFailed, match=told):
+def test_what_cannot_be_right_is_refused_in_the_first_step(settings: dict[str, Any], shown: str) -> None:
+    with pytest.raises(RankFailed, match=shown):
         fits(2, **settings)
 
 
@@ -510,15 +510,15 @@ class Manual(Learner):
     automatic_optimization = False  # type: ignore[assignment]
 
 
-def test_all_faults_of_a_configuration_are_told_before_a_process_starts() -> None:
+def test_all_faults_of_a_configuration_are_reported_before_a_process_starts() -> None:
     strategy = MegatronStrategy(
         dynamic_context=CONFIG, num_microbatches=3, pipeline=PipelineConfig(mode="collective"), timeout_seconds=60
     )
     with pytest.raises(ConfigurationError) as caught:
         make_trainer(1, strategy).fit(Manual(), loader("", 0, 1))
-    told = "\n".join(caught.value.faults)
-    assert "num_microbatches (3) must be 1 with dynamic_context" in told
-    assert "the manual optimization of Manual" in told and 'mode="collective"' in told
+    shown = "\n".join(caught.value.faults)
+    assert "num_microbatches (3) must be 1 with dynamic_context" in shown
+    assert "the manual optimization of Manual" in shown and 'mode="collective"' in shown
 
 
 # ----------------------------------------------------------------------------------------------------------------------

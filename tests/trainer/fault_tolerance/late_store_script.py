@@ -26,23 +26,23 @@ class Lasts:
         sleep(1.0)
 
 
-def serve(told: int) -> None:
+def serve(writer: int) -> None:
     store = FailureWatch.connect("127.0.0.1", 0, is_host=True, timeout=TIMEOUT)
-    os.write(told, f"{store.port}\n".encode())
+    os.write(writer, f"{store.port}\n".encode())
     time.sleep(TIMEOUT.total_seconds())
 
 
 def start_host() -> tuple[int, int]:
     """The process that serves the store, and its port."""
-    hears, told = os.pipe()
+    reader, writer = os.pipe()
     process = os.fork()
     if process == 0:
         # It must not keep open what the test reads to its end.
         for own in (1, 2):
             os.dup2(os.open(os.devnull, os.O_WRONLY), own)
-        serve(told)
+        serve(writer)
         os._exit(0)
-    return process, int(os.read(hears, 100))
+    return process, int(os.read(reader, 100))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One rank's failure ends every rank, soon, and every rank tells what failed first."""
+"""One rank's failure ends every rank, soon, and every rank shows what failed first."""
 
 import os
 import subprocess
@@ -31,19 +31,19 @@ NO_PATHS = "ignore:.*(was called without a model|there is no last checkpoint ava
 
 
 class Fails(Small):
-    """Raises on one rank at one place, in the second batch."""
+    """Raises on one rank at one point, in the second batch."""
 
-    def __init__(self, rank: int, place: str) -> None:
+    def __init__(self, rank: int, point: str) -> None:
         super().__init__()
-        self.rank, self.place = rank, place
-        if place == "model":
+        self.rank, self.point = rank, point
+        if point == "model":
             assert isinstance(self.net, nn.Sequential)
             # On stage 0, which is on the last rank.
             self.net[1] = Breaks()
 
-    def break_at(self, place: str) -> None:
-        if self.place == place and self.rank in (self.trainer.global_rank, EVERY_RANK):
-            raise KeyError(f"broken in {place}")
+    def break_at(self, point: str) -> None:
+        if self.point == point and self.rank in (self.trainer.global_rank, EVERY_RANK):
+            raise KeyError(f"broken in {point}")
 
     def configure_model(self) -> None:
         self.break_at("configure_model")
@@ -74,8 +74,8 @@ class Breaks(nn.Tanh):
         return super().forward(hidden)
 
 
-def fail(layout: Layout, rank: int, place: str) -> None:
-    make_trainer(layout, max_epochs=1).fit(Fails(rank, place), Data())
+def fail(layout: Layout, rank: int, point: str) -> None:
+    make_trainer(layout, max_epochs=1).fit(Fails(rank, point), Data())
 
 
 def fail_and_linger(layout: Layout) -> None:
@@ -140,7 +140,7 @@ def test_a_rank_that_waits_for_a_failed_one_is_ended(
 
 
 @pytest.mark.parametrize(
-    ("layout", "rank", "place"),
+    ("layout", "rank", "point"),
     [
         (PP2, 1, "training_step"),
         (PP2, 0, "the tail of the step"),
@@ -151,22 +151,22 @@ def test_a_rank_that_waits_for_a_failed_one_is_ended(
         (Layout(world=2, tp=2), 1, "a hook"),
     ],
 )
-def test_a_failure_ends_all_ranks_soon_and_all_tell_it(
-    layout: Layout, rank: int, place: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+def test_a_failure_ends_all_ranks_soon_and_all_report_it(
+    layout: Layout, rank: int, point: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     # The harness would end the others after two seconds; here it is the strategy that shall do it.
     monkeypatch.setattr(ranks, "GRACE_SECONDS", SOON_SECONDS)
     started_seconds = time.monotonic()
     with pytest.raises(RankFailed) as failure:
-        run_on_ranks(2, fail, layout, rank, place, init=False, timeout=2 * SOON_SECONDS)
+        run_on_ranks(2, fail, layout, rank, point, init=False, timeout=2 * SOON_SECONDS)
     elapsed_seconds = time.monotonic() - started_seconds
-    told = str(failure.value)
+    shown = str(failure.value)
     assert elapsed_seconds < SOON_SECONDS, "a rank had to be ended from outside"
-    assert "still running" not in told and "stuck" not in told
-    assert told.count(f"broken in {place}") >= 1
-    if place != "model":
-        assert "in break_at" in told, "the traceback of the place itself is missing"
+    assert "still running" not in shown and "stuck" not in shown
+    assert shown.count(f"broken in {point}") >= 1
+    if point != "model":
+        assert "in break_at" in shown, "the traceback of the point itself is missing"
     other = 1 - rank
     # The other rank names the failure, in its own error or as its last words.
     printed = capfd.readouterr().out
-    assert f"rank {rank} failed:" in told or f"[rank {other}] rank {other} ends because rank {rank} failed" in printed
+    assert f"rank {rank} failed:" in shown or f"[rank {other}] rank {other} ends because rank {rank} failed" in printed

@@ -38,7 +38,7 @@ NO_LAST = "ignore:.*there is no last checkpoint available:UserWarning"
 
 
 class Rows(L.LightningDataModule):
-    """Six batches, of which each replica takes its part, from loaders that go on where they were."""
+    """Six batches, of which each dp rank takes its part, from loaders that go on where they were."""
 
     def _loader(self) -> Resumable:
         assert self.trainer is not None
@@ -66,16 +66,16 @@ def until_heard(trainer: L.Trainer, limit_seconds: float = 60.0) -> None:
 
 
 class Paced(L.Callback):
-    """Sends a signal at a place, to one rank or to all, and waits there until it is heard."""
+    """Sends a signal at a point, to one rank or to all, and waits there until it is heard."""
 
-    def __init__(self, place: str = "", rank: int = EVERY_RANK, number: int = signal.SIGTERM) -> None:
-        self.place, self.rank, self.number = place, rank, number
+    def __init__(self, point: str = "", rank: int = EVERY_RANK, number: int = signal.SIGTERM) -> None:
+        self.point, self.rank, self.number = point, rank, number
         self.validated: list[tuple[int, float]] = []
         self.skipped: list[int] = []
 
-    def come(self, trainer: L.Trainer, place: str) -> None:
-        if place == self.place:
-            self.place = ""
+    def come(self, trainer: L.Trainer, point: str) -> None:
+        if point == self.point:
+            self.point = ""
             if self.rank in (trainer.global_rank, EVERY_RANK):
                 os.kill(os.getpid(), self.number)
             until_heard(trainer)
@@ -114,12 +114,12 @@ def trainer_of(layout: Layout, folder: Path, *callbacks: L.Callback, **options: 
     return trainer
 
 
-def interrupted(layout: Layout, folder: Path, place: str, rank: int, ema: bool, number: int) -> dict[str, Any]:
+def interrupted(layout: Layout, folder: Path, point: str, rank: int, ema: bool, number: int) -> dict[str, Any]:
     """A run that a signal ends, and the one that goes on; and one without a break."""
     failure_watch._POLL_SECONDS = 0.02  # type: ignore[attr-defined]
     config = CheckpointConfig(save_on_signals=("SIGTERM", "SIGUSR1"))
     others = [EMAWeightAveraging(decay=0.5)] if ema else []
-    paced = Paced(place, rank, number)
+    paced = Paced(point, rank, number)
     trainer = trainer_of(layout, folder, paced, *others, checkpoint=config, num_sanity_val_steps=1)
     before = signal.getsignal(signal.SIGTERM)
     code: Any = "it went on"
@@ -138,11 +138,11 @@ def interrupted(layout: Layout, folder: Path, place: str, rank: int, ema: bool, 
     found["resumed"] = weights(module)
     found["validated"] += again.validated
 
-    module, whole = Small().double(), Paced()
+    module, full = Small().double(), Paced()
     others = [EMAWeightAveraging(decay=0.5)] if ema else []
-    trainer_of(layout, folder / "whole", whole, *others).fit(module, Rows())
+    trainer_of(layout, folder / "whole", full, *others).fit(module, Rows())
     found["whole"] = weights(module)
-    found["all validations"] = whole.validated
+    found["all validations"] = full.validated
     return found
 
 
@@ -154,7 +154,7 @@ def whole_and_resumed_are_equal(found: dict[str, Any]) -> None:
 
 @pytest.mark.filterwarnings(NO_LAST, "ignore:Checkpoint directory .* exists and is not empty")
 @pytest.mark.parametrize(
-    ("name", "place", "rank", "ema"),
+    ("name", "point", "rank", "ema"),
     [
         ("one", "step 2", 0, False),
         ("pp2", "step 2", 1, False),
@@ -168,15 +168,15 @@ def whole_and_resumed_are_equal(found: dict[str, Any]) -> None:
     ],
 )
 def test_a_signal_to_any_rank_ends_the_run_after_a_save(
-    name: str, place: str, rank: int, ema: bool, tmp_path: Path
+    name: str, point: str, rank: int, ema: bool, tmp_path: Path
 ) -> None:
     layout = LAYOUTS[name]
     number = signal.SIGUSR1 if rank == 0 else signal.SIGTERM
-    all_found = run_on_ranks(layout.world, interrupted, layout, tmp_path, place, rank, ema, number, init=False)
+    all_found = run_on_ranks(layout.world, interrupted, layout, tmp_path, point, rank, ema, number, init=False)
     for found in all_found:
         assert found["code"] is None and found["saved"] and found["is given back"]
         assert 0 < found["step"] < 3 * NUM_BATCHES
-        if place == "validation":
+        if point == "validation":
             assert found["step"] == 2 * NUM_BATCHES
         whole_and_resumed_are_equal(found)
     assert len({found["step"] for found in all_found}) == 1
@@ -253,7 +253,7 @@ def signalled_with_validations(folder: Path) -> None:
         assert [step for step, _ in paced.validated] == validated_at
 
 
-def test_a_run_stops_behind_a_validation_that_is_due_and_waits_for_none_of_another_epoch(tmp_path: Path) -> None:
+def test_a_run_stops_after_a_validation_that_is_due_and_waits_for_none_of_another_epoch(tmp_path: Path) -> None:
     run_on_ranks(1, signalled_with_validations, tmp_path, init=False)
 
 
@@ -338,18 +338,18 @@ class NoTime:
     def talk(self, times: int = 1) -> None:
         for _ in range(times):
             for vote in self.votes:
-                vote.tell(self.store)
-                vote.hear(self.store)
+                vote.publish(self.store)
+                vote.poll(self.store)
 
 
-def test_ranks_stop_after_the_latest_place_that_any_has_passed() -> None:
+def test_ranks_stop_after_the_latest_stop_point_that_any_has_passed() -> None:
     board = NoTime(3)
     for vote, passed in zip(board.votes, (5, 7, 6), strict=True):
-        assert all(vote.reason_to_stop(place) is None for place in range(1, passed + 1))
+        assert all(vote.reason_to_stop(point) is None for point in range(1, passed + 1))
     board.votes[2].ask("SIGTERM")
     board.votes[0].ask("SIGUSR1")
     board.talk(2)
-    reasons = [{vote.reason_to_stop(place) for vote in board.votes} for place in (6, 7, 8)]
+    reasons = [{vote.reason_to_stop(point) for vote in board.votes} for point in (6, 7, 8)]
     assert reasons == [{None}, {None}, {"SIGUSR1"}]
     for vote in board.votes:
         vote.go_on(8, "SIGUSR1")
@@ -365,7 +365,7 @@ def test_a_rank_that_never_answers_is_not_waited_for_for_ever(monkeypatch: pytes
     board.votes.pop()
     board.votes[0].ask("SIGTERM")
     board.talk()
-    with pytest.raises(RuntimeError, match=r"SIGTERM, but not all ranks told within 0\.05 s"):
+    with pytest.raises(RuntimeError, match=r"SIGTERM, but not all ranks answered within 0\.05 s"):
         board.votes[0].reason_to_stop(1)
 
 

@@ -30,7 +30,7 @@ from torch import Tensor
 from tests.harness.sample import diagonal
 from tests.trainer.fits import weights
 from tests.trainer.layouts import Layout, make_trainer
-from tests.trainer.lightning_api.test_ledger import LAYOUTS, Case, Ledger, Told, discrepancies, fit, told
+from tests.trainer.lightning_api.test_ledger import LAYOUTS, Case, Ledger, Record, discrepancies, fit, record
 from tests.trainer.modules import Data, Measured, OwnPipeline, Scheduled, Small
 
 
@@ -46,7 +46,7 @@ class Watched(Scheduled):
 # --- saving -----------------------------------------------------------------------------------------------------------
 
 
-def saves(layout: Layout, folder: Path, **options: Any) -> Told:
+def saves(layout: Layout, folder: Path, **options: Any) -> Record:
     """The names of what was saved, which is best and last, and how training goes on from the last."""
     saver = ModelCheckpoint(folder, **({"filename": "{epoch}-{step}"} | options))
     ledger = Ledger()
@@ -57,7 +57,7 @@ def saves(layout: Layout, folder: Path, **options: Any) -> Told:
     trainer.fit(module, Data())
     trainer.strategy.barrier()
     last = folder / "last.ckpt"
-    found = told(
+    found = record(
         trainer,
         ledger,
         names=sorted(path.name for path in folder.iterdir()),
@@ -83,7 +83,7 @@ def saves(layout: Layout, folder: Path, **options: Any) -> Told:
 # --- stopping ---------------------------------------------------------------------------------------------------------
 
 
-def stops(layout: Layout, **options: Any) -> Told:
+def stops(layout: Layout, **options: Any) -> Record:
     stopping = EarlyStopping(**({"monitor": "watched", "patience": 1} | options))
     found = fit(layout, Watched(), callbacks=[stopping], max_epochs=7)
     best = float(stopping.best_score) if isinstance(stopping.best_score, Tensor) else stopping.best_score
@@ -100,7 +100,7 @@ class EverySecond(WeightAveraging):
         return step_idx is not None and step_idx % 2 == 0
 
 
-def averages(layout: Layout, callback: L.Callback, module: L.LightningModule, **options: Any) -> Told:
+def averages(layout: Layout, callback: L.Callback, module: L.LightningModule, **options: Any) -> Record:
     found = fit(layout, module, callbacks=[callback], **options)
     # What is left in the module after the fit is the average.
     return {"events": found["events"], "ended at": found["ended at"], "averaged weights": weights(module)}
@@ -144,13 +144,13 @@ class Writes(BasePredictionWriter):
         self.written.append((len(predictions), indices))
 
 
-def writes(layout: Layout, _: Path) -> Told:
+def writes(layout: Layout, _: Path) -> Record:
     writer = Writes()
     make_trainer(layout, callbacks=[writer]).predict(Small(), Data())
     return {"own written": writer.written, "batches": len(writer.written)}
 
 
-def rates(layout: Layout, folder: Path) -> Told:
+def rates(layout: Layout, folder: Path) -> Record:
     """What a logger's file says on the rank that writes it."""
     logger = CSVLogger(folder, name="", version=0)
     monitor = LearningRateMonitor("step", log_momentum=True, log_weight_decay=True)
@@ -162,7 +162,7 @@ def rates(layout: Layout, folder: Path) -> Told:
     return {"rows": [{name: float(value) for name, value in row.items() if value} for row in table]}
 
 
-def looks(layout: Layout, folder: Path) -> Told:
+def looks(layout: Layout, folder: Path) -> Record:
     """Callbacks that only look on: bars, timers, throughput, functions."""
     seen: list[int] = []
     callbacks = [
@@ -183,7 +183,7 @@ class Rated(Small):
         return torch.optim.SGD(self.parameters(), lr=self.lr)
 
 
-def finds_rate(layout: Layout, folder: Path) -> Told:
+def finds_rate(layout: Layout, folder: Path) -> Record:
     finder = LearningRateFinder(num_training_steps=24, min_lr=1e-3, max_lr=2.0)
     module = Rated()
     found = fit(layout, module, callbacks=[finder], default_root_dir=folder, max_epochs=7)
@@ -203,7 +203,7 @@ class SizedData(Data):
         return super().train_dataloader()
 
 
-def finds_batch_size(layout: Layout, folder: Path) -> Told:
+def finds_batch_size(layout: Layout, folder: Path) -> Record:
     data = SizedData()
     trainer = make_trainer(layout, default_root_dir=folder)
     found = Tuner(trainer).scale_batch_size(Small(), datamodule=data, init_val=2, steps_per_trial=1, max_trials=2)
@@ -244,7 +244,7 @@ CASES: dict[str, Case] = {
 
 
 def names_for(layout: str) -> list[str]:
-    """All; Lightning searches for no batch size where there are several replicas."""
+    """All; Lightning searches for no batch size where there are several dp ranks."""
     return [case for case in CASES if LAYOUTS[layout].dp == 1 or case != "a search for the batch size"]
 
 

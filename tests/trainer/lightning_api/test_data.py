@@ -13,14 +13,14 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 
 from tests.harness.sample import diagonal
 from tests.trainer.layouts import Layout, make_trainer
-from tests.trainer.lightning_api.test_ledger import LAYOUTS, Case, Ledger, Told, discrepancies, told
+from tests.trainer.lightning_api.test_ledger import LAYOUTS, Case, Ledger, Record, discrepancies, record
 from tests.trainer.modules import Small, samples
 
 ROWS = samples(24)
 
 
 class Stream(IterableDataset[Any]):
-    """Rows one after the other; every replica reads all of them, cut by nothing but its place."""
+    """Rows one after the other; every dp rank reads all of them, cut by nothing but its position."""
 
     def __init__(self, first: int = 0, step: int = 1) -> None:
         self.first, self.step = first, step
@@ -87,15 +87,15 @@ def plain_loader(rows: int = 24, batch_size: int = 8, **options: Any) -> DataLoa
     return DataLoader(Subset(ROWS, range(rows)), batch_size=batch_size, **options)
 
 
-def loop(layout: Layout, train: Any, val: Any = None, module: Sees | None = None, **options: Any) -> Told:
+def loop(layout: Layout, train: Any, val: Any = None, module: Sees | None = None, **options: Any) -> Record:
     ledger = Ledger()
     module = module if module is not None else SeesOne()
     trainer = make_trainer(layout, callbacks=[ledger], **options)
     trainer.fit(module, train, val)
-    return told(trainer, ledger, seen=module.seen)
+    return record(trainer, ledger, seen=module.seen)
 
 
-def several(layout: Layout, _: Path) -> Told:
+def several(layout: Layout, _: Path) -> Record:
     """Several loaders in every loop but the training."""
     ledger = Ledger()
     module = Sees()
@@ -110,30 +110,30 @@ def several(layout: Layout, _: Path) -> Told:
     limited = make_trainer(layout, limit_val_batches=1, limit_predict_batches=0.5)
     found["limited"] = limited.validate(module, loaders, verbose=False)
     found["half"] = limited.predict(module, loaders)
-    return told(trainer, ledger, **found)
+    return record(trainer, ledger, **found)
 
 
-def combined(layout: Layout, mode: Any) -> Told:
+def combined(layout: Layout, mode: Any) -> Record:
     loaders = {"a": plain_loader(24), "b": plain_loader(16)}
     return loop(layout, CombinedLoader(loaders, mode))
 
 
-def sequential(layout: Layout, _: Path) -> Told:
+def sequential(layout: Layout, _: Path) -> Record:
     loaders = CombinedLoader([plain_loader(16), plain_loader(8, 4)], "sequential")
     return loop(layout, plain_loader(), loaders, module=Sees(), max_epochs=1)
 
 
-def shuffled(layout: Layout, _: Path) -> Told:
-    """A single replica's loader is the user's: it shuffles as on one device under the same seed."""
+def shuffled(layout: Layout, _: Path) -> Record:
+    """A single dp rank's loader is the user's: it shuffles as on one device under the same seed."""
     L.seed_everything(3, verbose=False)
     return loop(layout, plain_loader(shuffle=True), plain_loader(8))
 
 
-def workers(layout: Layout, _: Path) -> Told:
+def workers(layout: Layout, _: Path) -> Record:
     return loop(layout, plain_loader(num_workers=1, shuffle=False), max_epochs=1)
 
 
-def own_batches(layout: Layout, _: Path) -> Told:
+def own_batches(layout: Layout, _: Path) -> Record:
     sampler = BatchSampler(SequentialSampler(range(24)), batch_size=5, drop_last=False)
     return loop(layout, DataLoader(ROWS, batch_sampler=sampler), max_epochs=1)
 
@@ -151,11 +151,11 @@ class OwnLoaders(SeesOne):
         return plain_loader(8)
 
 
-def of_the_module(layout: Layout, _: Path) -> Told:
+def of_the_module(layout: Layout, _: Path) -> Record:
     ledger, module = Ledger(), OwnLoaders()
     trainer = make_trainer(layout, callbacks=[ledger], max_epochs=1)
     trainer.fit(module)
-    return told(trainer, ledger, seen=module.seen, predicted=trainer.predict(module))
+    return record(trainer, ledger, seen=module.seen, predicted=trainer.predict(module))
 
 
 CASES: dict[str, Case] = {
@@ -189,6 +189,6 @@ CELLS = diagonal([(layout, case) for layout in ("one", "pp2") for case in CASES]
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(("layout", "case"), CELLS)
-def test_every_rank_of_a_replica_gets_the_batches_of_one_device(layout: str, case: str) -> None:
+def test_every_rank_of_a_model_replica_gets_the_batches_of_one_device(layout: str, case: str) -> None:
     names = [name for chosen, name in CELLS if chosen == layout]
     assert discrepancies(__name__, names, LAYOUTS[layout], case, list(CASES)) == []

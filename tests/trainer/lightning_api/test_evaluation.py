@@ -1,4 +1,4 @@
-"""Everything of a Trainer beside one fit: validate, test, predict, several fits, other strategies in the process."""
+"""Everything of a Trainer besides one fit: validate, test, predict, several fits, other strategies in the process."""
 
 from typing import Any
 
@@ -81,11 +81,11 @@ def test_loops_one_after_the_other_give_what_they_give_on_one_device(name: str) 
         if layout.dp == 1:
             torch.testing.assert_close(found["predicted"], wanted["predicted"], rtol=0, atol=TOLERANCE)
     if layout.dp == 2:
-        # Each replica predicts its own rows; its stages agree.
-        by_replica = [ranks[rank]["predicted"] for rank in (0, 1)]
+        # Each dp rank predicts its own rows; its stages agree.
+        by_dp_rank = [ranks[rank]["predicted"] for rank in (0, 1)]
         for stage, found in enumerate(ranks[2:]):
-            torch.testing.assert_close(found["predicted"], by_replica[stage], rtol=0, atol=0)
-        joined = [torch.cat(pair) for pair in zip(*by_replica, strict=True)]
+            torch.testing.assert_close(found["predicted"], by_dp_rank[stage], rtol=0, atol=0)
+        joined = [torch.cat(pair) for pair in zip(*by_dp_rank, strict=True)]
         torch.testing.assert_close(joined, wanted["predicted"], rtol=0, atol=TOLERANCE)
 
 
@@ -110,7 +110,7 @@ def other_strategies_after_ours() -> dict[str, Any]:
 
 
 class Seen(L.LightningDataModule):
-    """Hands out row numbers beside the samples, and lets the module write them down."""
+    """Hands out row numbers with the samples, and lets the module write them down."""
 
     def __init__(self, module: L.LightningModule) -> None:
         super().__init__()
@@ -146,6 +146,6 @@ def loader_of_one_replica() -> list[list[int]]:
     return module.rows_seen  # type: ignore[return-value]
 
 
-def test_the_loader_of_a_single_replica_is_left_as_the_user_made_it() -> None:
+def test_the_loader_of_a_single_dp_rank_is_left_as_the_user_made_it() -> None:
     first, second = run_on_ranks(2, loader_of_one_replica, init=False)
     assert first == second == [list(range(24))] * 2

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from tests.harness.sample import diagonal
 from tests.trainer.layouts import Layout, make_trainer
-from tests.trainer.lightning_api.test_ledger import LAYOUTS, Case, Ledger, Told, discrepancies, fit, told
+from tests.trainer.lightning_api.test_ledger import LAYOUTS, Case, Ledger, Record, discrepancies, fit, record
 from tests.trainer.modules import Data, Measured, Small
 
 
-def loops(layout: Layout, module: L.LightningModule | None = None, **options: Any) -> Told:
+def loops(layout: Layout, module: L.LightningModule | None = None, **options: Any) -> Record:
     """All four loops of one Trainer."""
     ledger = Ledger()
     module = module if module is not None else Measured()
@@ -24,10 +24,10 @@ def loops(layout: Layout, module: L.LightningModule | None = None, **options: An
     trainer.fit(module, Data())
     returned = [trainer.validate(module, Data(), verbose=False), trainer.test(module, Data(), verbose=False)]
     predicted = trainer.predict(module, Data())
-    return told(trainer, ledger, returned=returned) | {"own predictions": predicted, "batches": len(predicted or ())}
+    return record(trainer, ledger, returned=returned) | {"own predictions": predicted, "batches": len(predicted or ())}
 
 
-def limit_all(layout: Layout, value: Any) -> Told:
+def limit_all(layout: Layout, value: Any) -> Record:
     names = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches")
     return loops(layout, **dict.fromkeys(names, value))
 
@@ -67,7 +67,7 @@ class CountsLoaders(Data):
         return super().val_dataloader()
 
 
-def reload_loaders(layout: Layout, every: int) -> Told:
+def reload_loaders(layout: Layout, every: int) -> Record:
     data = CountsLoaders()
     return fit(layout, data=data, max_epochs=4, reload_dataloaders_every_n_epochs=every) | {"asked": data.asked}
 
@@ -94,15 +94,15 @@ class Rows(Logger):
         pass
 
 
-def log_rows(layout: Layout, every: int) -> Told:
+def log_rows(layout: Layout, every: int) -> Record:
     logger = Rows()
     ledger = Ledger()
     trainer = make_trainer(layout, callbacks=[ledger], logger=logger, log_every_n_steps=every)
     trainer.fit(Measured(), Data())
-    return told(trainer, ledger, rows=logger.rows)
+    return record(trainer, ledger, rows=logger.rows)
 
 
-def barebones(layout: Layout, _: Path) -> Told:
+def barebones(layout: Layout, _: Path) -> Record:
     module = Small()
     trainer = L.Trainer(
         accelerator="cpu",

@@ -12,7 +12,7 @@ from lightning.pytorch.core.hooks import CheckpointHooks, DataHooks, ModelHooks
 
 from tests.trainer import modules
 from tests.trainer.layouts import Layout, make_trainer
-from tests.trainer.lightning_api.test_ledger import LAYOUTS, Case, Told, discrepancies
+from tests.trainer.lightning_api.test_ledger import LAYOUTS, Case, Record, discrepancies
 from tests.trainer.modules import Data
 
 Line = tuple[Any, ...]
@@ -135,7 +135,7 @@ def gradient(module: Any) -> float:
     return -1.0 if grad is None else float(grad.abs().sum())
 
 
-def every_hook(layout: Layout, folder: Path, kind: type, **options: Any) -> Told:
+def every_hook(layout: Layout, folder: Path, kind: type, **options: Any) -> Record:
     lines: list[Line] = []
     # With a data module Lightning does not ask the module for loaders, but it looks whether it has some.
     module_hooks = [name for name in hooks_of(ModelHooks, DataHooks, CheckpointHooks) if name not in LOADERS]
@@ -174,7 +174,7 @@ def comparable(lines: list[Line], layout: Layout) -> list[Line]:
     return kept
 
 
-def backwards(layout: Layout, _: Path) -> Told:
+def backwards(layout: Layout, _: Path) -> Record:
     """All lines, `backward` too: where a step is entered once on every rank nothing may be missing."""
     lines: list[Line] = []
     module = recorded(Full, "module", [*hooks_of(ModelHooks), *STEPS_AND_CONFIGURATION], lines)()

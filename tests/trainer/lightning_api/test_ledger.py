@@ -1,7 +1,7 @@
-"""What a run left behind, in a form that two runs can be compared by; beside it, proof that a difference is seen.
+"""What a run left behind, in a form that two runs can be compared by; with proof that a difference is seen.
 
-The files `test_judge_*` each have a table `CASES` of runs. A run takes a layout and a folder and tells what happened;
-what it tells under any layout must be what it tells under Lightning's own strategy on one device.
+The files `test_judge_*` each have a table `CASES` of runs. A run takes a layout and a folder and records what happened;
+what it records under any layout must be what it records under Lightning's own strategy on one device.
 """
 
 import functools
@@ -26,8 +26,8 @@ from tests.trainer.modules import Data, Small
 # Rounding of float64 sums in another order, through a dozen steps.
 TOLERANCE = 1e-11
 
-Told = dict[str, Any]
-Case = Callable[[Layout, Path], Told]
+Record = dict[str, Any]
+Case = Callable[[Layout, Path], Record]
 
 
 LAYOUTS = {
@@ -81,7 +81,7 @@ class Ledger(L.Callback):
         self.weights = weights(module)
 
 
-def told(trainer: L.Trainer, ledger: Ledger, **more: Any) -> Told:
+def record(trainer: L.Trainer, ledger: Ledger, **more: Any) -> Record:
     """All that a Trainer with this ledger can say about its run."""
     return {
         "events": ledger.events,
@@ -99,21 +99,21 @@ def fit(
     *,
     callbacks: Sequence[L.Callback] = (),
     **options: Any,
-) -> Told:
+) -> Record:
     """One fit with a ledger."""
     ledger = Ledger()
     trainer = make_trainer(layout, callbacks=[*callbacks, ledger], **options)
     trainer.fit(module if module is not None else Small(), data if data is not None else Data())
-    return told(trainer, ledger)
+    return record(trainer, ledger)
 
 
 # --- running tables ---------------------------------------------------------------------------------------------------
 
 
-def run_cases(table: str, names: list[str], layout: Layout, folder: Path) -> dict[str, Told]:
-    """What each case of a module's table tells on this rank; an error that every rank gets is told too."""
+def run_cases(table: str, names: list[str], layout: Layout, folder: Path) -> dict[str, Record]:
+    """Records of each case of a module's table on this rank; an error that every rank gets is recorded too."""
     cases = importlib.import_module(table).CASES
-    found: dict[str, Told] = {}
+    found: dict[str, Record] = {}
     for name in names:
         torch.manual_seed(0)
         try:
@@ -127,7 +127,7 @@ def run_cases(table: str, names: list[str], layout: Layout, folder: Path) -> dic
 
 
 @functools.cache
-def _ran(table: str, names: tuple[str, ...], layout: Layout) -> list[dict[str, Told]] | Exception:
+def _ran(table: str, names: tuple[str, ...], layout: Layout) -> list[dict[str, Record]] | Exception:
     with tempfile.TemporaryDirectory() as folder:
         try:
             return run_on_ranks(
@@ -138,7 +138,7 @@ def _ran(table: str, names: tuple[str, ...], layout: Layout) -> list[dict[str, T
             return error
 
 
-def ran(table: str, names: Sequence[str], layout: Layout) -> list[dict[str, Told]]:
+def ran(table: str, names: Sequence[str], layout: Layout) -> list[dict[str, Record]]:
     """[rank][case]: all cases by the same processes, one Trainer after the other."""
     found = _ran(table, tuple(names), layout)
     if isinstance(found, Exception):
@@ -149,61 +149,61 @@ def ran(table: str, names: Sequence[str], layout: Layout) -> list[dict[str, Told
 def discrepancies(
     table: str, names: Sequence[str], layout: Layout, case: str, plain_names: Sequence[str] = ()
 ) -> list[str]:
-    """Where a case under a layout, on any rank, told something else than on one device.
+    """Where a case under a layout, on any rank, recorded something else than on one device.
 
-    What is told under a name that begins with `own` is each replica's own affair. `plain_names` are the cases that run
+    Records under a name that begins with `own` may differ between dp ranks. `plain_names` are the cases that run
     on one device, where they are not those that run under the layout.
     """
     [wanted] = ran(table, plain_names or names, PLAIN)
     assert "raised" not in wanted[case], wanted[case]
     found = []
     for rank, ours in enumerate(ran(table, names, layout)):
-        whole = wanted[case]
+        full = wanted[case]
         if layout.dp > 1:
-            whole = {key: value for key, value in whole.items() if not key.startswith("own ")}
+            full = {key: value for key, value in full.items() if not key.startswith("own ")}
             ours = {**ours, case: {k: v for k, v in ours[case].items() if not k.startswith("own ")}}
-        found += [f"rank {rank}: {line}" for line in apart(ours[case], whole)]
+        found += [f"rank {rank}: {line}" for line in apart(ours[case], full)]
     return found
 
 
 # --- comparing --------------------------------------------------------------------------------------------------------
 
 
-def apart(ours: Any, wanted: Any, place: str = "told", tolerance: float = TOLERANCE) -> list[str]:
+def apart(ours: Any, wanted: Any, path: str = "told", tolerance: float = TOLERANCE) -> list[str]:
     """One line for each place where two tellings differ. Weights may be parts of whole ones."""
     if isinstance(wanted, Mapping) and isinstance(ours, Mapping):
-        if place.endswith("weights"):
-            return _parts_apart(ours, wanted, place, tolerance)
-        lines = [f"{place} has {key!r} on one side only" for key in sorted(ours.keys() ^ wanted.keys(), key=str)]
-        lines += [f"{place} raised {ours['raised']}"] if "raised" in ours else []
+        if path.endswith("weights"):
+            return _parts_apart(ours, wanted, path, tolerance)
+        lines = [f"{path} has {key!r} on one side only" for key in sorted(ours.keys() ^ wanted.keys(), key=str)]
+        lines += [f"{path} raised {ours['raised']}"] if "raised" in ours else []
         return lines + [
-            line for key in wanted.keys() & ours.keys() for line in apart(ours[key], wanted[key], f"{place}.{key}")
+            line for key in wanted.keys() & ours.keys() for line in apart(ours[key], wanted[key], f"{path}.{key}")
         ]
     if isinstance(wanted, (list, tuple)) and isinstance(ours, (list, tuple)):
         if len(ours) != len(wanted):
-            return [f"{place} has {len(ours)} entries and not {len(wanted)}: {ours} / {wanted}"]
+            return [f"{path} has {len(ours)} entries and not {len(wanted)}: {ours} / {wanted}"]
         pairs = zip(ours, wanted, strict=True)
-        return [line for i, (a, b) in enumerate(pairs) for line in apart(a, b, f"{place}[{i}]")]
+        return [line for i, (a, b) in enumerate(pairs) for line in apart(a, b, f"{path}[{i}]")]
     if isinstance(wanted, Tensor) and isinstance(ours, Tensor):
         if ours.shape != wanted.shape or ours.dtype != wanted.dtype:
-            return [f"{place} is {ours.dtype} {tuple(ours.shape)} and not {wanted.dtype} {tuple(wanted.shape)}"]
+            return [f"{path} is {ours.dtype} {tuple(ours.shape)} and not {wanted.dtype} {tuple(wanted.shape)}"]
         if ours.numel() == 0 or torch.allclose(ours.double(), wanted.double(), rtol=0, atol=tolerance, equal_nan=True):
             return []
-        return [f"{place} differs by {float((ours.double() - wanted.double()).abs().max())}"]
+        return [f"{path} differs by {float((ours.double() - wanted.double()).abs().max())}"]
     if isinstance(wanted, float) and isinstance(ours, float):
         is_same = math.isclose(ours, wanted, rel_tol=0, abs_tol=tolerance) or (ours != ours and wanted != wanted)
-        return [] if is_same else [f"{place} is {ours} and not {wanted}"]
-    return [] if type(ours) is type(wanted) and ours == wanted else [f"{place} is {ours!r} and not {wanted!r}"]
+        return [] if is_same else [f"{path} is {ours} and not {wanted}"]
+    return [] if type(ours) is type(wanted) and ours == wanted else [f"{path} is {ours!r} and not {wanted!r}"]
 
 
-def _parts_apart(ours: Mapping[str, Any], wanted: Mapping[str, Any], place: str, tolerance: float) -> list[str]:
-    lines = [f"{place} of one device has no {name}" for name in sorted(ours.keys() - wanted.keys())]
-    lines += [f"{place} is empty"] if wanted and not ours else []
+def _parts_apart(ours: Mapping[str, Any], wanted: Mapping[str, Any], path: str, tolerance: float) -> list[str]:
+    lines = [f"{path} of one device has no {name}" for name in sorted(ours.keys() - wanted.keys())]
+    lines += [f"{path} is empty"] if wanted and not ours else []
     for name in sorted(ours.keys() & wanted.keys()):
         offsets, part = ours[name]
-        whole = wanted[name][1]
-        places = tuple(slice(start, start + size) for start, size in zip(offsets, part.shape, strict=True))
-        lines += apart(part, whole[places], f"{place} {name}", tolerance)
+        full = wanted[name][1]
+        slices = tuple(slice(start, start + size) for start, size in zip(offsets, part.shape, strict=True))
+        lines += apart(part, full[slices], f"{path} {name}", tolerance)
     return lines
 
 
@@ -227,7 +227,7 @@ def _parts_apart(ours: Mapping[str, Any], wanted: Mapping[str, Any], place: str,
         ({"raised": "an error"}, {"raised": "an error"}),
     ],
 )
-def test_a_difference_between_two_runs_is_told(ours: Told, wanted: Told) -> None:
+def test_a_difference_between_two_runs_is_reported(ours: Record, wanted: Record) -> None:
     assert apart(ours, wanted)
     if "raised" not in wanted:
         assert not apart(wanted, wanted)

@@ -12,7 +12,7 @@ from torch.nn import functional
 from torchmetrics.utilities import dim_zero_cat
 
 from tests.trainer.layouts import Layout
-from tests.trainer.lightning_api.test_ledger import LAYOUTS, Case, Told, discrepancies, fit
+from tests.trainer.lightning_api.test_ledger import LAYOUTS, Case, Record, discrepancies, fit
 from tests.trainer.modules import Small
 
 
@@ -150,7 +150,7 @@ class Metrics(Small):
         self.log("val_spread", self.val_spread)
 
 
-def metrics(layout: Layout, _: Path) -> Told:
+def metrics(layout: Layout, _: Path) -> Record:
     module = Metrics()
     return fit(layout, module) | {"read": module.read}
 
@@ -163,7 +163,7 @@ CASES: dict[str, Case] = {
 
 
 def names_for(layout: str) -> list[str]:
-    """All; over several replicas a metric has to be synced, which makes tensors of its lists."""
+    """All; over several dp ranks a metric has to be synced, which makes tensors of its lists."""
     return [case for case in CASES if LAYOUTS[layout].dp == 1 or case != "a list of a metric"]
 
 

@@ -12,14 +12,14 @@ from torch.nn import functional
 
 from tests.harness.sample import diagonal
 from tests.trainer.layouts import Layout, make_trainer
-from tests.trainer.lightning_api.test_ledger import LAYOUTS, Case, Told, discrepancies, fit, ran
+from tests.trainer.lightning_api.test_ledger import LAYOUTS, Case, Record, discrepancies, fit, ran
 from tests.trainer.modules import NUM_CLASSES, Data, Parallel, Scheduled, Small
 
 # --- manual optimization ----------------------------------------------------------------------------------------------
 
 
 class Adversaries(Small):
-    """Two optimizers in turn: one for the model, one for a critic beside it; each has a scheduler."""
+    """Two optimizers in turn: one for the model, one for a critic; each has a scheduler."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -191,8 +191,8 @@ class Plateau(Small):
         scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(
             optimizer, factor=0.5, patience=0, threshold=9.0, threshold_mode="abs"
         )
-        told = {"scheduler": scheduler, "monitor": self.monitor, "interval": self.interval, "frequency": self.frequency}
-        return {"optimizer": optimizer, "lr_scheduler": told}
+        rate = {"scheduler": scheduler, "monitor": self.monitor, "interval": self.interval, "frequency": self.frequency}
+        return {"optimizer": optimizer, "lr_scheduler": rate}
 
     def on_train_epoch_end(self) -> None:
         self.log("rate", float(self.trainer.optimizers[0].param_groups[0]["lr"]))
@@ -237,7 +237,7 @@ class Rated(Small):
         return torch.optim.SGD(self.parameters(), lr=self.lr)
 
 
-def finds_rate(layout: Layout, folder: Path) -> Told:
+def finds_rate(layout: Layout, folder: Path) -> Record:
     module = Rated()
     trainer = make_trainer(layout, max_epochs=9, default_root_dir=folder)
     found = Tuner(trainer).lr_find(module, datamodule=Data(), num_training=24, min_lr=1e-3, max_lr=2.0)

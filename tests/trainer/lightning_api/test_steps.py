@@ -15,7 +15,7 @@ from lightning_megatron.pipeline.module import PipelineModule
 from tests.harness.ranks import RankFailed, run_on_ranks
 from tests.harness.sample import diagonal
 from tests.trainer.layouts import Layout, make_trainer
-from tests.trainer.lightning_api.test_ledger import LAYOUTS, Case, Told, discrepancies, fit
+from tests.trainer.lightning_api.test_ledger import LAYOUTS, Case, Record, discrepancies, fit
 from tests.trainer.modules import NUM_CLASSES, Data, Manual, Small, chain
 
 # --- several calls of a model in a step -------------------------------------------------------------------------------
@@ -90,7 +90,7 @@ class Decodes(Small):
         return {"tokens": tokens, "scores": torch.stack(scores, 1), "rows": len(tokens)}
 
 
-def predictions(layout: Layout, _: Path) -> Told:
+def predictions(layout: Layout, _: Path) -> Record:
     trainer = make_trainer(layout)
     kept = trainer.predict(Decodes(), Data())
     return {"own kept": kept, "not kept": trainer.predict(Decodes(), Data(), return_predictions=False)}
@@ -121,14 +121,14 @@ class Returns(Small):
         self.got.append(outputs)
 
 
-def returns(layout: Layout, _: Path) -> Told:
+def returns(layout: Layout, _: Path) -> Record:
     module = Returns()
-    told = fit(layout, module)
+    shown = fit(layout, module)
     losses = [entry["loss"] for entry in module.got if isinstance(entry, dict) and "loss" in entry]
-    return told | {"losses": losses, "own got": module.got}
+    return shown | {"losses": losses, "own got": module.got}
 
 
-def returns_loss(layout: Layout, _: Path) -> Told:
+def returns_loss(layout: Layout, _: Path) -> Record:
     found = returns(layout, _)
     del found["own got"]
     return found
@@ -251,7 +251,7 @@ def names_for(layout: str) -> list[str]:
         # Drawn alike on all stages, but not what one device draws: see test_alignment.
         without |= {"noise"}
     if chosen.dp > 1:
-        # Each replica would decide by its own rows.
+        # Each dp rank would decide by its own rows.
         without |= {"a call that depends on another"}
     if chosen.world > 2:
         return ["the loss of more", "manual optimization", "a batch as dict"]

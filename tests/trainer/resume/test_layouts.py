@@ -32,14 +32,14 @@ TOLERANCE = 1e-9
 QUIETLY: dict[str, Any] = {"draws": False}
 
 
-def by_replica(records: list[Record], layout: Layout) -> list[Record]:
-    """One record of each replica: its other ranks, of later stages, read the same."""
+def by_dp_rank(records: list[Record], layout: Layout) -> list[Record]:
+    """One record of each data-parallel rank: later stages read the same."""
     return records[: layout.dp]
 
 
-def apart(resumed: list[Record], to: Layout, whole: list[Record], origin: Layout, per: int = 1) -> str:
+def apart(resumed: list[Record], to: Layout, full: list[Record], origin: Layout, per: int = 1) -> str:
     """How the global batches of a resumed run differ from those of the whole run, `per` of which are one of its own."""
-    ours, theirs = by_replica(resumed, to), by_replica(whole, origin)
+    ours, theirs = by_dp_rank(resumed, to), by_dp_rank(full, origin)
     for number, (_, loss) in ours[0].batches.items():
         wanted = range(number * per, (number + 1) * per)
         rows = sorted(row for record in ours for row in record.batches[number][0])
@@ -51,21 +51,21 @@ def apart(resumed: list[Record], to: Layout, whole: list[Record], origin: Layout
             return f"batch {number}: loss {loss} and not {mean}"
     if not ours[0].batches or ours[0].steps != theirs[0].steps:
         return f"{ours[0].steps} steps and not {theirs[0].steps}"
-    shared = resumed[0].weights.keys() & whole[0].weights.keys()
-    furthest = max(float((resumed[0].weights[n][1] - whole[0].weights[n][1]).abs().max()) for n in shared)
+    shared = resumed[0].weights.keys() & full[0].weights.keys()
+    furthest = max(float((resumed[0].weights[n][1] - full[0].weights[n][1]).abs().max()) for n in shared)
     return "" if furthest < TOLERANCE else f"weights by {furthest}"
 
 
 def saved_and_resumed(
-    origin: Layout, to: Layout, data: str, place: str, folder: Path
+    origin: Layout, to: Layout, data: str, point: str, folder: Path
 ) -> tuple[list[Record], list[Record]]:
-    """The records of a run, and of the run that went on from a place in it on another layout."""
-    whole = runs(origin, data, folder=folder, places=frozenset({place}), **QUIETLY)
-    return whole, runs(to, data, resumed_from=folder / f"{place}.ckpt", seed=77, **QUIETLY)
+    """The records of a run, and of the run that went on from a checkpoint of it on another layout."""
+    full = runs(origin, data, folder=folder, points=frozenset({point}), **QUIETLY)
+    return full, runs(to, data, resumed_from=folder / f"{point}.ckpt", seed=77, **QUIETLY)
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("place", ["batch 2", "epoch 0"])
+@pytest.mark.parametrize("point", ["batch 2", "epoch 0"])
 @pytest.mark.parametrize(
     ("origin", "to", "data"),
     [
@@ -77,50 +77,50 @@ def saved_and_resumed(
         ("pp2", "one", "even"),
     ],
 )
-def test_no_sample_comes_twice_or_never(origin: str, to: str, data: str, place: str, tmp_path: Path) -> None:
-    whole, resumed = saved_and_resumed(LAYOUTS[origin], LAYOUTS[to], data, place, tmp_path)
-    assert apart(resumed, LAYOUTS[to], whole, LAYOUTS[origin]) == ""
+def test_no_sample_comes_twice_or_never(origin: str, to: str, data: str, point: str, tmp_path: Path) -> None:
+    full, resumed = saved_and_resumed(LAYOUTS[origin], LAYOUTS[to], data, point, tmp_path)
+    assert apart(resumed, LAYOUTS[to], full, LAYOUTS[origin]) == ""
 
 
 def test_another_number_of_batches_makes_up_the_same_step(tmp_path: Path) -> None:
     """Two batches of 4 a step, then one of 8: Lightning counts on in batches of 8."""
-    places = frozenset({"batch 1"})
-    whole = runs(ONE, "even", folder=tmp_path, places=places, accumulate_grad_batches=2, **QUIETLY)
+    points = frozenset({"batch 1"})
+    full = runs(ONE, "even", folder=tmp_path, points=points, accumulate_grad_batches=2, **QUIETLY)
     resumed = runs(DP2, "even", resumed_from=tmp_path / "batch 1.ckpt", batch=8, seed=77, **QUIETLY)
     assert min(resumed[0].batches) == 1 and max(resumed[0].batches) == 5
-    assert apart(resumed, DP2, whole, ONE, per=2) == ""
+    assert apart(resumed, DP2, full, ONE, per=2) == ""
 
 
 @pytest.mark.parametrize("again", ["one", "dp2"])
 def test_a_resumed_run_with_another_batch_size_saves_before_it_trains(again: str, tmp_path: Path) -> None:
     """Two batches of 4 a step, then one of 8, which saves at once; from there with either size."""
-    places = frozenset({"batch 1"})
-    whole = runs(ONE, "even", folder=tmp_path, places=places, accumulate_grad_batches=2, **QUIETLY)
-    start = {"folder": tmp_path, "places": frozenset({"start", "taken 1"})}
+    points = frozenset({"batch 1"})
+    full = runs(ONE, "even", folder=tmp_path, points=points, accumulate_grad_batches=2, **QUIETLY)
+    start = {"folder": tmp_path, "points": frozenset({"start", "taken 1"})}
     runs(DP2, "even", resumed_from=tmp_path / "batch 1.ckpt", batch=8, seed=77, **start, **QUIETLY)
     if again == "dp2":
         resumed = runs(DP2, "even", resumed_from=tmp_path / "start.ckpt", batch=8, seed=78, **QUIETLY)
-        assert apart(resumed, DP2, whole, ONE, per=2) == ""
+        assert apart(resumed, DP2, full, ONE, per=2) == ""
         later = runs(DP2, "even", resumed_from=tmp_path / "taken 1.ckpt", batch=8, seed=78, **QUIETLY)
         assert [one.batches for one in later] == [one.batches for one in resumed]
     else:
         resumed = runs(ONE, "even", resumed_from=tmp_path / "start.ckpt", accumulate_grad_batches=2, seed=78, **QUIETLY)
-        assert apart(resumed, ONE, whole, ONE) == "" and min(resumed[0].batches) == 2
+        assert apart(resumed, ONE, full, ONE) == "" and min(resumed[0].batches) == 2
         later = runs(ONE, "even", resumed_from=tmp_path / "taken 1.ckpt", accumulate_grad_batches=2, seed=78, **QUIETLY)
-        assert apart(later, ONE, whole, ONE) == "" and min(later[0].batches) == 2
-        assert later[0].logged == resumed[0].logged == whole[0].logged
+        assert apart(later, ONE, full, ONE) == "" and min(later[0].batches) == 2
+        assert later[0].logged == resumed[0].logged == full[0].logged
 
 
 def test_a_run_that_went_on_elsewhere_is_resumed_where_it_is_now(tmp_path: Path) -> None:
-    """Saved on one replica, on two, on two again, and on one: in one order all along."""
-    whole = runs(ONE, "even", folder=tmp_path, places=frozenset({"batch 0"}), **QUIETLY)
+    """Saved on one dp rank, on two, once more on two, and on one: in one order all along."""
+    full = runs(ONE, "even", folder=tmp_path, points=frozenset({"batch 0"}), **QUIETLY)
     came_from, folder = tmp_path / "batch 0.ckpt", tmp_path / "on"
-    for layout, place in ((DP2, "batch 1"), (DP2, "batch 7"), (DP2, "batch 8"), (ONE, "batch 9")):
+    for layout, point in ((DP2, "batch 1"), (DP2, "batch 7"), (DP2, "batch 8"), (ONE, "batch 9")):
         resumed = runs(
-            layout, "even", folder=folder, places=frozenset({place}), resumed_from=came_from, seed=77, **QUIETLY
+            layout, "even", folder=folder, points=frozenset({point}), resumed_from=came_from, seed=77, **QUIETLY
         )
-        assert apart(resumed, layout, whole, ONE) == "", place
-        came_from = folder / f"{place}.ckpt"
+        assert apart(resumed, layout, full, ONE) == "", point
+        came_from = folder / f"{point}.ckpt"
 
 
 def refusal(layout: Layout, data: str, path: Path, batch: int) -> str:
@@ -132,7 +132,7 @@ def refusal(layout: Layout, data: str, path: Path, batch: int) -> str:
 
 
 @pytest.mark.parametrize(
-    ("data", "to", "batch", "told"),
+    ("data", "to", "batch", "shown"),
     [
         ("own states", "one", 4, "a state of its own on each data-parallel rank"),
         (
@@ -148,11 +148,11 @@ def refusal(layout: Layout, data: str, path: Path, batch: int) -> str:
         ("even", "several", 4, "and this run has 2"),
     ],
 )
-def test_what_cannot_be_found_again_is_refused(data: str, to: str, batch: int, told: str, tmp_path: Path) -> None:
-    runs(DP2, data, folder=tmp_path, places=frozenset({"batch 2"}), asks_for_steps=False, **QUIETLY)
+def test_what_cannot_be_found_again_is_refused(data: str, to: str, batch: int, shown: str, tmp_path: Path) -> None:
+    runs(DP2, data, folder=tmp_path, points=frozenset({"batch 2"}), asks_for_steps=False, **QUIETLY)
     layout, then = (DP2, "several") if to == "several" else (LAYOUTS[to], data)
     for said in run_on_ranks(layout.world, refusal, layout, then, tmp_path / "batch 2.ckpt", batch, init=False):
-        assert told in said
+        assert shown in said
 
 
 class Language(L.LightningModule):
@@ -183,7 +183,7 @@ class Language(L.LightningModule):
 
 
 class Losses(L.Callback):
-    """Writes the loss of every batch to a file, saves after the fourth, and dies after the sixth if told to."""
+    """Writes the loss of every batch to a file, saves after the fourth, and dies after the sixth if asked to."""
 
     def __init__(self, path: Path, checkpoint: Path, is_killed: bool) -> None:
         self.path, self.checkpoint, self.is_killed = path, checkpoint, is_killed
@@ -219,10 +219,10 @@ def losses(path: Path) -> dict[int, float]:
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Parts]]:
-    """A run of two replicas that was killed after six steps, and the weights of the run that was not."""
+    """A run of dp 2 that was killed after six steps, and the weights of the run that was not."""
     folder = tmp_path_factory.mktemp("killed")
     write_corpus(folder)
-    whole = run_on_ranks(2, language_run, DP2, folder, "whole", False, False, 1, init=False)
+    full = run_on_ranks(2, language_run, DP2, folder, "whole", False, False, 1, init=False)
     (folder / "fourth.ckpt").rename(folder / "of the whole run")
     with pytest.MonkeyPatch.context() as patch:
         # Each comes to its end by itself.
@@ -230,16 +230,16 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Parts]]
         with pytest.raises(RankFailed, match="SIGKILL"):
             run_on_ranks(2, language_run, DP2, folder, "killed", True, False, 1, init=False)
     assert losses(folder / "killed 0").keys() == set(range(6))
-    return folder, whole
+    return folder, full
 
 
 def test_a_run_that_was_killed_goes_on_bit_by_bit(killed: tuple[Path, list[Parts]]) -> None:
-    folder, whole = killed
+    folder, full = killed
     resumed = run_on_ranks(2, language_run, DP2, folder, "resumed", False, True, 77, init=False)
     for rank in range(2):
         wanted = {number: loss for number, loss in losses(folder / f"whole {rank}").items() if number > 3}
         assert losses(folder / f"resumed {rank}") == wanted
-        assert parts_apart(resumed[rank], whole[rank]) == 0
+        assert parts_apart(resumed[rank], full[rank]) == 0
 
 
 @pytest.mark.parametrize(
@@ -248,10 +248,10 @@ def test_a_run_that_was_killed_goes_on_bit_by_bit(killed: tuple[Path, list[Parts
     ids=["one", "dp4", "pp2", "tp2", "microbatches"],
 )
 def test_it_goes_on_alike_on_every_layout(layout: Layout, killed: tuple[Path, list[Parts]]) -> None:
-    folder, whole = killed
+    folder, full = killed
     name = f"on {layout.world} {layout.tp} {layout.pp} {layout.microbatches}"
     for parts in run_on_ranks(layout.world, language_run, layout, folder, name, False, True, 77, init=False):
-        assert parts_apart(parts, whole[0]) < TOLERANCE
+        assert parts_apart(parts, full[0]) < TOLERANCE
     then = losses(folder / f"{name} 0")
     assert then.keys() == {4, 5, 6, 7}
     assert then == pytest.approx({n: loss for n, loss in losses(folder / "whole 0").items() if n > 3}, abs=TOLERANCE)

@@ -19,27 +19,27 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:this checkpoint is saved after .* within the .* of an optimizer step"),
 ]
 ONE = Layout()
-PLACES = ("batch 2", "batch 6", "validation 3", "epoch 0", "batch 8")
+POINTS = ("batch 2", "batch 6", "validation 3", "epoch 0", "batch 8")
 READ_ONCE = ("noisy", "stream", "stream of workers", "stateful stream", "own state")
 ELSEWHERE = ("own states", "noisy workers", "own generator, no workers")
 HERE = [name for name in LOADERS if name not in ELSEWHERE]
 OPTIONS: dict[str, Any] = {"validates": True, "val_check_interval": 2}
 
 
-def differences(layout: Layout, data: str, folder: Path, places: tuple[str, ...], options: dict[str, Any]) -> list[str]:
+def differences(layout: Layout, data: str, folder: Path, points: tuple[str, ...], options: dict[str, Any]) -> list[str]:
     """For each checkpoint of a run, how the run resumed from it differs."""
     options = options | {"asks_for_steps": "stream" not in data}
-    whole = run(layout, data, folder, frozenset(places), **options)
-    saved = [place for place in places if (folder / f"{place}.ckpt").exists()]
-    resumed = {place: run(layout, data, resumed_from=folder / f"{place}.ckpt", seed=77, **options) for place in saved}
-    return [f"{place}: {found}" for place in saved if (found := difference(resumed[place], whole))] + [
-        f"{place} was not saved" for place in places if place not in saved
+    full = run(layout, data, folder, frozenset(points), **options)
+    saved = [point for point in points if (folder / f"{point}.ckpt").exists()]
+    resumed = {point: run(layout, data, resumed_from=folder / f"{point}.ckpt", seed=77, **options) for point in saved}
+    return [f"{point}: {found}" for point in saved if (found := difference(resumed[point], full))] + [
+        f"{point} was not saved" for point in points if point not in saved
     ]
 
 
-def two_of(places: tuple[str, ...], turn: int) -> tuple[str, ...]:
-    """Two of the places, others at each turn, so that all come over the turns; all of them under --whole."""
-    return places if WHOLE in os.environ else tuple(places[(2 * turn + i) % len(places)] for i in range(2))
+def two_of(points: tuple[str, ...], turn: int) -> tuple[str, ...]:
+    """Two of the points, others at each turn, so that all come over the turns; all of them under --whole."""
+    return points if WHOLE in os.environ else tuple(points[(2 * turn + i) % len(points)] for i in range(2))
 
 
 @pytest.mark.matrix
@@ -47,13 +47,13 @@ def two_of(places: tuple[str, ...], turn: int) -> tuple[str, ...]:
 def test_a_resumed_run_equals_the_run_that_was_not_interrupted(data: str, tmp_path: Path) -> None:
     """With workers, cosine schedules, several loaders; within an epoch, at its end, at and before a validation."""
     # A batch that was taken before the save comes again: what draws as it is read, or was read for good, is another.
-    places = two_of(PLACES if data in READ_ONCE else (*PLACES, "taken 6"), HERE.index(data))
-    [found] = run_on_ranks(1, differences, ONE, data, tmp_path, places, OPTIONS, init=False)
+    points = two_of(POINTS if data in READ_ONCE else (*POINTS, "taken 6"), HERE.index(data))
+    [found] = run_on_ranks(1, differences, ONE, data, tmp_path, points, OPTIONS, init=False)
     assert found == []
 
 
 @pytest.mark.parametrize(
-    ("data", "options", "places"),
+    ("data", "options", "points"),
     [
         (
             "shuffled",
@@ -69,9 +69,9 @@ def test_a_resumed_run_equals_the_run_that_was_not_interrupted(data: str, tmp_pa
     ],
 )
 def test_it_does_under_the_trainers_options(
-    data: str, options: dict[str, Any], places: tuple[str, ...], tmp_path: Path
+    data: str, options: dict[str, Any], points: tuple[str, ...], tmp_path: Path
 ) -> None:
-    [found] = run_on_ranks(1, differences, ONE, data, tmp_path, places, options, init=False)
+    [found] = run_on_ranks(1, differences, ONE, data, tmp_path, points, options, init=False)
     assert found == []
 
 
@@ -91,26 +91,26 @@ def test_it_does_under_the_trainers_options(
 )
 def test_it_does_on_many_ranks(layout: Layout, data: str, tmp_path: Path) -> None:
     options = OPTIONS | ({"draws": False} if data == "noisy" else {})
-    places = two_of(PLACES, HERE.index(data) if data in HERE else 0)
-    for found in run_on_ranks(layout.world, differences, layout, data, tmp_path, places, options, init=False):
+    points = two_of(POINTS, HERE.index(data) if data in HERE else 0)
+    for found in run_on_ranks(layout.world, differences, layout, data, tmp_path, points, options, init=False):
         assert found == []
 
 
-def saved_again(data: str, place: str, folder: Path) -> dict[str, str]:
+def saved_again(data: str, point: str, folder: Path) -> dict[str, str]:
     """How runs differ that go on from what a resumed run saved, most of it before its first batch was trained on."""
     options: dict[str, Any] = {"validates": True, "num_sanity_val_steps": 1, "asks_for_steps": "stream" not in data}
     options |= {"val_check_interval": 2}
-    whole = run(ONE, data, folder, frozenset({place}), **options)
-    again, places = folder / "again", frozenset({"sanity", "start", "validation 5", "begin 1"})
-    run(ONE, data, again, places, resumed_from=folder / f"{place}.ckpt", seed=77, **options)
+    full = run(ONE, data, folder, frozenset({point}), **options)
+    again, points = folder / "again", frozenset({"sanity", "start", "validation 5", "begin 1"})
+    run(ONE, data, again, points, resumed_from=folder / f"{point}.ckpt", seed=77, **options)
     return {
-        path.stem: difference(run(ONE, data, resumed_from=path, seed=78, **options), whole)
+        path.stem: difference(run(ONE, data, resumed_from=path, seed=78, **options), full)
         for path in sorted(again.iterdir())
     }
 
 
 @pytest.mark.parametrize(
-    ("data", "place", "again"),
+    ("data", "point", "again"),
     [
         ("shuffled", "start", "sanity, start, validation 5, begin 1"),
         ("workers", "begin 0", "start, validation 5, begin 1"),
@@ -124,16 +124,16 @@ def saved_again(data: str, place: str, folder: Path) -> dict[str, str]:
         ("stream", "epoch 0", "sanity, start, begin 1"),
     ],
 )
-def test_what_a_resumed_run_saves_is_as_exact(data: str, place: str, again: str, tmp_path: Path) -> None:
+def test_what_a_resumed_run_saves_is_as_exact(data: str, point: str, again: str, tmp_path: Path) -> None:
     """`batch 3` and `batch 5`: a validation is made up. Lightning checks none where it goes on within an epoch."""
-    [found] = run_on_ranks(1, saved_again, data, place, tmp_path, init=False)
+    [found] = run_on_ranks(1, saved_again, data, point, tmp_path, init=False)
     assert (found.keys(), set(found.values())) == (set(again.split(", ")), {""}), found
 
 
-def loaded_after(place: str, folder: Path) -> tuple[list[int], list[int]]:
+def loaded_after(point: str, folder: Path) -> tuple[list[int], list[int]]:
     """The rows that a resumed run loads, and those that it trains on."""
-    run(ONE, "shuffled", folder, frozenset({place}))
-    resumed = run(ONE, "shuffled", resumed_from=folder / f"{place}.ckpt")
+    run(ONE, "shuffled", folder, frozenset({point}))
+    resumed = run(ONE, "shuffled", resumed_from=folder / f"{point}.ckpt")
     return resumed.loaded, [row for rows, _ in resumed.batches.values() for row in rows]
 
 
@@ -144,19 +144,19 @@ def test_what_was_trained_on_is_not_loaded_again(tmp_path: Path) -> None:
 
 def without(what: str, folder: Path) -> str:
     """How a run differs that was resumed with a part of this left out."""
-    whole = run(ONE, "shuffled", folder, frozenset({"batch 2"}))
+    full = run(ONE, "shuffled", folder, frozenset({"batch 2"}))
     if what == "everything":
         run_state.ResumeState.from_checkpoint = staticmethod(lambda *_: None)  # type: ignore[method-assign]
     elif what == "generators":
         rng_state.set_states = lambda saved: None
-    elif what == "place":
-        run_state.ResumeState.place = lambda self, reader: None  # type: ignore[method-assign]
+    elif what == "position":
+        run_state.ResumeState.restore_position = lambda self, reader: None  # type: ignore[method-assign]
     # Of this process alone, which ends with the test.
-    return difference(run(ONE, "shuffled", resumed_from=folder / "batch 2.ckpt", seed=77), whole)
+    return difference(run(ONE, "shuffled", resumed_from=folder / "batch 2.ckpt", seed=77), full)
 
 
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before:UserWarning")
-@pytest.mark.parametrize("what", ["everything", "generators", "place", "nothing"])
+@pytest.mark.parametrize("what", ["everything", "generators", "position", "nothing"])
 def test_every_part_of_it_is_needed(what: str, tmp_path: Path) -> None:
     [found] = run_on_ranks(1, without, what, tmp_path, init=False)
     assert bool(found) == (what != "nothing")
@@ -164,26 +164,26 @@ def test_every_part_of_it_is_needed(what: str, tmp_path: Path) -> None:
 
 def draws_of_workers(folder: Path) -> tuple[str, str]:
     """How runs differ whose workers draw, resumed within an epoch and at its end."""
-    whole = run(ONE, "noisy workers", folder, frozenset({"batch 2", "epoch 0"}))
+    full = run(ONE, "noisy workers", folder, frozenset({"batch 2", "epoch 0"}))
     within, at_end = (
-        run(ONE, "noisy workers", resumed_from=folder / f"{place}.ckpt") for place in ("batch 2", "epoch 0")
+        run(ONE, "noisy workers", resumed_from=folder / f"{point}.ckpt") for point in ("batch 2", "epoch 0")
     )
-    return difference(within, whole), difference(at_end, whole)
+    return difference(within, full), difference(at_end, full)
 
 
-def test_workers_draw_anew_within_an_epoch_and_alike_from_the_next_one_on(tmp_path: Path) -> None:
+def test_workers_redraw_within_an_epoch_and_alike_from_the_next_one_on(tmp_path: Path) -> None:
     [(within, at_end)] = run_on_ranks(1, draws_of_workers, tmp_path, init=False)
     assert within.startswith("batch 3: loss") and at_end == ""
 
 
 def mixed_up(folder: Path) -> list[str]:
     """The warning of a checkpoint within an optimizer step."""
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as shown:
         warnings.simplefilter("always")
         run(ONE, "in order", folder, frozenset({"batch 2"}), accumulate_grad_batches=2)
-    return [str(warning.message) for warning in told if "the gradients so far are not in it" in str(warning.message)]
+    return [str(warning.message) for warning in shown if "the gradients so far are not in it" in str(warning.message)]
 
 
 def test_a_checkpoint_within_an_optimizer_step_is_warned_of(tmp_path: Path) -> None:
-    [told] = run_on_ranks(1, mixed_up, tmp_path, init=False)
-    assert len(told) == 1 and "after 3 batches" in told[0]
+    [shown] = run_on_ranks(1, mixed_up, tmp_path, init=False)
+    assert len(shown) == 1 and "after 3 batches" in shown[0]

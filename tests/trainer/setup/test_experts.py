@@ -64,7 +64,7 @@ def test_experts_that_are_cut_are_refused_to_an_optimizer_whose_update_is_not_el
 
 
 @pytest.mark.filterwarnings("ignore:OfAUser is none of torch's own")
-def test_whole_experts_are_given_to_any_optimizer_that_takes_tensors_of_three_dims() -> None:
+def test_unsharded_experts_are_given_to_any_optimizer_that_takes_tensors_of_three_dims() -> None:
     mesh = Mesh.imagine(1, Sizes(world=2))
     for kind in ("replicated", "distributed"):
         assert refused(mesh, Adafactor, kind) == refused(mesh, OfAUser, kind) == ""  # type: ignore[arg-type]
@@ -78,12 +78,12 @@ def warned(world: Any, sizes: Sizes, kind: Kind) -> str:
 
 
 @pytest.mark.parametrize("kind", ["replicated", "distributed"])
-def test_replicas_of_experts_alone_make_an_optimizer_step_some_weights_of_many(
+def test_edp_ranks_alone_make_an_optimizer_step_some_weights_of_many(
     kind: Kind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heard: list[str] = []
     monkeypatch.setattr(optimizer_checks, "rank_zero_warn", lambda text: heard.append(text))
-    # No replica of dense weights, and two of each expert.
+    # One copy of dense weights, and two of each expert.
     sizes = Sizes(world=2, tp=2, sequence_parallel=True)
     assert run_on_threads(2, lambda world: warned(world, sizes, kind)) == ["", ""]
     assert ["its step of a weight is taken to look at no other weight" in text for text in heard] == (
@@ -143,13 +143,13 @@ def test_experts_that_were_built_before_the_ranks_were_known_are_refused_where_r
     module = nn.Module()
     module.layer = experts_on(Mesh.single())
     require_own_mesh(module, Mesh.imagine(1, Sizes(world=2)))
-    for sizes, told in (
+    for sizes, shown in (
         (layout(2, 1, 1, 2, 1), "layer.up (experts) was built for 1 ranks of ep, and the strategy has 2"),
         (layout(2, 1, 1, 1, 2), "layer.down (experts) was built for 1 ranks of etp, and the strategy has 2"),
     ):
         with pytest.raises(ConfigurationError) as caught:
             require_own_mesh(module, Mesh.imagine(1, sizes))
-        assert told in str(caught.value) and "build it in configure_model" in str(caught.value)
+        assert shown in str(caught.value) and "build it in configure_model" in str(caught.value)
     mesh = Mesh.imagine(1, CUT[2])
     module.layer = experts_on(mesh)
     require_own_mesh(module, mesh)

@@ -116,7 +116,7 @@ def trained(world: int, layout: dict[str, Any]) -> dict[str, Any]:
         trainer = trainer_of(world, layout, fp8=fp8)
         data: Any = loader()
         if replicas > 1:
-            # The same global batches: each replica takes every other row.
+            # The same global batches: each dp rank takes every other row.
             rank = int(os.environ["RANK"])
             rows = Subset(data.dataset, range(rank, len(data.dataset), replicas))
             data = DataLoader(rows, batch_size=4 // replicas)
@@ -128,7 +128,7 @@ def trained(world: int, layout: dict[str, Any]) -> dict[str, Any]:
 
 
 # Sums over ranks and microbatches in another order differ by 1e-7, which moves few float8 values over an edge. Under
-# current scaling a microbatch and a replica have amaxes of their own, so that scales differ by powers of two; that
+# current scaling a microbatch and a dp rank have amaxes of their own, so that scales differ by powers of two; that
 # changes numbers at the low end of the format alone.
 TOLERANCE = 2e-3
 
@@ -205,7 +205,7 @@ def exchanged(world: int, fp8: Fp8Config, microbatches: int, names: list[str]) -
     return found
 
 
-# By microbatches of a replica, of what steps add to weights: sums of products of two numbers in e4m3, each off by at
+# By microbatches of a dp rank, of what steps add to weights: sums of products of two numbers in e4m3, each off by at
 # most 2^-4 of itself, and microbatches of other rows have amaxes of their own. With two, each has one row, here as on
 # one device: the same numbers are cast, and float32 sums in another order are all that is left.
 FP8_ROUNDING = {1: 2 * 2.0**-4, 2: 1e-4}
@@ -214,7 +214,7 @@ FP8_ROUNDING = {1: 2 * 2.0**-4, 2: 1e-4}
 @pytest.mark.matrix
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("fp8", [CURRENT, DELAYED], ids=["current", "delayed"])
-def test_overlap_and_shards_change_no_bit_in_fp8_and_replicas_nothing_but_rounding(
+def test_overlap_and_shards_change_no_bit_in_fp8_and_dp_ranks_nothing_but_rounding(
     fp8: Fp8Config, microbatches: int
 ) -> None:
     [one] = run_on_ranks(1, exchanged, 1, fp8, 2 * microbatches, ["replicated"], init=False)
@@ -281,7 +281,7 @@ def test_a_hidden_size_that_tiles_do_not_divide_is_refused_before_training_with_
     assert "num_first_layers_bf16" in text and "precision ('64-true')" in text
 
 
-def test_an_engine_that_is_absent_is_told_before_training_with_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_is_absent_is_reported_before_training_with_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     engine_stub.break_import(monkeypatch)
     trainer = trainer_of(1, {}, fp8=Fp8Config(engine="transformer_engine"))
     with pytest.raises(ConfigurationError, match=r"pip install 'lightning-megatron\[fp8\]'"):
@@ -301,7 +301,7 @@ class Hidden(NoTransformer):
         self.bert = BertModel(BertConfig(num_layers=1, hidden_size=32, num_attention_heads=2, vocab_size=61))
 
 
-def test_fp8_for_norms_behind_the_linears_says_which_there_are() -> None:
+def test_fp8_for_norms_after_the_linears_says_which_there_are() -> None:
     trainer = trainer_of(1, {}, fp8=Fp8Config())
     with pytest.raises(ConfigurationError, match=r"whose norms stand before .*BertModel with norm_placement='pre'"):
         trainer.fit(Hidden(), loader())

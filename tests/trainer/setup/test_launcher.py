@@ -41,13 +41,13 @@ def test_a_script_under_a_launcher_trains_as_one_device_and_saves_and_leaves_at_
             assert time.monotonic() < deadline
             time.sleep(0.1)
         process.send_signal(signal.SIGTERM)
-        _, said = process.communicate(timeout=60)
-    assert all((tmp_path / f"{rank}.json").exists() for rank in range(2)), said
-    told: list[dict[str, Any]] = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
-    assert [found["world"] for found in told] == [2, 2], said
+        _, output = process.communicate(timeout=60)
+    assert all((tmp_path / f"{rank}.json").exists() for rank in range(2)), output
+    shown: list[dict[str, Any]] = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    assert [found["world"] for found in shown] == [2, 2], output
     [loss] = run_on_ranks(1, plain_loss, init=False)
-    assert [found["val_loss"] for found in told] == pytest.approx([loss, loss], abs=1e-11), said
-    # torchrun itself ends as one that was told to.
-    assert process.returncode == 0 or launcher, said
-    assert is_checkpoint(tmp_path / "last.ckpt"), said
+    assert [found["val_loss"] for found in shown] == pytest.approx([loss, loss], abs=1e-11), output
+    # torchrun itself ends as one that was asked to.
+    assert process.returncode == 0 or launcher, output
+    assert is_checkpoint(tmp_path / "last.ckpt"), output
     assert not (tmp_path / "came to its end").exists()

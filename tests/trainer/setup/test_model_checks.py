@@ -43,12 +43,12 @@ def fit(layout: Layout) -> str:
 
 
 @pytest.mark.parametrize("layout", [Layout(world=2, tp=2), Layout(world=2, pp=2, microbatches=2)], ids=str)
-def test_a_model_built_in_init_is_refused_where_it_would_be_whole_on_every_rank(layout: Layout) -> None:
-    for told in run_on_ranks(2, fit, layout, init=False):
-        assert "build it in configure_model" in told
+def test_a_model_built_in_init_is_refused_where_it_would_be_unsharded_on_every_rank(layout: Layout) -> None:
+    for shown in run_on_ranks(2, fit, layout, init=False):
+        assert "build it in configure_model" in shown
 
 
-def test_a_model_built_in_init_trains_where_each_rank_holds_it_whole() -> None:
+def test_a_model_built_in_init_trains_where_each_rank_holds_it_unsharded() -> None:
     assert run_on_ranks(2, fit, Layout(world=2), init=False) == ["trained", "trained"]
 
 
@@ -61,7 +61,7 @@ class Reused(L.LightningModule):
         self.chain = torch.nn.Sequential(torch.nn.Linear(2, 2), act, torch.nn.Linear(2, 2), act)
 
 
-def test_a_module_that_stands_twice_in_a_chain_keeps_both_places() -> None:
+def test_a_module_that_stands_twice_in_a_chain_keeps_both_positions() -> None:
     module, mesh = Reused(), Mesh.imagine(0, Sizes(world=2, pp=2))
     assert pipeline_plain_sequential(module, mesh)
     assert module.chain.part_names == ("0", "1", "2", "3")
@@ -92,7 +92,7 @@ def ranks_of_norms(layout: Layout) -> list[list[int]]:
     return [torch.distributed.get_process_group_ranks(norm.process_group) for norm in norms]
 
 
-def test_synchronised_batch_norms_talk_over_the_replicas_of_their_stage() -> None:
+def test_synchronised_batch_norms_reduce_over_the_dp_ranks_of_their_stage() -> None:
     by_rank = run_on_ranks(4, ranks_of_norms, Layout(world=4, pp=2, microbatches=2), init=False)
     # Replicas 0 and 1 of a stage are neighbours: ranks 0 and 1, 2 and 3.
     for rank, talks in enumerate(by_rank):
@@ -113,8 +113,8 @@ def test_dynamic_context_parallelism_is_refused_for_what_is_no_gpt_by_the_name_o
     require_spreading(Holder(GPTModel(CONFIG)))
     others = (T5Model(test_t5.T5), BertModel(test_bert.POST), LlavaModel(small_llava.LLAVA))
     for model in others:
-        told = rf"documents of Holder, and model \({type(model).__name__}\) does not take .* leave dynamic_context out"
-        with pytest.raises(ConfigurationError, match=told):
+        shown = rf"documents of Holder, and model \({type(model).__name__}\) does not take .* leave dynamic_context out"
+        with pytest.raises(ConfigurationError, match=shown):
             require_spreading(Holder(model))
     with pytest.raises(ConfigurationError, match="it holds no model of parts"):
         require_spreading(torch.nn.Linear(2, 2))

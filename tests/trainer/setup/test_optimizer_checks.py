@@ -80,8 +80,8 @@ def fitted(layout: Layout, module: Small) -> tuple[str, list[str], Parts]:
             trainer.fit(module, Data())
         except ConfigurationError as error:
             return str(error), [], {}
-    told = [str(warning.message) for warning in warned if "torch's own" in str(warning.message)]
-    return "trained", told, weights(module)
+    shown = [str(warning.message) for warning in warned if "torch's own" in str(warning.message)]
+    return "trained", shown, weights(module)
 
 
 def runs() -> dict[str, Any]:
@@ -100,8 +100,8 @@ def run_plain() -> dict[str, Any]:
 def test_where_tensor_parallelism_cuts_matrices_an_unknown_optimizer_must_be_declared() -> None:
     [plain] = run_on_ranks(1, run_plain, init=False)
     for found in run_on_ranks(2, runs, init=False):
-        told = found["unknown"][0]
-        assert "BySign is none of torch's own" in told and 'OptimizerConfig(update_scope="elementwise")' in told
+        shown = found["unknown"][0]
+        assert "BySign is none of torch's own" in shown and 'OptimizerConfig(update_scope="elementwise")' in shown
         assert "ByMatrix looks at whole matrices, and tensor parallelism cuts them" in found["declared by matrix"][0]
         ending, warned, after = found["declared by number"]
         assert (ending, warned) == ("trained", []) and parts_apart(after, plain["BySign"]) < 1e-10
@@ -124,12 +124,12 @@ def plain_chain() -> Parts:
     return fitted(PLAIN, SteppedChain())[2]
 
 
-def test_an_unknown_optimizer_that_steps_some_weights_of_many_is_told_of_once() -> None:
+def test_an_unknown_optimizer_that_steps_some_weights_of_many_is_reported_once() -> None:
     [plain] = run_on_ranks(1, plain_chain, init=False)
     first, _ = run_on_ranks(2, steps_some_weights, init=False, timeout=120)
     for case in ("stages", "shards"):
-        [told] = first[case][1]
-        assert "ByMatrix is none of torch's own" in told and 'OptimizerConfig(update_scope="parameter")' in told
+        [shown] = first[case][1]
+        assert "ByMatrix is none of torch's own" in shown and 'OptimizerConfig(update_scope="parameter")' in shown
     for case in ("stages, declared", "shards, declared", "replicas"):
         assert first[case][:2] == ("trained", []), case
     # Whole weights stay whole, and right.
@@ -144,7 +144,7 @@ class OwnAdamW(torch.optim.AdamW):
 
 
 @pytest.mark.parametrize(
-    ("make", "declared", "reach"),
+    ("make", "declared", "scope"),
     [
         (torch.optim.AdamW, "auto", "elementwise"),
         (torch.optim.SparseAdam, "auto", "elementwise"),
@@ -157,8 +157,8 @@ class OwnAdamW(torch.optim.AdamW):
         (BySign, "parameter", "parameter"),
     ],
 )
-def test_a_declaration_counts_for_what_torch_does_not_ship(make: Any, declared: DeclaredScope, reach: str) -> None:
-    assert update_scope_of(make([nn.Parameter(torch.zeros(2, 2))]), declared) == reach
+def test_a_declaration_counts_for_what_torch_does_not_ship(make: Any, declared: DeclaredScope, scope: str) -> None:
+    assert update_scope_of(make([nn.Parameter(torch.zeros(2, 2))]), declared) == scope
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adafactor, BySign])

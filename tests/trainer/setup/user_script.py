@@ -27,8 +27,8 @@ class Says(L.Callback):
     def on_train_epoch_end(self, trainer: L.Trainer, *_: Any) -> None:
         if trainer.current_epoch == 0:
             rank, loss = trainer.global_rank, float(trainer.callback_metrics["val_loss"])
-            told = {"val_loss": loss, "world": trainer.world_size, "rank": rank}
-            (self.folder / f"{rank}.json").write_text(json.dumps(told))
+            shown = {"val_loss": loss, "world": trainer.world_size, "rank": rank}
+            (self.folder / f"{rank}.json").write_text(json.dumps(shown))
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         time.sleep(0.02)

@@ -19,7 +19,7 @@ from tests.harness.sample import diagonal
 from tests.trainer.fits import weights
 from tests.trainer.layouts import PLAIN, Layout, make_trainer
 from tests.trainer.lightning_api.test_callbacks import TrainsTheRest, Unfreezes, averages, finds_rate, rates
-from tests.trainer.lightning_api.test_ledger import Case, Ledger, Told, discrepancies, fit, told
+from tests.trainer.lightning_api.test_ledger import Case, Ledger, Record, discrepancies, fit, record
 from tests.trainer.lightning_api.test_optimizers import (
     OPTIMIZERS,
     Adversaries,
@@ -43,7 +43,7 @@ LAYOUTS = {
 }
 
 
-def twice(layout: Layout, _: Path) -> Told:
+def twice(layout: Layout, _: Path) -> Record:
     """One module, two fits, each followed by a validation and a test."""
     module, found = Small(), {}
     for number in range(2):
@@ -52,7 +52,7 @@ def twice(layout: Layout, _: Path) -> Told:
         trainer.fit(module, Data())
         found[f"val {number}"] = trainer.validate(module, Data(), verbose=False)
         found[f"test {number}"] = trainer.test(module, Data(), verbose=False)
-        found[f"told {number}"] = told(trainer, ledger)
+        found[f"told {number}"] = record(trainer, ledger)
         found[f"left {number} weights"] = weights(module)
     return found
 
@@ -91,7 +91,7 @@ CELLS = diagonal([(layout, case) for layout in LAYOUTS for case in names_for(lay
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(("layout", "case"), CELLS)
-def test_a_fit_tells_what_it_tells_on_one_device(layout: str, case: str) -> None:
+def test_a_fit_records_what_it_records_on_one_device(layout: str, case: str) -> None:
     names = [name for chosen, name in CELLS if chosen == layout]
     assert discrepancies(__name__, names, LAYOUTS[layout], case, list(CASES)) == []
 

@@ -237,7 +237,7 @@ def fit_recomputed(granularity: str) -> Seen:
 
 
 @pytest.mark.parametrize("granularity", ["selective", "full"])
-def test_a_call_that_is_made_again_counts_once(granularity: str) -> None:
+def test_a_recomputed_call_counts_once(granularity: str) -> None:
     [seen] = run_on_ranks(1, fit_recomputed, granularity, init=False)
     [wanted] = run_on_ranks(1, fit, ALONE, init=False)
     require_equal(seen, wanted)
@@ -346,7 +346,7 @@ def test_the_bias_stays_wide_in_a_module_of_bfloat16(layout: Layout) -> None:
         assert largest > 0 and abs(largest / 0.001 - round(largest / 0.001)) < 1e-3
 
 
-def test_a_copy_of_a_model_learns_by_itself_and_a_model_by_hand_when_it_is_told() -> None:
+def test_a_copy_of_a_model_learns_by_itself_and_a_model_by_hand_on_request() -> None:
     model = GPTModel(CONFIG, seed=5)
     tokens = torch.arange(16).view(2, 8)
 
@@ -369,7 +369,7 @@ def test_a_copy_of_a_model_learns_by_itself_and_a_model_by_hand_when_it_is_told(
     assert torch.equal(model.routers["layers.2"].expert_bias, before[0])
 
 
-def test_a_dense_checkpoint_tells_what_a_model_of_experts_misses() -> None:
+def test_a_dense_checkpoint_shows_what_a_model_of_experts_misses() -> None:
     dense = GPTModel(replace(CONFIG, moe=None), seed=5)
     model = GPTModel(CONFIG, seed=5)
     with pytest.raises(RuntimeError, match=r"Missing key.*layers\.2\.moe\.router\.weight"):
@@ -395,6 +395,6 @@ def load_dense(folder: str) -> str:
     return str(raised.value)
 
 
-def test_a_dense_checkpoint_directory_tells_what_a_model_of_experts_misses(tmp_path: Path) -> None:
+def test_a_dense_checkpoint_directory_shows_what_a_model_of_experts_misses(tmp_path: Path) -> None:
     [message] = run_on_ranks(1, load_dense, str(tmp_path), init=False)
     assert "layers.2.moe.router.weight" in message and "layers.2.moe.router.expert_bias" in message

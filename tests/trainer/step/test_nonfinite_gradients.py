@@ -106,7 +106,7 @@ def test_in_float16_the_scale_grows_again() -> None:
 
 
 def test_in_float16_stages_skip_together() -> None:
-    # The last stage, on rank 0, has the layer behind the chain.
+    # The last stage, on rank 0, has the layer after the chain.
     by_rank = run_on_ranks(2, injured, KINDS["distributed"], PP2, (1,), True, 0, init=False)
     for found in by_rank:
         assert found["factors"] == [1024, 512, 512, 1024, 1024] and found["finite"]
@@ -154,9 +154,9 @@ def differently_injured(kind: str, overlaps: bool) -> str:
 
 
 @pytest.mark.parametrize(("kind", "overlaps"), [("replicated", False), ("distributed", False), ("distributed", True)])
-def test_two_ranks_with_bad_gradients_in_one_bucket_are_told_with_their_own(kind: str, overlaps: bool) -> None:
-    for told in run_on_ranks(2, differently_injured, kind, overlaps, init=False):
-        assert "at step 2:\n  - rank 0: before.weight\n  - rank 1: net.2.bias\nlower the" in told
+def test_two_ranks_with_bad_gradients_in_one_bucket_are_reported_with_their_own(kind: str, overlaps: bool) -> None:
+    for shown in run_on_ranks(2, differently_injured, kind, overlaps, init=False):
+        assert "at step 2:\n  - rank 0: before.weight\n  - rank 1: net.2.bias\nlower the" in shown
 
 
 @pytest.mark.parametrize("kind", ["replicated", "distributed"])
@@ -201,7 +201,7 @@ def by_hand(second: bool) -> tuple[bool, list[float]]:
 
 
 @pytest.mark.parametrize("second", [False, True])
-def test_a_bad_backward_is_seen_behind_a_good_one_and_no_longer_than_it_counts(second: bool) -> None:
+def test_a_bad_backward_is_seen_after_a_good_one_and_no_longer_than_it_counts(second: bool) -> None:
     for is_finite, sums in run_on_ranks(2, by_hand, second, init=False):
         assert is_finite and sums[0] == sums[1]
         # Zeroed in place, NaN is gone.
@@ -227,7 +227,7 @@ def disturbed(every: int) -> str:
 
 
 def test_a_copy_that_changed_on_one_rank_is_found_at_the_next_look() -> None:
-    for told in run_on_ranks(2, disturbed, 2, init=False):
-        assert "weights that several ranks hold differ after step 4:\n  - before.weight on ranks 0, 1\n" in told
-    for told in run_on_ranks(2, disturbed, 0, init=False):
-        assert told == "not found"
+    for shown in run_on_ranks(2, disturbed, 2, init=False):
+        assert "weights that several ranks hold differ after step 4:\n  - before.weight on ranks 0, 1\n" in shown
+    for shown in run_on_ranks(2, disturbed, 0, init=False):
+        assert shown == "not found"

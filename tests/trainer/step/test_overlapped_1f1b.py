@@ -47,7 +47,7 @@ def test_exchanges_of_a_forward_and_of_a_backward_alternate(world: int, pp: int,
         assert losses == pytest.approx(wanted, abs=1e-12)
         assert "other" not in wanted_began
         assert len(began) == len(wanted_began)
-    # The last stage has layers of experts, and a forward beside a backward; it is on the first ranks.
+    # The last stage has layers of experts, and a forward overlaps a backward; it is on the first ranks.
     began, _ = joint[0]
     turns = sum(one != other for one, other in pairwise(began))
     assert "other" in began and turns >= 6, began

@@ -177,7 +177,7 @@ def test_every_step_is_that_of_keeping_all(layout: str) -> None:
 # Wiring
 
 
-def test_the_layers_of_a_model_learn_what_the_strategy_was_told_and_the_next_strategy_resets_it() -> None:
+def test_the_layers_of_a_model_get_the_settings_of_the_strategy_and_the_next_one_resets_them() -> None:
     module = Language(GPT2)
     module.configure_model()
     assert module.model is not None
@@ -210,7 +210,7 @@ class Plain(L.LightningModule):
 
 
 def refusals(world: int, settings: dict[str, Any]) -> list[str]:
-    told = []
+    shown = []
     for module, way in (
         (Language(GPT2), RecomputeConfig(granularity="selective", parts=("moe",))),
         (Plain(), RecomputeConfig(granularity="selective", parts=("mlp", "norm"))),
@@ -219,15 +219,15 @@ def refusals(world: int, settings: dict[str, Any]) -> list[str]:
         trainer = trainer_of(world, MegatronStrategy(**settings, recompute=way, timeout_seconds=60))
         with pytest.raises(ConfigurationError) as raised:
             trainer.fit(module, DataLoader(Rows(), batch_size=6))
-        told.append(str(raised.value))
-    return told
+        shown.append(str(raised.value))
+    return shown
 
 
-def test_what_cannot_be_recomputed_is_told_on_every_rank() -> None:
-    for told in [refusals(1, {}), *run_on_ranks(2, refusals, 2, LAYOUTS["pp2 m3"][1], init=False, timeout=120)]:
-        assert "part 'moe' cannot act: the model has no expert layers; parts may be 'activation'" in told[0]
-        assert "this configuration has 2 faults" in told[1] and "part 'norm' cannot act" in told[1]
-        assert all("needs a model of parts, and Plain has none" in text for text in told[2:])
+def test_what_cannot_be_recomputed_is_reported_on_every_rank() -> None:
+    for shown in [refusals(1, {}), *run_on_ranks(2, refusals, 2, LAYOUTS["pp2 m3"][1], init=False, timeout=120)]:
+        assert "part 'moe' cannot act: the model has no expert layers; parts may be 'activation'" in shown[0]
+        assert "this configuration has 2 faults" in shown[1] and "part 'norm' cannot act" in shown[1]
+        assert all("needs a model of parts, and Plain has none" in text for text in shown[2:])
 
 
 def test_a_stage_without_layers_is_no_fault() -> None:

@@ -1,4 +1,4 @@
-"""Random numbers of the user's code agree within a replica, differ between replicas, and leave the generators alone."""
+"""Random numbers of the user's code agree within a model replica, differ over dp, and leave the generators alone."""
 
 import contextlib
 import random
@@ -80,16 +80,16 @@ def noisy(layout: Layout) -> tuple[Any, list[float]]:
 
 
 def test_noise_in_a_step_is_that_of_one_stage() -> None:
-    [(whole, _)] = run_on_ranks(1, noisy, Layout(microbatches=2), init=False)
+    [(full, _)] = run_on_ranks(1, noisy, Layout(microbatches=2), init=False)
     ran = run_on_ranks(2, noisy, Layout(world=2, pp=2, microbatches=2), init=False)
     for parts, _ in ran:
-        assert parts_apart(parts, whole) < 1e-11
+        assert parts_apart(parts, full) < 1e-11
     # Around the steps, too, both stages drew alike: the generators were put back.
     hooks = [drawn[-1] for _, drawn in ran]
     assert hooks[0] == hooks[1]
 
 
-def test_replicas_draw_different_noise() -> None:
+def test_dp_ranks_draw_different_noise() -> None:
     (_, first), (_, second) = run_on_ranks(2, noisy, Layout(world=2, microbatches=2), init=False)
     assert first[0] != second[0]
 

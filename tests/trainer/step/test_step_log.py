@@ -1,4 +1,4 @@
-"""What a step logs under a schedule and over replicas: the same on every rank, or an error that says what differs."""
+"""What a step logs under a schedule and over dp: the same on every rank, or an error that says what differs."""
 
 from typing import Any
 
@@ -123,7 +123,7 @@ def disagreements(layout: Layout) -> dict[str, str]:
     return found
 
 
-def test_replicas_that_log_differently_are_told_what_differs() -> None:
+def test_dp_ranks_that_log_differently_get_an_error_with_what_differs() -> None:
     for found in run_on_ranks(2, disagreements, Layout(world=2), init=False):
         assert "'loss_of_0' by ranks [0]; 'loss_of_1' by ranks [1]" in found["names"]
         assert "ranks of dp x cp logged 'sometimes' with different options" in found["options"]

@@ -1,4 +1,4 @@
-"""What a step may not do is refused at once, and the way out is named; what its loss is a mean over is told right."""
+"""What a step may not do is refused at once, and the way out is named; the weight of its loss is right."""
 
 from collections.abc import Callable
 from functools import partial
@@ -210,23 +210,23 @@ def two_losses() -> list[str]:
     return [refused(partial(fit, OneOfTwoLosses(says=says), layout)) for says in (False, True)]
 
 
-def test_two_losses_with_weights_of_their_own_must_be_told_apart() -> None:
-    for silent, told in run_on_ranks(2, two_losses, init=False):
+def test_two_losses_with_weights_of_their_own_must_be_distinguished() -> None:
+    for silent, shown in run_on_ranks(2, two_losses, init=False):
         assert "2 models computed losses in one step" in silent and '"loss_weight": number of' in silent
-        assert told == "not refused"
+        assert shown == "not refused"
 
 
-def test_faults_of_sizes_and_batches_are_told_before_a_process_starts() -> None:
+def test_faults_of_sizes_and_batches_are_reported_before_a_process_starts() -> None:
     trainer = make_trainer(Layout(world=2, pp=2, tp=2, microbatches=0))
     with pytest.raises(ConfigurationError) as error:
         trainer.fit(Small(), Data())
-    told = str(error.value)
-    assert "world size (2) must be a multiple of pipeline x context x tensor parallel size (4)" in told
-    assert "num_microbatches (0)" in told
+    shown = str(error.value)
+    assert "world size (2) must be a multiple of pipeline x context x tensor parallel size (4)" in shown
+    assert "num_microbatches (0)" in shown
 
 
 @pytest.mark.parametrize(
-    ("module", "collective", "told"),
+    ("module", "collective", "shown"),
     [
         (Small, True, ['PipelineConfig(mode="collective") where', 'or PipelineConfig(mode="auto")']),
         (modules.Manual, False, ["the manual optimization of Manual where", "or automatic_optimization=True"]),
@@ -240,8 +240,8 @@ def test_faults_of_sizes_and_batches_are_told_before_a_process_starts() -> None:
         ),
     ],
 )
-def test_microbatches_that_nothing_would_cut_are_told_with_all_other_faults(
-    module: type[Small], collective: bool, told: list[str]
+def test_microbatches_that_nothing_would_cut_are_reported_with_all_other_faults(
+    module: type[Small], collective: bool, shown: list[str]
 ) -> None:
     trainer = make_trainer(Layout(world=3, tp=2, microbatches=4, collective=collective))
     with pytest.raises(ConfigurationError) as error:
@@ -251,7 +251,7 @@ def test_microbatches_that_nothing_would_cut_are_told_with_all_other_faults(
         "world size (3)",
         "num_microbatches (4) must be 1 with",
         "num_microbatches=1",
-        *told,
+        *shown,
     ):
         assert sentence in str(error.value)
 

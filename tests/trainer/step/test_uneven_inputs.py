@@ -77,7 +77,7 @@ class Experts(L.LightningModule):
 
 
 class Dealt(L.LightningDataModule):
-    """Batches of so many rows for each of two replicas; one replica gets the rows of both."""
+    """Batches of so many rows for each of two dp ranks; a single one gets the rows of both."""
 
     def __init__(self, training: list[tuple[int, int]], evaluation: list[tuple[int, int]], has_length: bool) -> None:
         super().__init__()
@@ -85,12 +85,12 @@ class Dealt(L.LightningDataModule):
 
     def _batches(self, rows: list[tuple[int, int]]) -> Any:
         assert self.trainer is not None
-        rank, replicas = replica_of(self.trainer)
+        rank, dp_ranks = replica_of(self.trainer)
         generator = torch.Generator().manual_seed(1)
         found = []
         for parts in rows:
             batch = torch.randint(0, 32, (sum(parts), 9), generator=generator)
-            own = batch if replicas == 1 else batch.split(parts)[rank]
+            own = batch if dp_ranks == 1 else batch.split(parts)[rank]
             found += [own] if len(own) else []
         return torch.utils.data.DataLoader(found, batch_size=None) if self.has_length else Endless(found)  # type: ignore[arg-type]
 
@@ -119,7 +119,7 @@ def trainer_of(layout: str, **options: Any) -> L.Trainer:
     return make_trainer(Layout(world=WORLDS[layout]), strategy=strategy, max_epochs=1, **options)
 
 
-# The last batch of each is smaller, and cut into fewer microbatches on one of the replicas.
+# The last batch of each is smaller, and cut into fewer microbatches on one of the dp ranks.
 ROWS = [(4, 4), (4, 4), (3, 1)]
 
 
@@ -136,10 +136,10 @@ def fitted_on_one() -> tuple[Parts, float]:
 
 
 @pytest.mark.parametrize("layout", [layout for layout in SIZES if layout != "one"])
-def test_replicas_with_batches_of_different_rows_train_and_validate_as_one_device(layout: str) -> None:
-    whole, loss = fitted_on_one()
+def test_dp_ranks_with_batches_of_different_rows_train_and_validate_as_one_device(layout: str) -> None:
+    full, loss = fitted_on_one()
     for parts, own in run_on_ranks(WORLDS[layout], fitted, layout, init=False, timeout=120):
-        assert parts_apart(parts, whole) < 1e-12
+        assert parts_apart(parts, full) < 1e-12
         assert own == pytest.approx(loss, abs=1e-12)
 
 
@@ -155,14 +155,14 @@ def evaluated(layout: str, rows: list[tuple[int, int]], has_length: bool, step: 
 @pytest.mark.matrix
 @pytest.mark.parametrize("has_length", [True, False])
 @pytest.mark.parametrize("step", ["validate", "predict"])
-def test_a_replica_with_a_batch_more_is_told_on_all_ranks_and_none_hangs(has_length: bool, step: str) -> None:
+def test_a_dp_rank_with_a_batch_more_is_reported_on_all_ranks_and_none_hangs(has_length: bool, step: str) -> None:
     rows = [(2, 2), (1, 2), (2, 0)]
-    for told in run_on_ranks(2, evaluated, "ep2", rows, has_length, step, 1.0, init=False):
-        assert "1 of 2 data-parallel ranks have a batch number 3 to evaluate" in told and "limit_val_batches" in told
+    for shown in run_on_ranks(2, evaluated, "ep2", rows, has_length, step, 1.0, init=False):
+        assert "1 of 2 data-parallel ranks have a batch number 3 to evaluate" in shown and "limit_val_batches" in shown
     assert run_on_ranks(2, evaluated, "ep2", rows, has_length, step, 2, init=False) == ["done"] * 2
 
 
-def test_replicas_that_share_no_expert_may_predict_different_numbers_of_batches() -> None:
+def test_dp_ranks_that_share_no_expert_may_predict_different_numbers_of_batches() -> None:
     rows = [(2, 2), (2, 0)]
     assert run_on_ranks(4, evaluated, "tp2 etp2 dp2", rows, True, "predict", 1.0, init=False) == ["done"] * 4
 
@@ -182,9 +182,9 @@ def gathered(rows: list[tuple[int, int]]) -> str:
     return "done"
 
 
-def test_experts_that_take_sizes_for_known_are_told_of_batches_of_different_shapes() -> None:
-    for told in run_on_ranks(2, gathered, ROWS, init=False):
-        assert "shapes [[(3, 9)], [(1, 9)]]" in told and "drop_last" in told
+def test_experts_that_take_sizes_for_known_refuse_batches_of_different_shapes() -> None:
+    for shown in run_on_ranks(2, gathered, ROWS, init=False):
+        assert "shapes [[(3, 9)], [(1, 9)]]" in shown and "drop_last" in shown
     assert run_on_ranks(2, gathered, ROWS[:2], init=False) == ["done"] * 2
 
 
@@ -205,7 +205,7 @@ def warned(kind: type[L.LightningModule]) -> bool:
     return any("cut nothing of Dense, which holds no experts" in str(one.message) for one in found)
 
 
-def test_expert_sizes_without_experts_are_told() -> None:
+def test_expert_sizes_without_experts_are_reported() -> None:
     assert run_on_ranks(2, warned, Dense, init=False)[0]
     assert not any(run_on_ranks(2, warned, Experts, init=False))
 
@@ -220,5 +220,5 @@ def test_a_loader_keeps_its_attributes_and_is_wrapped_once() -> None:
         assert wrapped.uneven is loader and join_uneven(wrapped, alone, device) is loader
         return wrapped.batch_size, len(wrapped)
 
-    # As long as the longest, so that each replica is asked whether it has as many.
+    # As long as the longest, so that each dp rank checks whether it has as many.
     assert run_on_threads(2, on_rank) == [(2, 4), (2, 4)]
