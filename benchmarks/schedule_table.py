@@ -1,16 +1,16 @@
-"""Schedules side by side: bubble, time of the step and activations of each, as the simulator plays them."""
+"""Schedules side by side: bubble, time of the step and activations of each, by the simulator."""
 
 from dataclasses import dataclass
 
 from lightning_megatron.pipeline.bubble import peak_shares, timeline_of
-from lightning_megatron.pipeline.registry import SCHEDULES, default_name, spec_of
+from lightning_megatron.pipeline.registry import SCHEDULES, default_name
 from lightning_megatron.pipeline.schedule_spec import Schedule
 from lightning_megatron.pipeline.simulate import Costs
 
 
 @dataclass(frozen=True, kw_only=True)
 class TableRow:
-    """Costs of a schedule, beside the default schedule of as many ranks and microbatches."""
+    """Costs of a schedule, and relative to the default schedule of as many ranks and microbatches."""
 
     schedule: Schedule
     bubble: float
@@ -20,7 +20,7 @@ class TableRow:
     relative_time: float
     """Makespan over that of the default schedule."""
     peak_shares: float
-    """The most activations that any rank keeps, in those of one microbatch through all layers of a rank."""
+    """The most activations that any rank saves, in those of one microbatch through all layers of a rank."""
 
 
 def schedule_table(pp: int, microbatches: int, costs: Costs | None = None) -> list[TableRow]:
@@ -35,11 +35,6 @@ def schedule_table(pp: int, microbatches: int, costs: Costs | None = None) -> li
         Schedule(name=spec.name, pp=pp, chunks=chunks, microbatches=microbatches)
         for spec in sorted(SCHEDULES.values(), key=lambda spec: spec.name != first)
         for chunks in ((spec.min_chunks, 2 * spec.min_chunks) if spec.has_groups else (spec.min_chunks,))
-    ]
-    schedules = [
-        schedule
-        for schedule in schedules
-        if microbatches < 1 or microbatches >= spec_of(schedule.name).min_microbatches(schedule)
     ]
     timelines = [timeline_of(schedule, costs) for schedule in schedules]
     return [

@@ -1,4 +1,4 @@
-"""The registry of schedules: the one place that lists them, and what everything else asks of a schedule by its name."""
+"""The registry of schedules: the one place that lists them, and look-ups of a schedule by its name."""
 
 from __future__ import annotations
 
@@ -92,8 +92,6 @@ def schedule_faults(schedule: Schedule) -> list[str]:
     faults = [f"{count} ({size}) must be at least 1" for count, size in counts if size < 1]
     if schedule.chunks >= 1:
         faults += _chunk_faults(schedule, spec)
-    if schedule.microbatches >= 1:
-        faults += _microbatch_faults(schedule, spec)
     if schedule.is_overlapped and spec.make_overlapped is None:
         others = names_with(lambda other: other.make_overlapped is not None)
         faults.append(f"schedule {spec.name} does not run a forward beside a backward; use {others} for that")
@@ -124,17 +122,6 @@ def _chunk_faults(schedule: Schedule, spec: ScheduleSpec) -> list[str]:
             f"{others}"
         )
     return faults
-
-
-def _microbatch_faults(schedule: Schedule, spec: ScheduleSpec) -> list[str]:
-    fewest = spec.min_microbatches(schedule)
-    if schedule.microbatches >= fewest:
-        return []
-    any_number = names_with(lambda other: _takes(other, spec.min_chunks) and other.min_microbatches(schedule) == 1)
-    return [
-        f"microbatches ({schedule.microbatches}) must be at least {fewest} for schedule {spec.name} with pp "
-        f"({schedule.pp}); use {fewest} or more, or schedule {any_number}"
-    ]
 
 
 def _group_faults(schedule: Schedule, spec: ScheduleSpec) -> list[str]:

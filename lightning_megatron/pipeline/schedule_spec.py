@@ -29,7 +29,7 @@ class Schedule:
     group_size: int = 0
     """Microbatches that go through a chunk before the next chunk's turn, where the schedule has groups; 0: pp."""
     is_overlapped: bool = False
-    """Whether a forward runs side by side with a backward of another microbatch, where the schedule has such pairs."""
+    """Whether a forward overlaps with a backward of another microbatch, where the schedule has such pairs."""
 
     @property
     def group(self) -> int:
@@ -61,18 +61,16 @@ class ScheduleSpec:
     """Most stages on a rank; none: as many as the model has layers for."""
     min_pp: int = 1
     """Fewest ranks of the pipeline."""
-    min_microbatches: Callable[[Schedule], int] = lambda schedule: 1
-    """Fewest microbatches of a step."""
     placement: Placement = "loop"
-    """Which rank holds which stage: round and round, or down the ranks and up again."""
+    """Which rank holds which stage: loop after loop over the ranks, or down the ranks and up (V)."""
     splits_backward: bool = False
-    """Whether some backwards are cut in two, the weights' gradients coming later than the input's."""
+    """Whether some backwards are split into dgrad and a later wgrad."""
     has_groups: bool = False
     """Whether microbatches go through the chunks of a rank in groups."""
     bubble: Callable[[Schedule, Costs], Formula | None] = lambda schedule, costs: None
     """The bubble in closed form where messages take no time, none where its conditions are not met."""
     make_overlapped: Callable[[Schedule], tuple[Order, frozenset[Action]]] | None = None
-    """The order in which forwards run side by side with the backward right after them, and those forwards."""
+    """The order in which forwards overlap with the backward right after them, and those forwards."""
     steady_after: Callable[[Schedule], int] = lambda schedule: 2 * schedule.pp + 2
     """Microbatches after which further ones only repeat: what a rank saves for backward is never more than then."""
     ramps_once: bool = False

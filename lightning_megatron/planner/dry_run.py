@@ -37,7 +37,7 @@ from lightning_megatron.planner.dry_rank import (
     microbatches_of,
     resized,
 )
-from lightning_megatron.planner.fake_process_group import FakeMailbox, Ledger, Messages, Place, fake_mesh
+from lightning_megatron.planner.fake_process_group import FakeMailbox, Ledger, Messages, MicrobatchKey, fake_mesh
 from lightning_megatron.planner.memory import fullest
 from lightning_megatron.planner.memory_tracker import MemoryTracker
 from lightning_megatron.planner.run import Run
@@ -48,7 +48,7 @@ _V = TypeVar("_V", bound=Any)
 META = torch.device("meta")
 # Gradients are clipped to this norm, whatever a recipe says: the memory of clipping is negligible.
 _MAX_NORM = 1.0
-_IN_WORDS = {
+_KIND_TEXTS = {
     Kind.FORWARD: "the forward",
     Kind.BACKWARD: "the backward",
     Kind.BACKWARD_INPUT: "the backward for the input",
@@ -69,7 +69,7 @@ class DryRun:
     """Number of parameters of the rank."""
     peak_bytes: int
     peak_by_kind: Mapping[str, int]
-    peak_place: str
+    peak_action: str
     """Action in which memory peaks, in words."""
     flops: Mapping[str, float]
     """FLOPs of the rank, by kind of product."""
@@ -102,7 +102,7 @@ def _run(
     with tracker:
         step = _Step(own, _meta_of(run, mesh, full_model, own), tracker, ledger)
         _name_tensors(tracker, own)
-        step.take(spec_of(run.schedule.name).min_microbatches(run.schedule))
+        step.take(1)
         _name_tensors(tracker, own)
         count = min(run.num_microbatches, max(num_needed(run), most))
         tracker.begin()
@@ -116,7 +116,7 @@ def _run(
         parameters=sum(parameter.numel() for parameter in own.model.parameters()),
         peak_bytes=tracker.peak_bytes,
         peak_by_kind=tracker.peak_by_kind,
-        peak_place=tracker.peak_place,
+        peak_action=tracker.peak_action,
         flops=_of_step(step.flops, run, count),
         messages=_of_step(ledger.entries, run, count),
         num_run=count,
@@ -142,15 +142,15 @@ def num_needed(run: Run) -> int:
 def shown_ranks(run: Run) -> tuple[int, ...]:
     """Global ranks of the first, the middle and the last pipeline rank; where microbatches differ, those with the
     largest planned memory."""
-    places = sorted({0, run.sizes.pp // 2, run.sizes.pp - 1})
-    return tuple(global_rank(run, place, 0 if run.balanced is None else fullest(run, place)[0]) for place in places)
+    pp_ranks = sorted({0, run.sizes.pp // 2, run.sizes.pp - 1})
+    return tuple(global_rank(run, rank, 0 if run.balanced is None else fullest(run, rank)[0]) for rank in pp_ranks)
 
 
-def global_rank(run: Run, place: int, line: int) -> int:
-    """Global rank of the first tp rank at a place of the pipeline and of dp x cp."""
+def global_rank(run: Run, pp_rank: int, line: int) -> int:
+    """Global rank of the first tp rank of a pipeline rank (first stage first) and of index `line` within dp x cp."""
     sizes = run.sizes
     # The last stage is on global rank 0.
-    return (sizes.pp - 1 - place) * (sizes.world // sizes.pp) + line * sizes.tp
+    return (sizes.pp - 1 - pp_rank) * (sizes.world // sizes.pp) + line * sizes.tp
 
 
 def _name_tensors(tracker: MemoryTracker, own: Rank) -> None:
@@ -162,14 +162,14 @@ def _name_tensors(tracker: MemoryTracker, own: Rank) -> None:
     tracker.name("moments", own.moments())
 
 
-def _of_step(entries: Mapping[Place, Mapping[_K, _V]], run: Run, count: int) -> dict[_K, _V]:
-    """Sums of counts over a whole step, of which `count` microbatches of the first two batches ran."""
+def _of_step(entries: Mapping[MicrobatchKey, Mapping[_K, _V]], run: Run, count: int) -> dict[_K, _V]:
+    """Sums of counts over a full step, of which `count` microbatches of the first two batches ran."""
     more = run.num_microbatches - count
     total: dict[_K, _V] = {}
-    for place, by_kind in entries.items():
+    for key, by_kind in entries.items():
         times = 1
-        if place is not None:
-            batch, microbatch = place
+        if key is not None:
+            batch, microbatch = key
             times = (run.num_accumulated - 1 if batch else 1) * (1 + (more if microbatch == 1 else 0))
         for kind, value in by_kind.items():
             total[kind] = total[kind] + value * times if kind in total else value * times
@@ -194,7 +194,7 @@ class _Step:
         self._runtime.step_hook = self
         self._microbatches = microbatches_of(run, own.mesh, own.device)
         self._entered: dict[Activity, AbstractContextManager[None]] = {}
-        self.flops: dict[Place, Counter[str]] = {}
+        self.flops: dict[MicrobatchKey, Counter[str]] = {}
 
     def take(self, count: int) -> None:
         """Takes a step of the first so many microbatches of each batch."""
@@ -229,7 +229,7 @@ class _Step:
         if is_only:
             dp_comm.begin_backwards()
         mbs = own.run.micro_batch_size
-        firsts = [place * mbs for place in range(count)]
+        firsts = [index * mbs for index in range(count)]
         call_ = ScheduledCall(
             [own.model], own.mesh, self._enter, Tensor.backward, firsts, own.weight_gradients.opened, dp_comm
         )
@@ -268,47 +268,47 @@ class _Step:
         gradients.clip(_MAX_NORM, own.stepped)
 
     def begin(self, activity: Activity) -> None:
-        """Counts what the schedule does next at a place of its own, as the runtime's step hook."""
-        place, microbatch = self._tracker.place, None
-        if isinstance(activity, Action) and activity.kind in _IN_WORDS:
+        """Counts the schedule's next action by itself, as the runtime's step hook."""
+        action, microbatch = self._tracker.action, None
+        if isinstance(activity, Action) and activity.kind in _KIND_TEXTS:
             microbatch = activity.microbatch
-            place = f"{_IN_WORDS[activity.kind]} of microbatch {microbatch} through stage {activity.stage}"
+            action = f"{_KIND_TEXTS[activity.kind]} of microbatch {microbatch} through stage {activity.stage}"
         elif isinstance(activity, Action) and activity.kind is Kind.REDUCE_GRADS:
-            place = "the reduction of gradients"
-        self._entered[activity] = self._at(place, microbatch)
+            action = "the reduction of gradients"
+        self._entered[activity] = self._at(action, microbatch)
         self._entered[activity].__enter__()
 
     def end(self, activity: Activity) -> None:
-        """Ends the place that `begin` began."""
+        """Ends the action that `begin` began."""
         self._entered.pop(activity).__exit__(None, None, None)
 
     @contextmanager
-    def _at(self, place: str, microbatch: int | None = None) -> Iterator[None]:
-        """A block in which everything is counted at one place and microbatch."""
+    def _at(self, action: str, microbatch: int | None = None) -> Iterator[None]:
+        """A block in which everything counts for one action and microbatch."""
         before = self._tracker.flops
         key = None if microbatch is None else (self._ledger.batch, microbatch)
         self._tracker.flops = self.flops.setdefault(key, Counter())
         self._ledger.microbatch = microbatch
         try:
-            with self._tracker.at(place):
+            with self._tracker.at(action):
                 yield
         finally:
             self._tracker.flops, self._ledger.microbatch = before, None
 
 
 class _Turns(ForwardBackwardOverlap):
-    """A forward and a backward that take turns, each counted at its own place."""
+    """A forward and a backward that take turns, each counted by itself."""
 
     def __init__(self, device: torch.device, tracker: MemoryTracker, ledger: Ledger) -> None:
         super().__init__(device)
         self._tracker, self._ledger = tracker, ledger
 
     def run(self, first: Callable[[], None], second: Callable[[], None]) -> None:
-        with self._at_one_place():
+        with self._with_restored_action():
             super().run(first, partial(self._watched, second))
 
     def yield_to_peer(self) -> None:
-        with self._at_one_place():
+        with self._with_restored_action():
             super().yield_to_peer()
 
     def _watched(self, task: Callable[[], None]) -> None:
@@ -317,11 +317,11 @@ class _Turns(ForwardBackwardOverlap):
             task()
 
     @contextmanager
-    def _at_one_place(self) -> Iterator[None]:
-        """A block after which counting goes on at the place before it."""
+    def _with_restored_action(self) -> Iterator[None]:
+        """A block after which counting goes on for the action before it."""
         tracker, ledger = self._tracker, self._ledger
-        before = tracker.flops, tracker.place, ledger.microbatch
+        before = tracker.flops, tracker.action, ledger.microbatch
         try:
             yield
         finally:
-            tracker.flops, tracker.place, ledger.microbatch = before
+            tracker.flops, tracker.action, ledger.microbatch = before

@@ -1,4 +1,4 @@
-"""The table of schedules has every schedule beside 1F1B, and the page shows it."""
+"""The table of schedules has every schedule next to 1F1B, and the page shows it."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from lightning_megatron.pipeline.registry import SCHEDULES
 from lightning_megatron.pipeline.simulate import Costs
 
 
-def test_the_table_puts_every_schedule_beside_1f1b() -> None:
+def test_the_table_puts_every_schedule_next_to_1f1b() -> None:
     rows = schedule_table(4, 12)
     assert {row.schedule.name for row in rows} == set(SCHEDULES)
     assert rows[0].schedule.name == "1f1b" and rows[0].relative_time == 1
@@ -35,9 +35,8 @@ def test_the_page_shows_the_table() -> None:
         {(row.schedule.name, row.schedule.chunks): row for row in schedule_table(8, microbatches)}
         for microbatches in (8, 16, 32, 64)
     ]
-    assert ("dualpipe_v", 2) not in found[0]
     for (schedule, chunks), last in found[-1].items():
         name = f"`{schedule}`" + (f", v = {chunks}" if chunks > 1 else "")
-        rows = [table.get((schedule, chunks)) for table in found]
-        fields = " | ".join(f"{row.bubble:.1%}, {row.relative_time:.3f}" if row else "–" for row in rows)
+        rows = [table[schedule, chunks] for table in found]
+        fields = " | ".join(f"{row.bubble:.1%}, {row.relative_time:.3f}" for row in rows)
         assert f"\n| {name} | {fields} | {last.peak_shares:g} |\n" in page

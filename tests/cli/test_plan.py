@@ -30,7 +30,7 @@ def printed(capsys: pytest.CaptureFixture[str], *args: str) -> str:
     return capsys.readouterr().out
 
 
-def told(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+def shown(capsys: pytest.CaptureFixture[str], *args: str) -> str:
     assert main(["plan", *args]) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and "Traceback" not in captured.err
@@ -74,7 +74,7 @@ def test_every_shipped_recipe_with_a_model_is_planned(path: Path, capsys: pytest
     recipe = yaml.safe_load(path.read_text())
     args = [str(path), "--gpu", "h100", "--layout", "recipe"]
     if "path" in recipe["model"] and "config" not in recipe["model"]:
-        assert "give the model by --model" in told(capsys, *args)
+        assert "give the model by --model" in shown(capsys, *args)
         models = {"finetune_t5_toy": "t5_11b", "finetune_toy": "gpt2_124m"}
         args += ["--model", models.get(path.stem, "llama3_8b")]
     planned = record(capsys, *args)
@@ -87,7 +87,7 @@ def test_every_shipped_recipe_with_a_model_is_planned(path: Path, capsys: pytest
     assert (planned["trained_parameters"] == planned["parameters"]) == is_whole
 
 
-def test_low_rank_paths_beside_frozen_weights_need_less_and_take_less_time(capsys: pytest.CaptureFixture[str]) -> None:
+def test_lora_adapters_on_frozen_weights_need_less_and_take_less_time(capsys: pytest.CaptureFixture[str]) -> None:
     args = ("--gpu", "h100", "--layout", "tp=2,mbs=1", "--global-batch-size", "16", "--model", "llama3_8b")
     lora = record(capsys, str(CONFIGS / "finetune_llama3_8b_lora.yaml"), *args)
     whole = record(capsys, str(CONFIGS / "finetune_llama3_8b.yaml"), *args)
@@ -122,7 +122,7 @@ def test_a_report_begins_with_what_is_planned(capsys: pytest.CaptureFixture[str]
     assert lines[1].startswith("taken for a GPT") and "--model-kind" in lines[1]
 
 
-def test_the_kind_of_a_model_is_asked_for_or_named_or_told_by_its_data(
+def test_the_kind_of_a_model_is_asked_for_or_named_or_shown_by_its_data(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = {"num_layers": 24, "hidden_size": 1024, "num_attention_heads": 16, "vocab_size": 30522}
@@ -149,8 +149,8 @@ def test_a_precision_is_what_the_trainer_takes_it_for(
     assert planned["precision"] == full
     peak = ("float32 without tensor cores", 67e12) if full == "32-true" else ("16 bits", 989.4e12)
     assert (planned["peak_of"], planned["peak_flops_per_second"]) == peak and planned["notes"] == []
-    told = printed(capsys, file, "--gpu", "h100", "--layout", "recipe")
-    assert f"the peak: dense peak in {peak[0]}, {peak[1] / 1e12:g} TFLOP/s" in told
+    shown = printed(capsys, file, "--gpu", "h100", "--layout", "recipe")
+    assert f"the peak: dense peak in {peak[0]}, {peak[1] / 1e12:g} TFLOP/s" in shown
 
 
 def test_transformer_engine_s_precision_is_planned_where_it_is_not_installed(
@@ -159,7 +159,7 @@ def test_transformer_engine_s_precision_is_planned_where_it_is_not_installed(
     file = changed(tmp_path, "gpt2_124m.yaml", **{"trainer.precision": "transformer-engine"})
     planned = record(capsys, file, "--gpu", "h100", "--layout", "recipe")
     assert (planned["precision"], planned["fp8"]) == ("bf16-true", True)
-    assert "no units for FP8" in told(capsys, file, "--gpu", "a100", "--layout", "recipe")
+    assert "no units for FP8" in shown(capsys, file, "--gpu", "a100", "--layout", "recipe")
 
 
 @pytest.mark.parametrize(("devices", "world"), [("8", 8), ([0, 1, 2, 3], 4), (16, 16)])
@@ -173,11 +173,11 @@ def test_devices_are_counted_as_the_trainer_takes_them(
 def test_devices_that_the_machine_chooses_are_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for devices in ("auto", -1):
         file = changed(tmp_path, "gpt2_124m.yaml", **{"trainer.devices": devices})
-        assert "--num-gpus is needed" in told(capsys, file, "--gpu", "h100", "--layout", "mbs=1")
+        assert "--num-gpus is needed" in shown(capsys, file, "--gpu", "h100", "--layout", "mbs=1")
         args = ("--gpu", "h100", "--layout", "mbs=1", "--num-gpus", "8")
         assert record(capsys, file, *args)["sizes"]["world"] == 8
     bad = changed(tmp_path, "gpt2_124m.yaml", **{"trainer.devices": "some"})
-    assert "trainer.devices ('some')" in told(capsys, bad, "--gpu", "h100")
+    assert "trainer.devices ('some')" in shown(capsys, bad, "--gpu", "h100")
 
 
 def test_accumulated_batches_make_one_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -186,7 +186,7 @@ def test_accumulated_batches_make_one_step(tmp_path: Path, capsys: pytest.Captur
     file = changed(tmp_path, "gpt2_124m.yaml", **{"trainer.accumulate_grad_batches": 4})
     four = record(capsys, file, *args)
     assert four["accumulate_grad_batches"] == 4
-    # The sum of the batches before, in float32, beside what a schedule keeps; of what is allocated 3% more is taken.
+    # The sum of the batches before, in float32, besides what a schedule saves; of what is allocated 3% more is taken.
     more = four["memory_bytes"][0]["total"] - one["memory_bytes"][0]["total"]
     assert more == pytest.approx(1.03 * 4 * one["trained_parameters"], rel=1e-3)
     # Without a schedule gradients are added where they are.
@@ -201,7 +201,7 @@ def test_accumulated_batches_make_one_step(tmp_path: Path, capsys: pytest.Captur
     assert "4 batches a step" in printed(capsys, file, *args)
 
 
-def test_a_batch_that_the_recipe_s_own_microbatches_do_not_cut_is_told(
+def test_a_batch_that_the_recipe_s_own_microbatches_do_not_cut_is_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = changed(
@@ -209,7 +209,7 @@ def test_a_batch_that_the_recipe_s_own_microbatches_do_not_cut_is_told(
         "gpt2_124m.yaml",
         **{"data.global_batch_size": 40, "trainer.strategy.init_args": {"num_microbatches": 3}},
     )
-    text = told(capsys, file, "--gpu", "h100", "--layout", "recipe")
+    text = shown(capsys, file, "--gpu", "h100", "--layout", "recipe")
     assert "global_batch_size (40) must be a multiple of data-parallel size x num_microbatches" in text
     assert record(capsys, file, "--gpu", "h100", "--layout", "mbs=5")["num_microbatches"] == 1
 
@@ -260,7 +260,7 @@ def test_documents_that_are_balanced_are_planned_as_they_are(
             "without the recipe's dynamic_context, which is planned on its own layout: --layout recipe",
         ]
         assert even == never
-        assert "is for a recipe with dynamic_context on its own layout" in told(
+        assert "is for a recipe with dynamic_context on its own layout" in shown(
             capsys, file, "--gpu", "h100", *request, "--document-lengths", "median=200,sigma=1"
         )
 
@@ -279,7 +279,7 @@ def test_documents_that_are_balanced_are_planned_as_they_are(
         ({}, {"max_group_size": 3}, None, "max_group_size (3) must be a group size of 8 dp x cp ranks"),
     ],
 )
-def test_documents_that_cannot_be_balanced_are_told(
+def test_documents_that_cannot_be_balanced_are_reported(
     data: dict[str, Any],
     config: dict[str, Any],
     lengths: str | None,
@@ -288,12 +288,12 @@ def test_documents_that_cannot_be_balanced_are_told(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     options = () if lengths is None else ("--document-lengths", lengths)
-    assert words in told(capsys, dynamic(tmp_path, data, **config), "--gpu", "h100", "--layout", "recipe", *options)
+    assert words in shown(capsys, dynamic(tmp_path, data, **config), "--gpu", "h100", "--layout", "recipe", *options)
 
 
 def test_lengths_of_documents_are_for_dynamic_context(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     args = ("--gpu", "h100", "--num-gpus", "8", "--layout", "tp=8")
-    assert "--document-lengths (a.txt) is for a recipe with dynamic_context" in told(
+    assert "--document-lengths (a.txt) is for a recipe with dynamic_context" in shown(
         capsys, "llama3_8b", *args, "--document-lengths", "a.txt"
     )
     file = dynamic(tmp_path, {"packing": "documents"})
@@ -303,19 +303,19 @@ def test_lengths_of_documents_are_for_dynamic_context(tmp_path: Path, capsys: py
         ("", "has none"),
     ):
         (tmp_path / "lengths.txt").write_text(text)
-        assert words in told(
+        assert words in shown(
             capsys, file, "--gpu", "h100", "--layout", "recipe", "--document-lengths", str(tmp_path / "lengths.txt")
         )
 
 
 def test_options_count_before_documents_are_balanced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, args = dynamic(tmp_path, {"packing": "documents"}), ("--gpu", "h100", "--layout", "recipe")
-    assert "dynamic_context measures costs by calls of a layer" in told(capsys, file, *args, "--fp8")
+    assert "dynamic_context measures costs by calls of a layer" in shown(capsys, file, *args, "--fp8")
     # Some draws are infinite.
     assert record(capsys, file, *args, "--document-lengths", "median=700,sigma=1000")["num_documents"] > 64
 
 
-def test_forwards_beside_backwards_are_planned_as_the_recipe_has_them(
+def test_overlapped_forwards_and_backwards_are_planned_as_the_recipe_has_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     strategy = {"expert_model_parallel_size": 2, "num_microbatches": 4}
@@ -355,10 +355,10 @@ def test_a_layout_keeps_the_recipe_s_schedule_where_it_says_so(
     kept = record(capsys, file, "--gpu", "h100", "--layout", "pp=2,vp=2,mbs=1,schedule=recipe")
     assert len(kept["notes"]) == 1 and kept["step_seconds"] != other["step_seconds"]
     assert "a search tries 1f1b" in printed(capsys, file, "--gpu", "h100", "--top", "1")
-    assert "virtual_pipeline_model_parallel_size (2) must be 1 for schedule zb_h1" in told(
+    assert "virtual_pipeline_model_parallel_size (2) must be 1 for schedule zb_h1" in shown(
         capsys, file, "--gpu", "h100", "--layout", "pp=2,vp=2,schedule=zb_h1"
     )
-    assert "--layout schedule=recipe: gpt2_124m is no recipe and has none" in told(
+    assert "--layout schedule=recipe: gpt2_124m is no recipe and has none" in shown(
         capsys, "gpt2_124m", "--gpu", "h100", "--num-gpus", "2", "--layout", "mbs=1,schedule=recipe"
     )
 
@@ -373,8 +373,8 @@ def test_a_schedule_of_the_recipe_s_own_is_planned_on_fewer_gpus_than_its_layout
     planned = record(capsys, *args, "--layout", "tp=2,mbs=1")
     assert planned["sizes"]["tp"] == 2 and "not the recipe's schedule interleaved" in planned["notes"][1]
     assert "a search tries 1f1b" in printed(capsys, *args, "--top", "1")
-    assert "pipeline_model_parallel_size (0) must be at least 1" in told(capsys, *args, "--layout", "pp=0")
-    text = told(capsys, *args, "--layout", "pp=4,vp=3,mbs=1,schedule=zb_h1")
+    assert "pipeline_model_parallel_size (0) must be at least 1" in shown(capsys, *args, "--layout", "pp=0")
+    text = shown(capsys, *args, "--layout", "pp=4,vp=3,mbs=1,schedule=zb_h1")
     # Once, though experts would have to divide the world as well.
     assert text.count("world size (2) must be a multiple of") == 1
     assert "virtual_pipeline_model_parallel_size (3) must be 1 for schedule zb_h1" in text
@@ -389,7 +389,7 @@ def test_a_decoder_s_length_goes_by_the_rules_too(tmp_path: Path, capsys: pytest
         **{f"model.config.{name}": value for name, value in changes.items()},
         **{"data.decoder_sequence_length": 46, "trainer.devices": 2, "trainer.strategy.init_args": strategy},
     )
-    text = told(capsys, file, "--gpu", "h100", "--layout", "recipe")
+    text = shown(capsys, file, "--gpu", "h100", "--layout", "recipe")
     assert "decoder_sequence_length (46) must be at most the model's max_decoder_sequence_length (32)" in text
     assert "decoder_sequence_length (46) must be a multiple of 4" in text
 
@@ -414,10 +414,10 @@ def test_packed_documents_are_planned_as_one_a_row(tmp_path: Path, capsys: pytes
     assert joined["memory_bytes"] == alone["memory_bytes"]
     changes = {"model.config.moe.dispatcher": "all_gather", "data.packing": "documents"}
     gathers = changed(tmp_path, "moe_toy.yaml", **changes)
-    assert "dispatcher 'all_gather' needs as many tokens" in told(capsys, gathers, "--gpu", "h100", "--layout", "ep=2")
+    assert "dispatcher 'all_gather' needs as many tokens" in shown(capsys, gathers, "--gpu", "h100", "--layout", "ep=2")
     assert record(capsys, gathers, "--gpu", "h100", "--layout", "ep=2,tp=2")["step_seconds"] > 0
     bert = changed(tmp_path, "bert_toy.yaml", **{"data.packing": "documents"})
-    assert "Option 'data.packing' is not accepted" in told(capsys, bert, *args)
+    assert "Option 'data.packing' is not accepted" in shown(capsys, bert, *args)
 
 
 def test_layouts_that_fell_out_are_all_in_the_json_and_the_nearest_in_the_text(
@@ -459,13 +459,13 @@ def test_a_layout_with_stages_by_cost_is_explained_as_the_search_writes_it(capsy
         ({"microbatch_size": -1}, "microbatch_size (-1) must be a number of at least 1"),
     ],
 )
-def test_what_the_strategy_would_not_take_is_told(
+def test_what_the_strategy_would_not_take_is_reported(
     change: Any, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = yaml.safe_load(Path(GPT_1T).read_text())
     recipe["trainer"]["strategy"]["init_args"] = change
     (tmp_path / "a.yaml").write_text(yaml.safe_dump(recipe))
-    assert words in told(capsys, str(tmp_path / "a.yaml"), "--gpu", "h100", "--layout", "recipe")
+    assert words in shown(capsys, str(tmp_path / "a.yaml"), "--gpu", "h100", "--layout", "recipe")
 
 
 _FIT = {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": {"every_n_train_stepz": 3}}
@@ -524,11 +524,11 @@ _FIT = {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args"
         ({"trainer.strategy.init_args": {"optimizer": {"kind": "sharded"}}}, ("'distributed']. Got value: sharded",)),
     ],
 )
-def test_what_fit_would_not_take_is_told(
+def test_what_fit_would_not_take_is_reported(
     changes: dict[str, Any], words: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = changed(tmp_path, "gpt2_124m.yaml", **changes)
-    text = told(capsys, file, "--gpu", "h100", "--layout", "recipe")
+    text = shown(capsys, file, "--gpu", "h100", "--layout", "recipe")
     for word in words:
         assert word in text
     assert text.count("\n") == 1
@@ -546,14 +546,14 @@ def test_what_fit_would_not_take_is_told(
         ("llava_toy.yaml", {"sequence_length": 17}, ""),
     ],
 )
-def test_samples_that_are_too_short_to_be_made_are_told(
+def test_samples_that_are_too_short_to_be_made_are_reported(
     name: str, data: dict[str, Any], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     changes = {option if "." in option else f"data.{option}": value for option, value in data.items()}
     file = changed(tmp_path, name, **changes)
     args = (file, "--gpu", "h100", "--layout", "recipe")
     if words:
-        assert words in told(capsys, *args)
+        assert words in shown(capsys, *args)
         assert main(["dry-run", file]) == 2 and words in capsys.readouterr().err
     else:
         assert record(capsys, *args)["step_seconds"] > 0
@@ -563,7 +563,7 @@ def test_what_fit_takes_is_planned_though_it_is_not_here(tmp_path: Path, capsys:
     changes = {"trainer.strategy": {"class_path": "lightning_megatron.MegatronStrategy"}}
     plain = record(capsys, changed(tmp_path, "gpt2_124m.yaml", **changes), "--gpu", "h100", "--layout", "recipe")
     own = {
-        # The class lies beside the user's script.
+        # The class is next to the user's script.
         "trainer.callbacks": [{"class_path": "my_callbacks.Mine", "init_args": {"a": 1}}],
         "trainer.strategy": "megatron",
         "trainer.max_time": "00:12:00:00",
@@ -617,10 +617,10 @@ def test_rows_of_a_microbatch_say_how_many_there_are(tmp_path: Path, capsys: pyt
         (("--layout", "recipe", "--out", "/proc/a.svg"), "cannot be written"),
     ],
 )
-def test_values_that_say_nothing_are_told(
+def test_values_that_say_nothing_are_reported(
     options: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert words in told(capsys, GPT_1T, "--gpu", "a100-80gb", *options)
+    assert words in shown(capsys, GPT_1T, "--gpu", "a100-80gb", *options)
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
@@ -668,7 +668,7 @@ def test_a_hugging_face_config_is_planned(tmp_path: Path, capsys: pytest.Capture
     file = tmp_path / "llama.json"
     file.write_text(json.dumps(config))
     args = (str(file), "--gpu", "h100", "--num-gpus", "8", "--layout", "tp=4,mbs=1")
-    assert "--global-batch-size is needed" in told(capsys, *args)
+    assert "--global-batch-size is needed" in shown(capsys, *args)
     wrong = tmp_path / "wrong.json"
     for fields, words in (
         (
@@ -684,7 +684,7 @@ def test_a_hugging_face_config_is_planned(tmp_path: Path, capsys: pytest.Capture
         ({"model_type": ["llama"]}, f"error: model_type (['llama']) in {wrong} must be one of 'bert'"),
     ):
         wrong.write_text(json.dumps(config | fields))
-        assert told(capsys, str(wrong), *args[1:]).startswith(words)
+        assert shown(capsys, str(wrong), *args[1:]).startswith(words)
     planned = record(capsys, *args, "--global-batch-size", "64")
     assert planned["parameters"] == pytest.approx(8.03e9, rel=0.001)
     shallow = record(capsys, str(tmp_path), *args[1:], "--global-batch-size", "64")
@@ -802,22 +802,22 @@ def test_a_gpu_of_one_s_own_is_accepted(tmp_path: Path, capsys: pytest.CaptureFi
 def test_a_mistake_is_one_line_with_the_way_out(
     args: tuple[str, ...], says: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = told(capsys, *args)
+    text = shown(capsys, *args)
     assert all(word in text for word in says), text
     assert text.count("\n") == 1
 
 
 def test_the_memory_that_would_do_does(capsys: pytest.CaptureFixture[str]) -> None:
     request = ("llama3_70b", "--gpu", "h100", "--num-gpus", "1")
-    [gigabytes] = re.findall(r"([\d.]+) GB a GPU would do", told(capsys, *request))
+    [gigabytes] = re.findall(r"([\d.]+) GB a GPU would do", shown(capsys, *request))
     assert "fits         yes" in printed(capsys, *request, "--memory-gb", gigabytes)
 
 
 def test_the_batch_that_would_do_is_the_next_that_all_gpus_share(capsys: pytest.CaptureFixture[str]) -> None:
     for num_gpus, would_do in ((31, 31), (1_000_000_007, 1_000_000_007)):
-        text = told(capsys, "bert_large", "--gpu", "h100", "--num-gpus", str(num_gpus), "--global-batch-size", "9")
+        text = shown(capsys, "bert_large", "--gpu", "h100", "--num-gpus", str(num_gpus), "--global-batch-size", "9")
         assert f"give --global-batch-size {would_do}," in text
-    text = told(capsys, "bert_large", "--gpu", "h100", "--num-gpus", "31", "--global-batch-size", "100")
+    text = shown(capsys, "bert_large", "--gpu", "h100", "--num-gpus", "31", "--global-batch-size", "100")
     assert "give --global-batch-size 124," in text
 
 
@@ -842,12 +842,12 @@ def test_a_recipe_is_read_as_fit_reads_it(
         module, data, links, callbacks = PRETRAINING["gpt"]
         with pytest.raises(UsageError) as fit:
             RecipeCLI(module, data, links=links, callbacks=callbacks, args=["fit", "--config", file])
-        assert told(capsys, file, "--gpu", "h100") == f"error: {fit.value}\n"
+        assert shown(capsys, file, "--gpu", "h100") == f"error: {fit.value}\n"
 
 
 def test_a_key_that_stands_twice_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = Path(GPT_1T).read_text()
     (tmp_path / "twice.yaml").write_text(text.replace("    num_layers:", "    num_layers: 3\n    num_layers:", 1))
-    assert "num_layers is named twice; leave one of them out" in told(
+    assert "num_layers is named twice; leave one of them out" in shown(
         capsys, str(tmp_path / "twice.yaml"), "--gpu", "h100"
     )

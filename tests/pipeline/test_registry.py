@@ -87,13 +87,9 @@ def test_what_has_no_faults_runs_where_the_mesh_puts_its_stages_and_the_rest_is_
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_name_has_sizes_without_faults_and_any_further_microbatches_fit_them(name: ScheduleName) -> None:
+def test_every_name_has_sizes_without_faults_and_any_microbatches_fit_them(name: ScheduleName) -> None:
     chunks = SCHEDULES[name].min_chunks
-    fewest = SCHEDULES[name].min_microbatches(schedule(name, chunks=chunks))
-    assert fewest == (8 if name == "dualpipe_v" else 1)
-    assert [schedule_faults(schedule(name, chunks=chunks, microbatches=m)) for m in range(fewest, 20)] == [[]] * (
-        20 - fewest
-    )
+    assert not any(schedule_faults(schedule(name, chunks=chunks, microbatches=m)) for m in range(1, 20))
 
 
 @pytest.mark.parametrize(
@@ -140,7 +136,7 @@ def test_a_fault_says_the_thing_the_rule_and_the_way_out(chosen: Schedule, fault
     assert schedule_faults(chosen) == faults
 
 
-def test_all_faults_are_told_at_once() -> None:
+def test_all_faults_are_reported_at_once() -> None:
     chosen = schedule("zb_v", chunks=3, microbatches=0, group_size=2)
     assert schedule_faults(chosen) == [
         "microbatches (0) must be at least 1",
@@ -150,9 +146,9 @@ def test_all_faults_are_told_at_once() -> None:
     assert schedule_faults(replace(chosen, chunks=2, microbatches=1, group_size=0)) == []
 
 
-def test_faults_of_different_sizes_are_told_together() -> None:
-    told = schedule_faults(Schedule(name="zb_v", pp=0, chunks=3, microbatches=0, group_size=2))
-    assert [fault.split(" must")[0].split(" belongs")[0] for fault in told] == [
+def test_faults_of_different_sizes_are_reported_together() -> None:
+    errors = schedule_faults(Schedule(name="zb_v", pp=0, chunks=3, microbatches=0, group_size=2))
+    assert [fault.split(" must")[0].split(" belongs")[0] for fault in errors] == [
         "pp (0)",
         "microbatches (0)",
         "chunks (3)",
@@ -166,7 +162,7 @@ def test_an_unregistered_name_is_refused_everywhere_with_the_known_names(capsys:
     preset = PRESETS["llama3_8b"]
     sizes = Sizes(world=4, pp=4, vp=2)
     run = Run(model=preset.model, lengths=preset.lengths, sizes=sizes, global_batch_size=8, schedule_name="hanayo")
-    asked: dict[str, Callable[[], object]] = {
+    lookups: dict[str, Callable[[], object]] = {
         "registry": lambda: spec_of("hanayo"),
         "placement": lambda: placement_of("hanayo"),
         "order": lambda: order_of(unknown),
@@ -178,9 +174,9 @@ def test_an_unregistered_name_is_refused_everywhere_with_the_known_names(capsys:
         "time": lambda: step_seconds(unknown, [1.0] * 4, [2.0] * 4),
         "configuration": lambda: PipelineConfig(schedule="hanayo"),
     }
-    for what, ask in asked.items():
+    for what, look_up in lookups.items():
         with pytest.raises(ValueError, match=rf"'hanayo'.* must be one of (auto, )?{known}") as caught:
-            ask()
+            look_up()
         assert "hanayo" in str(caught.value), what
     assert any(f"schedule ('hanayo') must be one of {known}" in fault for fault in faults_of(run))
     with pytest.raises(UsageError, match=rf"schedule \('hanayo'\) must be one of {known}"):

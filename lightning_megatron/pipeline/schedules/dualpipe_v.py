@@ -11,6 +11,7 @@ cut in two (`I` and `W`), so that the half that nobody waits for fills the bubbl
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from itertools import pairwise
 
 from lightning_megatron.pipeline.schedule import Action, Kind, Order, require_counts
 from lightning_megatron.pipeline.schedule_spec import Formula, Schedule, ScheduleSpec
@@ -23,17 +24,23 @@ def dualpipe_v(*, pp: int, microbatches: int) -> tuple[Order, frozenset[Action]]
 
     The ranks are counted backwards from the source's, so that the last stage is on the last rank. A rank saves at most
     2*pp + 1 activations of its half as large stages. With F, I and W alike and pairs one after the other, the bubble is
-    (pp - 1)/(6*microbatches + pp - 1).
-    Raises ValueError for fewer than one rank and for fewer than 2*pp microbatches.
+    (pp - 1)/(6*microbatches + pp - 1) for microbatches >= 2*pp. Of fewer, the order is that of 2*pp without those that
+    there are not: no other microbatch waits for them.
+    Raises ValueError for fewer than one rank or microbatch.
     Source: DeepSeek-V3 Technical Report (arXiv 2412.19437), section 3.2.1, and the repository deepseek-ai/DualPipe,
     `dualpipev.py`; the cut in half is by Sea AI Lab.
     """
-    require_counts(pp=pp)
-    if microbatches < 2 * pp:
-        raise ValueError(f"microbatches ({microbatches}) must be at least 2 * pp ({2 * pp})")
-    makers = [_RankOrder(rank, pp, microbatches) for rank in range(pp)]
-    pairs = frozenset(forward for maker in makers for forward in maker.overlapped)
-    return tuple(tuple(maker.actions) for maker in makers), pairs
+    require_counts(pp=pp, microbatches=microbatches)
+    makers = [_RankOrder(rank, pp, max(microbatches, 2 * pp)) for rank in range(pp)]
+    pairs = frozenset(
+        forward
+        for maker in makers
+        for forward, backward in pairwise(maker.actions)
+        if forward in maker.overlapped and max(forward.microbatch, backward.microbatch) < microbatches
+    )
+    return tuple(
+        tuple(action for action in maker.actions if action.microbatch < microbatches) for maker in makers
+    ), pairs
 
 
 class _RankOrder:
@@ -41,10 +48,10 @@ class _RankOrder:
 
     def __init__(self, rank: int, pp: int, microbatches: int) -> None:
         self.actions: list[Action] = []
-        self.overlapped: list[Action] = []
+        self.overlapped: set[Action] = set()
         self._nexts: defaultdict[tuple[Kind, int], int] = defaultdict(int)
         self._weights: deque[Action] = deque()
-        # Ranks that a microbatch passes before this one, on its way in and again on its way out.
+        # Ranks that a microbatch passes before this one, on its way in and on its way out.
         before = pp - 1 - rank
         down, up = before, pp + rank
         for _ in range(2 * rank):
@@ -69,7 +76,7 @@ class _RankOrder:
         self._cool_down(down, up, rank, before)
 
     def _cool_down(self, down: int, up: int, rank: int, before: int) -> None:
-        """The backwards that are left; the later ones put off their `W`, since other ranks wait for each `I`."""
+        """The backwards that are left; the later ones defer their `W`, since other ranks wait for each `I`."""
         for number, stage in enumerate([up, down] * (before + 1)):
             if number <= before:
                 self._backward(stage)
@@ -91,7 +98,7 @@ class _RankOrder:
     def _forward(self, stage: int, *, is_paired: bool = False) -> None:
         forward = self._add(Kind.FORWARD, stage)
         if is_paired:
-            self.overlapped.append(forward)
+            self.overlapped.add(forward)
 
     def _backward(self, stage: int) -> None:
         action = self._add(Kind.BACKWARD_INPUT, stage)
@@ -108,7 +115,7 @@ class _RankOrder:
 
 def _bubble(schedule: Schedule, costs: Costs) -> Formula | None:
     p, m = schedule.pp, schedule.microbatches
-    if not costs.forward == costs.backward_input == costs.backward_weight == costs.backward / 2:
+    if not costs.forward == costs.backward_input == costs.backward_weight == costs.backward / 2 or m < 2 * p:
         return None
     return Formula(text="(p - 1)/(6 m + p - 1)", bubble=(p - 1) / (6 * m + p - 1))
 
@@ -119,7 +126,6 @@ DUALPIPE_V = ScheduleSpec(
     make_overlapped=lambda schedule: dualpipe_v(pp=schedule.pp, microbatches=schedule.microbatches),
     min_chunks=2,
     max_chunks=2,
-    min_microbatches=lambda schedule: 2 * schedule.pp,
     placement="v",
     splits_backward=True,
     bubble=_bubble,

@@ -1,4 +1,4 @@
-"""1F1B with forwards beside backwards: what is paired, that it runs to its end, what it keeps and what it costs."""
+"""1F1B with overlapped forwards and backwards: what is paired, that it runs to its end, its memory and its time."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_every_plan_runs_to_its_end_with_nothing_between_the_two_of_a_pair(sched
 
 @settings(max_examples=100, deadline=None)
 @given(schedule=joint_schedules())
-def test_no_rank_keeps_more_than_is_told(schedule: Schedule) -> None:
+def test_no_rank_saves_more_than_the_docstring_says(schedule: Schedule) -> None:
     group = min(schedule.group_size or schedule.pp, schedule.microbatches)
     for rank, peak in enumerate(play(order_of(schedule)).peak_activations):
         most = 2 * (schedule.pp - rank - 1) + (schedule.chunks - 1) * group + 2
@@ -98,15 +98,15 @@ def test_with_enough_microbatches_every_forward_past_the_warm_up_has_a_partner()
         assert sum(action in joint for action in actions) == 9 - (2 * (3 - rank - 1) + 1)
 
 
-def test_messages_of_a_pair_are_awaited_before_it_and_sent_behind_it() -> None:
+def test_messages_of_a_pair_are_awaited_before_it_and_sent_after_it() -> None:
     schedule = Schedule(name="1f1b", pp=3, chunks=1, microbatches=8, is_overlapped=True)
     plan = lower(order_of(schedule), overlapped_forwards(schedule)).plan
     middle = plan[1]
     at = middle.index(Action(Kind.FORWARD, 1, 5))
-    before, behind = middle[at - 1], middle[at + 2]
-    assert isinstance(before, P2PBatch) and isinstance(behind, P2PBatch)
+    before, after = middle[at - 1], middle[at + 2]
+    assert isinstance(before, P2PBatch) and isinstance(after, P2PBatch)
     assert [str(message) for message in before.awaited] == ["1RF5", "1RB2"]
-    assert [str(message) for message in behind.posted[:2]] == ["1SF5", "1SB2"]
+    assert [str(message) for message in after.posted[:2]] == ["1SF5", "1SB2"]
 
 
 @pytest.mark.parametrize("name", ["gpipe", "zb_h1", "zb_v"])

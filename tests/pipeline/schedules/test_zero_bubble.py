@@ -19,7 +19,7 @@ from lightning_megatron.pipeline.schedules.zero_bubble import zb_h1, zb_v
 from lightning_megatron.pipeline.simulate import Costs, play
 
 KINDS = {kind.value: kind for kind in Kind}
-# Stages half as large, so that a rank with two of them does the work of one with a whole one.
+# Stages half as large, so that a rank with two of them does the work of one with a full one.
 HALF = Costs(forward=0.5, backward=1, backward_input=0.5, backward_weight=0.5)
 counts = {"pp": st.integers(1, 10), "microbatches": st.integers(1, 30)}
 
@@ -72,7 +72,7 @@ def test_each_compute_is_there_once_and_in_turn_and_w_comes_after_i(pp: int, mic
 
 @settings(max_examples=150, deadline=None)
 @given(**counts)
-def test_no_rank_keeps_more_than_the_first_rank_of_one_f_one_b(pp: int, microbatches: int) -> None:
+def test_no_rank_saves_more_than_the_first_rank_of_one_f_one_b(pp: int, microbatches: int) -> None:
     first = max(play(one_f_one_b(pp=pp, microbatches=microbatches)).peak_activations)
     h1 = play(zb_h1(pp=pp, microbatches=microbatches)).peak_activations
     v = play(zb_v(pp=pp, microbatches=microbatches)).peak_activations
@@ -152,15 +152,15 @@ def test_zb_v_is_torchs_with_the_ranks_counted_backwards(pp: int, microbatches: 
 
 
 @pytest.mark.parametrize(("pp", "microbatches"), [(2, 4), (3, 6), (4, 6), (4, 10), (8, 16)])
-def test_torchs_interleaved_zero_bubble_is_as_fast_as_zb_v_and_keeps_no_less(pp: int, microbatches: int) -> None:
+def test_torchs_interleaved_zero_bubble_is_as_fast_as_zb_v_and_saves_no_less(pp: int, microbatches: int) -> None:
     # torch has no ZB-H1: its ZB1P runs two or more chunks in the loop placement, where W starts later. Of the same
-    # computes it makes another order on other ranks; what can be compared is how long it takes and what it keeps.
+    # computes it makes another order on other ranks; what can be compared is its time and its memory.
     theirs = displayed_by_torch("InterleavedZeroBubble", pp, microbatches)
     ours = zb_v(pp=pp, microbatches=microbatches)
     assert Counter(sum(theirs, ())) == Counter(sum(ours, ()))
     assert play(ours, HALF).makespan <= play(theirs, HALF).makespan
     assert max(play(ours).peak_activations) <= max(play(theirs).peak_activations)
-    # ZB-H1 does the same work in whole stages: slower by half of its bubble, with at most the same memory.
+    # ZB-H1 does the same work in full stages: slower by half of its bubble, with at most the same memory.
     whole = play(zb_h1(pp=pp, microbatches=microbatches))
     assert whole.makespan == play(theirs, HALF).makespan + (pp - 1) / 2
     assert 2 * max(whole.peak_activations) <= max(play(theirs).peak_activations)

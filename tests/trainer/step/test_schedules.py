@@ -25,6 +25,7 @@ LAYOUTS = {
     "vp2 pp2 dp2": Layout(world=4, pp=2, vp=2, microbatches=2),
     "zb_h1": Layout(world=2, pp=2, schedule="zb_h1", microbatches=4),
     "zb_v": Layout(world=2, pp=2, vp=2, schedule="zb_v", microbatches=4),
+    "dualpipe_v": Layout(world=2, pp=2, vp=2, schedule="dualpipe_v", microbatches=4),
     "gpipe vp2": Layout(world=2, pp=2, vp=2, schedule="gpipe", microbatches=4),
     "an empty stage": Layout(world=2, pp=2, vp=2, microbatches=4, stages=StageLayout(text="t*3||t*3|t")),
     "counts": Layout(world=2, pp=2, microbatches=4, stages=StageLayout(num_layers_in_first_stage=5)),
@@ -54,7 +55,7 @@ class SeenEarly(modules.Small):
         return losses.mean()
 
     def on_train_epoch_end(self) -> None:
-        # The order of a list differs with the replicas; what is in it does not.
+        # The order of a list differs with the dp ranks; what is in it does not.
         seen = self.seen.compute()
         self.log("seen", seen.double().square().sum() + 1000.0 * len(seen), sync_dist=True)
         self.seen.reset()
