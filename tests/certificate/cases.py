@@ -197,7 +197,7 @@ VARIANTS["llava frozen tower"] = replace(VARIANTS["llava"], vision=replace(_TOWE
 VARIANTS["llava projector alone"] = VARIANTS["llava frozen tower"]
 # Parts that are not trained.
 FROZEN = {"llava frozen tower": ("vision",), "llava projector alone": ("vision", "language")}
-# Variants that see: rows with none, one and two images, a microbatch without any, and a replica without any.
+# Variants that see: rows with none, one and two images, a microbatch without any, and a dp rank without any.
 IMAGES = ("llava", *FROZEN)
 # Variants whose rows hold several documents each, and padding.
 PACKED = ("packed", "moe packed")
@@ -227,7 +227,7 @@ _SELECTIVE = RecomputeConfig(granularity="selective", parts=("core_attention", "
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How many processes, how they are cut, and what the Trainer is told."""
+    """How many processes, how they are cut, and the Trainer's arguments."""
 
     world: int
     tp: int = 1
@@ -249,10 +249,14 @@ class Layout:
     ep: int = 1
     etp: int = 1
     joint: bool = False
-    """A forward runs beside a backward."""
+    """A forward overlaps a backward."""
     context: ContextConfig = _RING
     dynamic: DynamicContextConfig | None = None
-    """Context parallelism: plans every step anew."""
+    """Context parallelism: plans every step."""
+
+    @property
+    def num_stages(self) -> int:
+        return self.pp * self.vp
 
     @property
     def dp(self) -> int:
@@ -406,18 +410,18 @@ LAYOUTS = {
     ),
     "dynamic dp4 ep2": Layout(world=4, ep=2, dynamic=_DYNAMIC_4),
 }
-# Rows that have BERTs and T5s beside all others.
+# Rows that have BERTs and T5s in addition.
 WITH_ENCODERS = (
     *("one", "one m3", "tp2", "tp2+sp", "pp2", "pp2 collective", "pp4 m4", "vp2 pp2", "dp2", "cp2", "cp4 all-gather"),
     *("cp2 tp2+sp all-to-all", "tp2+sp pp2 dp2", "tp2 pp2 dp2", "ZB-V pp2", "ZeRO dp2 AdamW overlap"),
     "recompute full, cp2 pp2",
 )
-# Rows that have models that see beside all others.
+# Rows that have models that see in addition.
 WITH_IMAGES = (
     *("one", "one m3", "tp2", "tp2+sp", "pp2", "pp2 collective", "pp4 m4", "vp2 pp2", "dp2", "cp2", "cp4"),
     *("tp2+sp pp2 dp2", "tp2 pp2 dp2", "ZeRO dp2 AdamW overlap", "ZB-H1 pp2", "recompute full, cp2 pp2"),
 )
-# Rows that have models with experts beside all others.
+# Rows that have models with experts in addition.
 WITH_EXPERTS = ("one", "one m3", "tp2", "tp2+sp", "pp2", "dp2", "cp2", "dynamic dp2 pp2")
 
 
@@ -438,10 +442,18 @@ CONFIGS = VARIANTS | {
         ),
     )
 }
+
+
+def config_of(variant: str, num_stages: int) -> Any:
+    """The configuration of a variant on so many stages; GPTs have four layers, and eight on more than four stages."""
+    config = CONFIGS[variant]
+    return replace(config, num_layers=4) if isinstance(config, GPTConfig) and num_stages <= 4 else config
+
+
 RATE_DECAY = 0.5
 # By how much of itself a number changes at most where it is rounded to 16 bits.
 HALF_ROUNDOFF = {"16-mixed": 2.0**-11, "bf16-mixed": 2.0**-8}
-_NUM_LAYERS = _SMALL["num_layers"]
+_NUM_LAYERS = _SHALLOW["num_layers"]
 HALF_ROUNDINGS = {"one device": 4 * _NUM_LAYERS + 2, "float32": 20 * _NUM_LAYERS + 6}
 # Of a value on its way through the model and back. From one device a layout differs in the sums that it cuts, two in a
 # layer each way and one at each end; from float32 16 bits differ in all they round, ten in a layer and three at an end.
@@ -479,7 +491,7 @@ def batches(variant: str, dtype: torch.dtype, accumulate: int) -> list[dict[str,
     made: list[dict[str, Any]] = []
     for index in range(NUM_STEPS * accumulate):
         tokens = torch.randint(0, config.vocab_size, (BATCH, SEQUENCE + 1), generator=generator)
-        # Row i keeps a share of its tokens that grows with i: replicas and microbatches hold uneven numbers.
+        # Row i keeps a share of its tokens that grows with i: dp ranks and microbatches hold uneven numbers.
         shares = torch.linspace(0.2, 1.0, BATCH).unsqueeze(1)
         mask = (torch.rand(BATCH, SEQUENCE, generator=generator) < shares).to(dtype)
         mask[: BATCH // 4] = 0  # the first microbatch of four and more has no valid token
@@ -533,7 +545,7 @@ def _of_two_stacks(variant: str, config: T5Config, dtype: torch.dtype, index: in
     mask[: BATCH // 4] = 0  # the first microbatch of four and more has no valid token
     if index == 1:
         mask[: BATCH // 2] = 0  # the first of two replicas has none at all
-    read, told, labels = (
+    read, shown, labels = (
         torch.randint(config.vocab_size, (BATCH, length), generator=generator)
         for length in (width, decoder_width, decoder_width)
     )
@@ -541,7 +553,7 @@ def _of_two_stacks(variant: str, config: T5Config, dtype: torch.dtype, index: in
     labels[-1, 0] = config.vocab_size - 1
     return {
         "encoder_tokens": read,
-        "decoder_tokens": told,
+        "decoder_tokens": shown,
         "labels": labels,
         "loss_mask": mask,
         "encoder_segments": segments[0],
@@ -552,7 +564,7 @@ def _of_two_stacks(variant: str, config: T5Config, dtype: torch.dtype, index: in
 def _with_images(config: LlavaConfig, batch: dict[str, Any], index: int, generator: torch.Generator) -> dict[str, Any]:
     """The batch with image tokens in front of its text and between, and its images."""
     counts = [row % 3 for row in range(BATCH)]
-    # The first microbatch of four and more has none, the first of two replicas once, and all of them once.
+    # The first microbatch of four and more has none, the first of two dp ranks once, and all of them once.
     none = (BATCH // 4, BATCH // 2, BATCH)[index % 3]
     counts[:none] = [0] * none
     length = SEQUENCE + 2 * config.features_per_image
@@ -573,7 +585,7 @@ def _with_images(config: LlavaConfig, batch: dict[str, Any], index: int, generat
 
 
 def _segments(index: int) -> Tensor:
-    """The documents of each row of a batch: of 1 to SEQUENCE tokens, some with padding behind, one row of padding."""
+    """The documents of each row of a batch: of 1 to SEQUENCE tokens, some with padding after, one row of padding."""
     rows = []
     for row in range(BATCH):
         lengths = torch.tensor([1 + (row + index) % SEQUENCE, 1 + row % 3, 1 + row % 2, SEQUENCE])

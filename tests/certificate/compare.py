@@ -52,7 +52,7 @@ def outcomes(layout: str, cells: Sequence[Cell]) -> list[list[Outcome]]:
 def deviations(layout: str, cell: Cell, ranks: list[Outcome]) -> dict[str, float]:
     """The largest difference of a cell's ranks from one device, by quantity."""
     own = LAYOUTS[layout]
-    expected = _expected(*cell, own.rule, own.accumulate, own.clip)
+    expected = _expected(*cell, own.rule, own.accumulate, own.clip, own.num_stages > 4)
     found = dict.fromkeys(QUANTITIES, 0.0)
     weights, gradients = Covered(expected.weights), [Covered(step.gradients) for step in expected.steps]
     for outcome in ranks:
@@ -60,14 +60,16 @@ def deviations(layout: str, cell: Cell, ranks: list[Outcome]) -> dict[str, float
             found[quantity] = max(found[quantity], deviation)
     for covered in (weights, *gradients):
         covered.require_all()
-    told = {name for outcome in ranks for name in outcome.steps[-1].routing}
-    assert told == expected.steps[-1].routing.keys(), "no rank had some of the routers"
+    shown = {name for outcome in ranks for name in outcome.steps[-1].routing}
+    assert shown == expected.steps[-1].routing.keys(), "no rank had some of the routers"
     return found
 
 
 @functools.cache
-def _expected(variant: str, precision: str, rule: Any, accumulate: int, clip: float | None) -> Outcome:
-    return reference(variant, precision, Layout(world=1, rule=rule, accumulate=accumulate, clip=clip))
+def _expected(variant: str, precision: str, rule: Any, accumulate: int, clip: float | None, is_deep: bool) -> Outcome:
+    # As many layers as the stages of the row ask for.
+    layout = Layout(world=1, pp=8 if is_deep else 1, rule=rule, accumulate=accumulate, clip=clip)
+    return reference(variant, precision, layout)
 
 
 class Covered:

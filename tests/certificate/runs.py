@@ -31,6 +31,7 @@ from tests.certificate.cases import (
     SHUNNED,
     Layout,
     batches,
+    config_of,
 )
 from tests.reference.bert import ReferenceBert
 from tests.reference.gpt import ReferenceGPT
@@ -100,10 +101,10 @@ def reference(
 
     Rates are multiplied by `decay` after each step; the steps `left_out` are not done.
     """
-    config, dtype = CONFIGS[variant], DTYPES[precision]
+    config, dtype = config_of(variant, layout.num_stages), DTYPES[precision]
     torch.set_default_dtype(dtype)
     try:
-        initial = _model(variant, Mesh.single())
+        initial = _model(variant, layout, Mesh.single())
     finally:
         torch.set_default_dtype(torch.float32)
     weights = {n: p.detach().clone().requires_grad_(p.requires_grad) for n, p in initial.named_parameters()}
@@ -153,9 +154,9 @@ def reference(
     return outcome
 
 
-def _model(variant: str, mesh: Mesh | None = None) -> Model:
+def _model(variant: str, layout: Layout, mesh: Mesh | None = None) -> Model:
     """The model of a variant, with its frozen parts; on the mesh of the strategy where none is given."""
-    config = CONFIGS[variant]
+    config = config_of(variant, layout.num_stages)
     if isinstance(config, BertConfig):
         return BertModel(config, mesh=mesh, seed=SEED)
     if isinstance(config, T5Config):
@@ -228,14 +229,14 @@ def _collate(rows: list[dict[str, Tensor]]) -> dict[str, Any]:
 class Module(L.LightningModule):
     """An ordinary module: nothing in it knows of any layout."""
 
-    def __init__(self, variant: str, rule: str) -> None:
+    def __init__(self, variant: str, layout: Layout) -> None:
         super().__init__()
-        self.variant, self.rule = variant, rule
+        self.variant, self.layout = variant, layout
         self.model: Model | None = None
 
     def configure_model(self) -> None:
         if self.model is None:
-            self.model = _model(self.variant)
+            self.model = _model(self.variant, self.layout)
             if self.variant in SHUNNED:
                 for router in self.model.routers.values():
                     router.expert_bias[list(SHUNNED[self.variant])] = -1.0
@@ -252,7 +253,7 @@ class Module(L.LightningModule):
         self.log("val_loss", self.model(**batch))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return make_optimizer(self.rule, self.parameters())
+        return make_optimizer(self.layout.rule, self.parameters())
 
 
 class Recorder(L.Callback):
@@ -288,7 +289,7 @@ class Recorder(L.Callback):
         assert isinstance(strategy, MegatronStrategy)
         strategy.steps.dp_comm.gather_all()
         named = [(name.removeprefix("model."), p) for name, p in module.named_parameters()]
-        self.outcome.weights = {name: _parts(Slot.whole(name, p), p) for name, p in named}
+        self.outcome.weights = {name: _parts(Slot.full(name, p), p) for name, p in named}
         self.outcome.logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
@@ -328,7 +329,7 @@ def under_layout(layout: Layout, cells: list[tuple[str, str]]) -> list[Outcome]:
     outcomes = []
     for variant, precision in cells:
         recorder = Recorder()
-        _fit(layout, Module(variant, layout.rule), recorder, DTYPES[precision], precision=precision)
+        _fit(layout, Module(variant, layout), recorder, DTYPES[precision], precision=precision)
         outcomes.append(recorder.outcome)
     return outcomes
 
@@ -385,7 +386,7 @@ def _fit(layout: Layout, module: Module, recorder: L.Callback, dtype: torch.dtyp
 
 
 class Data(L.LightningDataModule):
-    """This replica's rows of every global batch."""
+    """This dp rank's rows of every global batch."""
 
     def __init__(self, variant: str, dtype: torch.dtype, layout: Layout) -> None:
         super().__init__()
@@ -426,8 +427,8 @@ class HalfModule(Module):
     """Rates fall with every step; where `is_injured`, one gradient is infinite in one step on the last rank alone, that
     of experts where there are some."""
 
-    def __init__(self, variant: str, rule: str, is_injured: bool) -> None:
-        super().__init__(variant, rule)
+    def __init__(self, variant: str, layout: Layout, is_injured: bool) -> None:
+        super().__init__(variant, layout)
         self.is_injured = is_injured
         self.num_injuries = 0
 
@@ -496,7 +497,7 @@ def half_under_layout(layout: Layout, variant: str) -> dict[str, HalfOutcome]:
     outcomes = {}
     for precision in HALF_ROUNDOFF:
         is_injured = precision == "16-mixed"
-        recorder, module = HalfRecorder(), HalfModule(variant, layout.rule, is_injured)
+        recorder, module = HalfRecorder(), HalfModule(variant, layout, is_injured)
         # By name Lightning gives no float16 to a CPU.
         plugins = [MixedPrecision(precision, "cpu")]  # type: ignore[arg-type]
         _fit(layout, module, recorder, torch.float32, plugins=plugins)

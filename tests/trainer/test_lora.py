@@ -17,7 +17,7 @@ from lightning_megatron.optim.config import OptimizerConfig
 from lightning_megatron.sharding import Initial, sharded_parameters
 from lightning_megatron.transformer.init import fill_initial_
 from lightning_megatron.transformer.lora import LoraConfig, add_lora
-from tests.certificate.cases import BATCH, VARIANTS, Layout, batches
+from tests.certificate.cases import BATCH, Layout, batches, config_of
 from tests.certificate.runs import SEED, Data, Module, Outcome, Parts, Recorder, Step, make_optimizer
 from tests.harness.ranks import run_on_ranks
 from tests.reference.lora import ReferenceLora
@@ -57,7 +57,7 @@ TOLERANCE = 1e-10  # float64
 
 def build(variant: str, mesh: Mesh | None) -> GPTModel:
     """The model with its paths; B is drawn, for with zeros A would have no gradient in the first step."""
-    model = GPTModel(VARIANTS[variant], mesh=mesh, seed=SEED)
+    model = GPTModel(config_of(variant, 4), mesh=mesh, seed=SEED)
     add_lora(model, LORAS[variant], seed=SEED)
     for name, parameter, shard in sharded_parameters(model):
         if name.endswith(".lora.b"):
@@ -74,7 +74,7 @@ class Tuned(Module):
 @functools.cache
 def reference(variant: str, clip: float | None) -> Outcome:
     """The steps by hand: the frozen weights never leave their values."""
-    config: GPTConfig = VARIANTS[variant]
+    config: GPTConfig = config_of(variant, 4)
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -134,15 +134,15 @@ def fit(layout: Layout, variant: str) -> Outcome:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(Tuned(variant, "sgd"), Data(variant, torch.float64, layout))
+    trainer.fit(Tuned(variant, layout), Data(variant, torch.float64, layout))
     return recorder.outcome
 
 
-def apart(parts: Parts, whole: Tensor) -> float:
+def apart(parts: Parts, full: Tensor) -> float:
     found = 0.0
     for offsets, part in parts:
         place = tuple(slice(start, start + size) for start, size in zip(offsets, part.shape, strict=True))
-        difference = (part - whole[place]).abs()
+        difference = (part - full[place]).abs()
         assert torch.isfinite(difference).all()
         found = max(found, difference.max().item() if difference.numel() else 0.0)
     return found
@@ -205,9 +205,9 @@ def losses_in(precision: Any, layout: Layout, fp8: Fp8Config | None) -> tuple[li
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    module = Tuned("gpt2", "adamw")
+    module = Tuned("gpt2", Layout(world=1, rule="adamw"))
     trainer.fit(module, Data("gpt2", torch.float32, layout))
-    before, after = Tuned("gpt2", "adamw"), dict(module.named_parameters())
+    before, after = Tuned("gpt2", Layout(world=1, rule="adamw")), dict(module.named_parameters())
     with trainer.init_module():
         before.model = build("gpt2", module.model.mesh)
     kept = all(torch.equal(p, after[name]) == (".lora." not in name) for name, p in before.named_parameters())
