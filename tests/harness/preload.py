@@ -37,7 +37,7 @@ def package_modules() -> list[str]:
 
 
 def test_helpers() -> list[str]:
-    """Names of the modules that tests of the engine share: each rank would import them anew."""
+    """Names of the modules that tests of the engine share: each rank would import them itself."""
     helpers = (
         path.relative_to(ROOT).with_suffix("")
         for room in HELPED_ROOMS
@@ -60,6 +60,9 @@ with warnings.catch_warnings():
 # A rank that fails waits for three of these, so that the watch of each other rank reads of it. Half a second is chosen
 # for thousands of ranks that ask one store; here it would be most of the time of each test of a refusal.
 importlib.import_module("lightning_megatron.trainer.fault_tolerance.failure_watch")._POLL_SECONDS = 0.1  # type: ignore[attr-defined]
+# A rank that ends by a mistake of the user's gives the first rank time for its message: that is its parent under
+# Lightning's launcher. Here nobody's parent is a rank.
+importlib.import_module("lightning_megatron.cli.recipe")._SECONDS_TO_REPORT = 0.1  # type: ignore[attr-defined]
 
 # A fork takes one thread along and leaves what the others hold locked.
 assert not Path("/proc/self/task").exists() or len(list(Path("/proc/self/task").iterdir())) == 1

@@ -1,4 +1,4 @@
-"""A recipe's script on ranks forked from the tests' server, as under a launcher: nothing heavy is imported anew."""
+"""A recipe's script on ranks forked from the tests' server, as under a launcher: heavy imports happen once."""
 
 import os
 import runpy

@@ -35,13 +35,13 @@ def test_curves_that_agree_are_shown_around_the_seam(tmp_path: Path, capsys: pyt
 
 
 @pytest.mark.parametrize(
-    ("resumed", "told"),
+    ("resumed", "shown"),
     [
         ({10: 7.2, 11: 6.9}, "left the first"),
         ({10: 7.0, 11: 6.9, 12: 80.0}, "did not fall"),
         ({20: 1.0}, "no step in common"),
     ],
 )
-def test_curves_that_part_fail(tmp_path: Path, resumed: dict[int, float], told: str) -> None:
+def test_curves_that_part_fail(tmp_path: Path, resumed: dict[int, float], shown: str) -> None:
     first = write(tmp_path / "a.csv", {step: 8 - step / 10 for step in range(12)})
-    assert told in script().main(first, write(tmp_path / "b.csv", resumed))
+    assert shown in script().main(first, write(tmp_path / "b.csv", resumed))

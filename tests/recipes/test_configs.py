@@ -178,7 +178,7 @@ def test_experts_come_from_the_file_and_from_the_command_line() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "shown"),
     [
         (["router.top_k=5", "router.jitter=2"], ["top_k (5) must be at most num_experts (4)", "jitter (2.0) must be"]),
         (["capacity.factor=0.01"], ["capacity factor (0.01) for sequences of 128 tokens", "must be at least 1"]),
@@ -189,10 +189,10 @@ def test_experts_come_from_the_file_and_from_the_command_line() -> None:
     ],
     ids=["router", "capacity", "layers"],
 )
-def test_experts_that_cannot_be_are_faults_told_together(options: list[str], told: list[str]) -> None:
+def test_experts_that_cannot_be_are_faults_reported_together(options: list[str], shown: list[str]) -> None:
     with pytest.raises(ConfigurationError) as raised:
         parse("moe_toy.yaml", *(f"--model.config.moe.{option}" for option in options))
-    assert all(text in str(raised.value) for text in told)
+    assert all(text in str(raised.value) for text in shown)
 
 
 def test_the_count_is_that_of_the_published_formula() -> None:
@@ -270,7 +270,7 @@ def test_adapters_come_from_the_file_and_from_the_command_line() -> None:
         assert (parse(name).model.lora is not None) == name.endswith("_lora.yaml")
 
 
-def test_chats_are_packed_where_that_is_asked_for() -> None:
+def test_chats_are_packed_where_requested() -> None:
     assert parse("finetune_toy.yaml").datamodule.config.packing == "none"
     assert parse("finetune_toy.yaml", "--data.packing=documents").datamodule.config.packing == "documents"
 

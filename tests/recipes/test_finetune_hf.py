@@ -46,18 +46,18 @@ def test_a_model_learns_answers_and_transformers_and_the_recipe_load_it(folder: 
         asked = tokenizer.apply_chat_template(
             [{"role": "user", "content": question}], add_generation_prompt=True, return_tensors="pt", return_dict=True
         )
-        said = model.generate(**asked, max_new_tokens=16, do_sample=False)[0, asked["input_ids"].shape[1] :]
-        assert tokenizer.decode(said).startswith(f"{answer}<|end|>")
+        output = model.generate(**asked, max_new_tokens=16, do_sample=False)[0, asked["input_ids"].shape[1] :]
+        assert tokenizer.decode(output).startswith(f"{answer}<|end|>")
 
-    told = launched(
+    shown = launched(
         folder, "predict", *TOY, "--model.path=tuned", '--data.prompts=["Who is there?"]', script="finetune_hf.py"
     )
-    assert told.returncode == 0, told.stderr
-    assert "assistant\n\nIt is me.<|end|>" in told.stdout
+    assert shown.returncode == 0, shown.stderr
+    assert "assistant\n\nIt is me.<|end|>" in shown.stdout
 
 
 @pytest.mark.slow
-def test_low_rank_paths_are_written_with_the_weights_that_they_were_trained_beside(folder: Path) -> None:
+def test_lora_adapters_are_written_with_their_frozen_weights(folder: Path) -> None:
     transformers = pytest.importorskip("transformers")
     options = ("--model.lora.rank=4", "--trainer.max_steps=20", "--trainer.val_check_interval=20")
     layout = ("tensor_model_parallel_size=1", "sequence_parallel=false", "pipeline_model_parallel_size=2")
@@ -93,7 +93,7 @@ def test_low_rank_paths_are_written_with_the_weights_that_they_were_trained_besi
 def test_mistakes_end_with_one_message(folder: Path) -> None:
     one_rank = ("tensor_model_parallel_size=1", "sequence_parallel=false")
     alone = ("--trainer.devices=1", *(f"--trainer.strategy.init_args.{option}" for option in one_rank))
-    for option, told in (
+    for option, shown in (
         ("--model.lora.rank=0", "lora rank (0) must be at least 1"),
         ("--model.lora.targets=[attention.q]", "attention.qkv"),
         ("--data.sequence_length=5", "anything to learn within sequence_length (5)"),
@@ -101,7 +101,7 @@ def test_mistakes_end_with_one_message(folder: Path) -> None:
         ended = launched(folder, "fit", *TOY, *alone, option, script="finetune_hf.py", num_ranks=1)
         assert ended.returncode == 2, ended.stdout + ended.stderr
         assert "Traceback" not in ended.stdout + ended.stderr
-        assert told in ended.stderr
+        assert shown in ended.stderr
     ended = recipe(folder, "fit", *TOY, "--model.path=nowhere", script="finetune_hf.py")
     assert ended.returncode == 2, ended.stdout + ended.stderr
     assert "Traceback" not in ended.stdout + ended.stderr

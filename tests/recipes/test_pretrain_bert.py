@@ -6,7 +6,7 @@ import pytest
 
 from tests.lightning_modules.sentences import write_sentences
 from tests.recipes.launched import launched
-from tests.recipes.test_pretrain_gpt import TINY, losses, recipe
+from tests.recipes.test_pretrain_gpt import TINY, losses
 
 BERT = TINY.replace("name: tiny", "name: bert").replace("16", "24")
 
@@ -52,8 +52,8 @@ def test_a_run_of_two_processes_is_resumed_on_another_layout_and_fills_gaps(fold
 
 
 @pytest.mark.slow
-def test_prompts_without_a_gap_are_told_and_end_without_a_traceback(folder: Path) -> None:
-    ended = recipe(folder, "predict", "--config", "bert.yaml", '--data.prompts=["a", "b"]', script="pretrain_bert.py")
+def test_prompts_without_a_gap_are_reported_and_end_without_a_traceback(folder: Path) -> None:
+    ended = launched(folder, "predict", "--config", "bert.yaml", '--data.prompts=["a", "b"]', script="pretrain_bert.py")
     assert ended.returncode == 2, ended.stderr
     assert "Traceback" not in ended.stdout + ended.stderr
     assert ended.stderr.count("has no [MASK]") == 2

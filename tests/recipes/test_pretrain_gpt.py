@@ -211,7 +211,7 @@ def test_experts_over_two_processes_are_resumed_on_another_layout_and_write(fold
 
 
 @pytest.mark.slow
-def test_experts_that_fit_no_layout_are_told_in_one_message(folder: Path) -> None:
+def test_experts_that_fit_no_layout_are_reported_in_one_message(folder: Path) -> None:
     sizes = ("tensor_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size")
     ended = recipe(
         folder,
@@ -222,12 +222,12 @@ def test_experts_that_fit_no_layout_are_told_in_one_message(folder: Path) -> Non
     assert ended.returncode == 2, ended.stderr
     assert "Traceback" not in ended.stdout + ended.stderr
     assert "Initializing distributed" not in ended.stdout + ended.stderr
-    for told in (
+    for shown in (
         "number of experts (5) must be a multiple of expert_model_parallel_size (2)",
         "ffn_hidden_size of an expert (63) must be a multiple of expert_tensor_parallel_size (2)",
         "needs sequence_parallel",
     ):
-        assert ended.stderr.count(told) == 1
+        assert ended.stderr.count(shown) == 1
 
 
 @pytest.mark.slow

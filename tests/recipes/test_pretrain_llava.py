@@ -7,7 +7,7 @@ import pytest
 from tests.data.test_image_samples import folder_with_rows
 from tests.recipes import test_pretrain_gpt
 from tests.recipes.launched import launched
-from tests.recipes.test_pretrain_gpt import losses, recipe
+from tests.recipes.test_pretrain_gpt import losses
 
 RECIPE = "pretrain_llava.py"
 TINY = (
@@ -83,7 +83,7 @@ def test_a_run_of_two_processes_is_resumed_on_another_layout_and_answers(folder:
 
 @pytest.mark.slow
 def test_what_does_not_fit_ends_the_run_with_one_message(folder: Path) -> None:
-    ended = recipe(folder, "fit", "--config", "tiny.yaml", "--model.config.image_token=9", script=RECIPE)
+    ended = launched(folder, "fit", "--config", "tiny.yaml", "--model.config.image_token=9", script=RECIPE)
     assert ended.returncode == 2, ended.stderr
     assert "Traceback" not in ended.stdout + ended.stderr
     assert ended.stderr.count("image_token (9) must be the id of <image>") == 1

@@ -7,7 +7,7 @@ import pytest
 from tests.lightning_modules.corpus import write_corpus
 from tests.recipes import test_pretrain_gpt
 from tests.recipes.launched import launched
-from tests.recipes.test_pretrain_gpt import losses, recipe
+from tests.recipes.test_pretrain_gpt import losses
 
 TINY = (
     test_pretrain_gpt.TINY.partition("model:")[0]
@@ -71,10 +71,10 @@ def test_a_run_of_two_processes_is_resumed_on_stages_over_both_stacks_and_fills_
 
 
 @pytest.mark.slow
-def test_faults_that_show_before_the_start_are_told_together(tmp_path: Path) -> None:
+def test_faults_that_show_before_the_start_are_reported_together(tmp_path: Path) -> None:
     write_corpus(tmp_path)
     (tmp_path / "tiny.yaml").write_text(TINY)
-    ended = recipe(
+    ended = launched(
         tmp_path,
         *("fit", "--config", "tiny.yaml", "--data.decoder_sequence_length=2", "--data.mask_prob=1.5"),
         *("--trainer.strategy.init_args.tensor_model_parallel_size=1", "--model.config.num_attention_heads=5"),
