@@ -2,8 +2,9 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(abspath $(VENV))/bin
-# Files of tests that run at the same time; most of their tests start up to eight processes.
-TEST_WORKERS ?= 2
+# Files of tests that run at the same time, one more than CI has cores: ranks wait for each other now and then. Most of
+# their tests start up to eight processes.
+TEST_WORKERS ?= 3
 PYTEST_ARGS ?=
 # --whole: survivors meet whole matrices too; --only TEXT: some faults.
 MUTANTS_ARGS ?=

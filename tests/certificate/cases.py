@@ -253,10 +253,15 @@ class Layout:
     context: ContextConfig = _RING
     dynamic: DynamicContextConfig | None = None
     """Context parallelism: plans every step."""
+    num_steps: int = NUM_STEPS
 
     @property
     def num_stages(self) -> int:
         return self.pp * self.vp
+
+    @property
+    def num_batches(self) -> int:
+        return self.num_steps * self.accumulate
 
     @property
     def dp(self) -> int:
@@ -482,14 +487,14 @@ def half_variant(layout: Layout) -> str:
     return HALF_VARIANT if layout.ep == 1 else HALF_EXPERTS
 
 
-def batches(variant: str, dtype: torch.dtype, accumulate: int) -> list[dict[str, Any]]:
-    """The global batches of all steps of a variant, `accumulate` of them a step."""
+def batches(variant: str, dtype: torch.dtype, num_batches: int) -> list[dict[str, Any]]:
+    """The first global batches of a variant."""
     config = CONFIGS[variant]
     if isinstance(config, T5Config):
-        return [_of_two_stacks(variant, config, dtype, index) for index in range(NUM_STEPS * accumulate)]
+        return [_of_two_stacks(variant, config, dtype, index) for index in range(num_batches)]
     generator = torch.Generator().manual_seed(20261121)
     made: list[dict[str, Any]] = []
-    for index in range(NUM_STEPS * accumulate):
+    for index in range(num_batches):
         tokens = torch.randint(0, config.vocab_size, (BATCH, SEQUENCE + 1), generator=generator)
         # Row i keeps a share of its tokens that grows with i: dp ranks and microbatches hold uneven numbers.
         shares = torch.linspace(0.2, 1.0, BATCH).unsqueeze(1)

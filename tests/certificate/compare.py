@@ -7,6 +7,7 @@ Of layers with experts it compares what their routers saw in each step, and what
 import functools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -42,17 +43,17 @@ HALF_QUANTITIES = {
 }
 
 
-def outcomes(layout: str, cells: Sequence[Cell]) -> list[list[Outcome]]:
+def outcomes(layout: str, cells: Sequence[Cell], num_steps: int = NUM_STEPS) -> list[list[Outcome]]:
     """What each rank saw, [cell][rank]: every cell under one layout, by the same processes one after the other."""
-    own = LAYOUTS[layout]
+    own = replace(LAYOUTS[layout], num_steps=num_steps)
     ranks = run_on_ranks(own.world, under_layout, own, list(cells), init=False, timeout=240)
     return [list(cell) for cell in zip(*ranks, strict=True)]
 
 
-def deviations(layout: str, cell: Cell, ranks: list[Outcome]) -> dict[str, float]:
+def deviations(layout: str, cell: Cell, ranks: list[Outcome], num_steps: int = NUM_STEPS) -> dict[str, float]:
     """The largest difference of a cell's ranks from one device, by quantity."""
     own = LAYOUTS[layout]
-    expected = _expected(*cell, own.rule, own.accumulate, own.clip, own.num_stages > 4)
+    expected = _expected(*cell, own.rule, own.accumulate, own.clip, own.num_stages > 4, num_steps)
     found = dict.fromkeys(QUANTITIES, 0.0)
     weights, gradients = Covered(expected.weights), [Covered(step.gradients) for step in expected.steps]
     for outcome in ranks:
@@ -66,9 +67,12 @@ def deviations(layout: str, cell: Cell, ranks: list[Outcome]) -> dict[str, float
 
 
 @functools.cache
-def _expected(variant: str, precision: str, rule: Any, accumulate: int, clip: float | None, is_deep: bool) -> Outcome:
+def _expected(
+    variant: str, precision: str, rule: Any, accumulate: int, clip: float | None, is_deep: bool, num_steps: int
+) -> Outcome:
     # As many layers as the stages of the row ask for.
-    layout = Layout(world=1, pp=8 if is_deep else 1, rule=rule, accumulate=accumulate, clip=clip)
+    stages = 8 if is_deep else 1
+    layout = Layout(world=1, pp=stages, rule=rule, accumulate=accumulate, clip=clip, num_steps=num_steps)
     return reference(variant, precision, layout)
 
 

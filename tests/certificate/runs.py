@@ -116,7 +116,7 @@ def reference(
     }
     optimizer = make_optimizer(layout.rule, list(trained.values()))
     outcome = Outcome()
-    data = batches(variant, dtype, layout.accumulate)
+    data = batches(variant, dtype, layout.num_batches)
     for first in range(0, len(data), layout.accumulate):
         step = Step()
         optimizer.zero_grad()
@@ -390,7 +390,7 @@ class Data(L.LightningDataModule):
 
     def __init__(self, variant: str, dtype: torch.dtype, layout: Layout) -> None:
         super().__init__()
-        self.data = batches(variant, dtype, layout.accumulate)
+        self.data = batches(variant, dtype, layout.num_batches)
         self.size = layout.dp
 
     def _loader(self) -> DataLoader[dict[str, Tensor]]:

@@ -104,3 +104,8 @@ def sample_of_matrix(cells: Sequence[Mapping[str, object]]) -> list[int]:
     if len(cells[0]) > 2:
         return covering(range(len(cells)), lambda position: pairs_of(factors_of(position)))
     return each_setting(range(len(cells)), factors_of)
+
+
+def every_nth(cases: Iterable[Case], n: int) -> list[Case]:
+    """Each n-th of the cases, from the first on; all of them under `pytest --whole`."""
+    return list(cases)[:: 1 if WHOLE in os.environ else n]

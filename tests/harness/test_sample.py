@@ -10,7 +10,7 @@ import pytest
 
 from tests.certificate.cases import LAYOUTS, cells_of, sampled_cells
 from tests.harness.ranks import ROOT
-from tests.harness.sample import WHOLE, covering, diagonal, pairs_of, sample_of_matrix, sampled
+from tests.harness.sample import WHOLE, covering, diagonal, every_nth, pairs_of, sample_of_matrix, sampled
 
 MATRIX = [
     {"tp": tp, "pp": pp, "model": model, "precision": precision}
@@ -59,8 +59,9 @@ def test_a_test_of_three_factors_keeps_all_pairs_of_two_a_diagonal_and_of_one_al
 def test_whole_takes_all_cases(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(WHOLE, raising=False)
     assert sampled(MATRIX, pairs_of) == covering(MATRIX, pairs_of)
+    assert every_nth("abcdefg", 3) == ["a", "d", "g"]
     monkeypatch.setenv(WHOLE, "1")
-    assert sampled(MATRIX, pairs_of) == MATRIX
+    assert sampled(MATRIX, pairs_of) == MATRIX and every_nth("abcdefg", 3) == list("abcdefg")
 
 
 def test_the_sample_of_the_certificate_is_the_same_in_another_process_and_has_every_model() -> None:

@@ -27,6 +27,7 @@ from lightning_megatron.planner.transient_memory import batch_bytes
 from lightning_megatron.rules.cross_config import with_context_groups
 from lightning_megatron.transformer import cost
 from lightning_megatron.transformer.recompute import RecomputeConfig
+from tests.harness.sample import every_nth
 from tests.planner.test_dry_run import DISTRIBUTED, GPT, LLAMA, MIXTRAL
 
 H100 = gpu_of("h100")
@@ -82,7 +83,8 @@ RUNS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", every_nth(RUNS, 3))
 def test_plan_and_dry_run_agree_on_every_rank(name: str) -> None:
     run, full_model = RUNS[name], FullModel(RUNS[name])
     assert run.balanced is not None

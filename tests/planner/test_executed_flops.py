@@ -18,6 +18,7 @@ from lightning_megatron.planner.run import Run, faults_of
 from lightning_megatron.planner.trainable import Trainable
 from lightning_megatron.transformer.lora import LoraConfig
 from lightning_megatron.transformer.recompute import RecomputeConfig
+from tests.harness.sample import every_nth
 
 SIZES: dict[str, Any] = {"hidden_size": 256, "num_attention_heads": 4, "vocab_size": 1024}
 GPT = GPTConfig(num_layers=2, max_sequence_length=1024, **SIZES)
@@ -128,7 +129,8 @@ def executed(run: Run) -> float:
     return sum(found) * each / num_parts
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", every_nth(RUNS, 3))
 def test_a_plan_knows_what_is_executed(name: str) -> None:
     # The little that no product of all tokens is: BERT's of whole samples, and what a class token has no pixels for.
     assert step_flops(RUNS[name], EXECUTED) == pytest.approx(executed(RUNS[name]), rel=0.001)

@@ -17,7 +17,7 @@ from lightning_megatron.optim.config import OptimizerConfig
 from lightning_megatron.sharding import Initial, sharded_parameters
 from lightning_megatron.transformer.init import fill_initial_
 from lightning_megatron.transformer.lora import LoraConfig, add_lora
-from tests.certificate.cases import BATCH, Layout, batches, config_of
+from tests.certificate.cases import BATCH, NUM_STEPS, Layout, batches, config_of
 from tests.certificate.runs import SEED, Data, Module, Outcome, Parts, Recorder, Step, make_optimizer
 from tests.harness.ranks import run_on_ranks
 from tests.reference.lora import ReferenceLora
@@ -85,7 +85,7 @@ def reference(variant: str, clip: float | None) -> Outcome:
     trained = {name: w.requires_grad_() for name, w in weights.items() if ".lora." in name}
     optimizer = make_optimizer("sgd", trained.values())
     outcome = Outcome()
-    for index, batch in enumerate(batches(variant, torch.float64, 1)):
+    for index, batch in enumerate(batches(variant, torch.float64, NUM_STEPS)):
         optimizer.zero_grad()
         loss = ReferenceLora(config, LORAS[variant], weights, Draws(seed=SEED, step=index)).loss(**batch)
         loss.backward()
