@@ -139,6 +139,20 @@ def test_a_parameter_used_twice_is_reduced_once_after_both_uses(watched: Watched
     assert watched.events.index("reduce b") > watched.events.index("at after a")
 
 
+def test_a_parameter_of_two_stages_is_reduced_in_the_last_backward_of_the_second(watched: Watched) -> None:
+    named = scalars("tied")
+    stages = {"tied": (0, 1)}
+    dp_comm = DataParallelComm(Gradients(named, {"tied"}, Mesh.single(), no_group, CPU, config=OVERLAP, stages=stages))
+    dp_comm.begin_backwards()
+    dp_comm.expect(1)
+    (3 * named[0][1]).sum().backward()
+    dp_comm.complete(1)
+    assert watched.sums == []
+    dp_comm.expect(0)
+    (4 * named[0][1]).sum().backward()
+    assert watched.sums == [[7.0]]
+
+
 def test_a_parameter_without_a_gradient_goes_as_zeros_when_the_stage_is_done(watched: Watched) -> None:
     named = scalars("a", "never", "c")
     dp_comm = exchange_of(named)
