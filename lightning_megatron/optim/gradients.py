@@ -103,6 +103,8 @@ class Gradients:
             if param.parameter in grad_views
         ]
         self.has_master_weights = False
+        # Whether gradients were reduced since the last optimizer step.
+        self.are_new = False
         # Whether gradients of master weights are views of the buckets.
         self._is_handed_over = False
         self._is_checked = self.config.on_nonfinite == "stop"
@@ -176,6 +178,7 @@ class Gradients:
         self._reduce_loose(outside_over_stages, factor)
         if self.has_master_weights:
             self._hand_over()
+        self.are_new = True
 
     def nonfinite_before_reduce(self) -> set[str]:
         """Names of parameters in whose gradients this rank had NaN or Inf before the last reduction; recorded only with

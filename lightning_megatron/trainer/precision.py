@@ -12,7 +12,7 @@ fit, weights are in the master weights' dtype.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
@@ -28,6 +28,7 @@ from lightning.pytorch.plugins.precision import (
 )
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_megatron.metrics.step_timeline import CLIP, GATHER, OPTIMIZER
@@ -72,17 +73,39 @@ class MegatronPrecision(Precision):
         self.precision = precision
         self.dp_comm: DataParallelComm | None = None
         self.loss_scale: LossScale | None = None
-        # The last optimizer step, because a gradient was no number.
-        self.has_skipped = False
+        # Whether the last optimizer step was done, and whether it was skipped because a gradient was no number.
+        self.has_stepped = self.has_skipped = False
         # Norm of the whole model's gradient before the last clipping, [], float64.
         self.gradient_norm: Tensor | None = None
         # Its hooks run around what is done with the gradients of a step.
         self.step_hook: StepHook | None = None
+        self._on_step: Callable[[Optimizer], None] | None = None
+        self._handles: list[RemovableHandle] = []
 
-    def begin(self, dp_comm: DataParallelComm, config: LossScaleConfig) -> None:
-        """A fit begins that sums its gradients by `dp_comm`; `config` is that of float16's loss scale."""
-        self.dp_comm, self.gradient_norm, self.has_skipped = dp_comm, None, False
+    def begin(
+        self,
+        dp_comm: DataParallelComm,
+        config: LossScaleConfig,
+        optimizers: Iterable[Optimizer],
+        on_step: Callable[[Optimizer], None],
+    ) -> None:
+        """A fit begins that sums its gradients by `dp_comm`; `config` is that of float16's loss scale.
+
+        `on_step` is called after each step of an optimizer.
+        """
+        self.dp_comm, self.gradient_norm, self.has_skipped, self._on_step = dp_comm, None, False, on_step
         self.loss_scale = LossScale(config) if self.precision == "16-mixed" else None
+        # By torch's hooks, because a user's code may step an optimizer itself, past Lightning.
+        for optimizer in optimizers:
+            self._handles.append(optimizer.register_step_pre_hook(self._prepare_step))
+            self._handles.append(optimizer.register_step_post_hook(self._end_step))
+
+    def end(self) -> None:
+        """The fit ends, or never began."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._on_step = [], None
+        self.dp_comm = self.step_hook = None
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
@@ -122,22 +145,31 @@ class MegatronPrecision(Precision):
         if needs_closure(optimizer):
             return super().optimizer_step(optimizer, model, closure, **kwargs)
         assert self.dp_comm is not None and isinstance(optimizer, Optimizer)
-        result = closure()
+        result, gradients = closure(), self.dp_comm.gradients
         with hooked(self.step_hook, CLIP):
             self.has_skipped = self._is_to_skip(model, list(self.main_params(optimizer)))
             self._after_closure(model, optimizer)
-        if self.has_skipped or (result is None and model.automatic_optimization):
-            # Or training_step chose to skip the batch: there is no gradient to step by.
-            return result
-        with hooked(self.step_hook, OPTIMIZER):
-            self.dp_comm.prepare_step()
+        # Without new gradients training_step chose to skip the batch. The closure does not tell: it may be an empty one,
+        # after a hook of the user's has run the step's own. Under manual optimization several optimizers share them.
+        if not self.has_skipped and (gradients.are_new or not model.automatic_optimization):
             optimizer.step(**kwargs)
+        gradients.are_new = False
+        return result
+
+    def _prepare_step(self, *_: Any) -> None:
+        assert self.dp_comm is not None
+        if self.step_hook is not None:
+            self.step_hook.begin(OPTIMIZER)
+        self.dp_comm.prepare_step()
+
+    def _end_step(self, optimizer: Optimizer, *_: Any) -> None:
+        assert self.dp_comm is not None and self._on_step is not None
+        self.has_stepped = True
+        if self.step_hook is not None:
+            self.step_hook.end(OPTIMIZER)
         with hooked(self.step_hook, GATHER):
             self.dp_comm.update_params()
-        if not model.automatic_optimization:
-            # The same training_step may go on with another forward.
-            self.dp_comm.gather_all()
-        return result
+        self._on_step(optimizer)
 
     def _is_to_skip(self, model: pl.LightningModule, stepped: list[Tensor]) -> bool:
         """Whether the step must not be done because some rank made NaN or Inf; raises RuntimeError on all ranks where

@@ -417,7 +417,7 @@ class MegatronStrategy(ParallelStrategy):
                 self._groups.on_device,
                 self.root_device,
             )
-            self._plugin.begin(run.dp_comm, self.loss_scale)
+            self._plugin.begin(run.dp_comm, self.loss_scale, self.optimizers, self._on_step)
         self.setup_precision_plugin()
         if not self.is_distributed:
             # Model-parallel ranks log the same values, but Lightning sees several processes and advises to sync.
@@ -542,10 +542,12 @@ class MegatronStrategy(ParallelStrategy):
     @override
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         run, module = self._require_run(), self._require_module()
+        self._plugin.has_stepped = False
         result = super().optimizer_step(optimizer, *args, **kwargs)
         if self._plugin.fp8_layers is not None:
             self._plugin.fp8_layers.end_step()
-        run.end_step_of_models(module, self.optimizers, optimizer, has_stepped=self._has_stepped(result))
+        if not self._plugin.has_stepped:
+            run.end_step_of_models(module, self.optimizers, optimizer, has_stepped=False)
         if self._plugin.has_skipped:
             run.skipped_step_schedulers.hold(self.lr_scheduler_configs)
         every, step = self.optimizer.check_replicas_every_n_steps, module.trainer.global_step + 1
@@ -553,10 +555,13 @@ class MegatronStrategy(ParallelStrategy):
             run.check_replicas(step)
         return result
 
-    def _has_stepped(self, result: Any) -> bool:
-        """Whether the optimizer's step was done; its closure returns None where training_step skipped the batch."""
-        is_left_out = result is None and self._require_module().automatic_optimization
-        return not (self._plugin.has_skipped or is_left_out)
+    def _on_step(self, optimizer: Optimizer) -> None:
+        """What follows an optimizer's step, whoever took it."""
+        run, module = self._require_run(), self._require_module()
+        if not module.automatic_optimization:
+            # The same training_step may go on with another forward.
+            self.steps.dp_comm.gather_all()
+        run.end_step_of_models(module, self.optimizers, optimizer, has_stepped=True)
 
     @override
     def batch_to_device(self, *args: Any, **kwargs: Any) -> Any:
@@ -767,7 +772,7 @@ class MegatronStrategy(ParallelStrategy):
         if self._run is not None:
             self._run.end(self.lightning_module, self._last_fit)
             self._run = None
-        self._plugin.dp_comm = self._plugin.step_hook = None
+        self._plugin.end()
         super().teardown()
 
     @override

@@ -89,6 +89,20 @@ class ManualClosure(Small):
         optimizer.step(closure=closure)  # type: ignore[union-attr]
 
 
+class ManualTorch(Small):
+    """Steps torch's optimizer itself, past Lightning's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers(use_pl_optimizer=False)
+        optimizer.zero_grad()
+        self.manual_backward(functional.cross_entropy(self.logits(batch[0]), batch[1]))
+        optimizer.step()
+
+
 # --- overridden hooks of the optimizer --------------------------------------------------------------------------------
 
 
@@ -122,6 +136,24 @@ class OwnStep(Small):
     ) -> None:
         if self.trainer.global_step % 2:
             self.clip_gradients(optimizer, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
+
+
+class ClosureFirst(Small):
+    """Runs the closure by itself, and then steps without one."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer_closure()
+        optimizer.step()
+
+
+class TorchStep(Small):
+    """Hands the closure to torch's optimizer, past Lightning's."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer.optimizer.step(closure=optimizer_closure)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01, eps=1e-3)
 
 
 class OwnBackward(Small):
@@ -255,6 +287,9 @@ CASES: dict[str, Case] = {
     "a closure": lambda layout, _: fit(layout, ManualClosure()),
     "gradients kept from batch to batch": lambda layout, _: fit(layout, ZeroesSeldom()),
     "hooks of its own": lambda layout, _: fit(layout, OwnStep()),
+    "the closure first": lambda layout, _: fit(layout, ClosureFirst()),
+    "torch's optimizer": lambda layout, _: fit(layout, TorchStep()),
+    "torch's optimizer, by hand": lambda layout, _: fit(layout, ManualTorch()),
     "a backward of its own": lambda layout, _: fit(layout, OwnBackward()),
     "groups": lambda layout, _: fit(layout, Groups()),
     "no optimizer": lambda layout, _: fit(layout, NoOptimizer(), max_epochs=1),
