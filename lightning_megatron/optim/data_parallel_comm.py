@@ -8,11 +8,13 @@ from collections.abc import Iterable
 from torch import Tensor, nn
 
 from lightning_megatron.optim.gradients import Gradients
+from lightning_megatron.optim.hook_gradients import HookGradients
 from lightning_megatron.optim.master_weights import MasterWeights
 
 
 class DataParallelComm:
-    """Gradients and master weights of one rank; `master_weights` is None where the optimizer steps the parameters.
+    """Gradients and master weights of one rank; `master_weights` is None where the optimizer steps the parameters,
+    `hook_gradients` where no hook of a user's sees its gradients, or sees them all the same.
 
     The model calls `gather_part` before it uses parameters `in_parts`; for all others a step waits at its beginning.
     """
@@ -22,9 +24,11 @@ class DataParallelComm:
         gradients: Gradients,
         master_weights: MasterWeights | None = None,
         in_parts: Iterable[nn.Parameter] = (),
+        hook_gradients: HookGradients | None = None,
     ) -> None:
         self.gradients = gradients
         self.master_weights = master_weights
+        self._hook_gradients = hook_gradients
         waited_for = set(in_parts)
         self._outside = [param.parameter for param in gradients.params if param.parameter not in waited_for]
         gradients.reducer.watch()
@@ -52,12 +56,23 @@ class DataParallelComm:
         """All backwards of a stage have run."""
         self.gradients.reducer.complete(stage)
 
+    def show_gradients(self) -> None:
+        """Hooks of a user's are about to run, which may read and change the reduced gradients of all parameters."""
+        if self._hook_gradients is not None:
+            self._hook_gradients.show()
+
+    def take_gradients(self) -> None:
+        """What hooks did to gradients is about to count."""
+        if self._hook_gradients is not None:
+            self._hook_gradients.take()
+
     # --- weights ----------------------------------------------------------------------------------------------------
 
     def prepare_step(self) -> None:
         """The optimizer is about to step."""
         if self.master_weights is not None:
             self.master_weights.require_all()
+        self.take_gradients()
         self.synchronize()
 
     def synchronize(self) -> None:

@@ -105,8 +105,8 @@ class Gradients:
         self.has_master_weights = False
         # Whether gradients were reduced since the last optimizer step.
         self.are_new = False
-        # Whether gradients of master weights are views of the buckets.
-        self._is_handed_over = False
+        # Parameters whose last reduced gradient the master weights have, as a view of the bucket where dtypes agree.
+        self.handed_over: dict[Bucket, list[ModelParam]] = {}
         self._is_checked = self.config.on_nonfinite == "stop"
         self.reducer = GradReducer(self.buckets, is_checked=self._is_checked)
         # Minimum and maximum of each gradient, as `Bucket.extremes` has them.
@@ -138,13 +138,15 @@ class Gradients:
     def free(self, *, dropped: bool) -> None:
         """Frees the buckets for new gradients where gradients of master weights are views of them: those are copied, or
         dropped."""
-        if not self._is_handed_over:
+        if not self.handed_over:
             return
-        self._is_handed_over = False
+        self.handed_over = {}
         for shard in self.param_shards:
             if shard.tensor.grad is not None:
                 shard.tensor.grad = None if dropped else shard.tensor.grad.clone()
-            shard.param.parameter.grad = None
+        for bucket in self.buckets:
+            for param in bucket.members:
+                param.parameter.grad = None
 
     # --- reduction ---------------------------------------------------------------------------------------------------
 
@@ -216,8 +218,8 @@ class Gradients:
                 gradient = gradient.view(-1)[shard.range.start : shard.range.end].view(main.shape)
             part = gradient.to(main.dtype)
             main.grad = part if main.grad is None else main.grad.add_(part)
-        self._is_handed_over = True
         for bucket in self.buckets:
+            self.handed_over[bucket] = [param for param in bucket.members if bucket.has_grad_view(param)]
             if bucket.shards.size > 1:
                 for param in bucket.members:
                     param.parameter.grad = None

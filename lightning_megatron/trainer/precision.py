@@ -147,10 +147,11 @@ class MegatronPrecision(Precision):
         assert self.dp_comm is not None and isinstance(optimizer, Optimizer)
         result, gradients = closure(), self.dp_comm.gradients
         with hooked(self.step_hook, CLIP):
+            self.dp_comm.take_gradients()
             self.has_skipped = self._is_to_skip(model, list(self.main_params(optimizer)))
             self._after_closure(model, optimizer)
-        # Without new gradients training_step chose to skip the batch. The closure does not tell: it may be an empty one,
-        # after a hook of the user's has run the step's own. Under manual optimization several optimizers share them.
+        # Without new gradients training_step chose to skip the batch. The closure does not tell: it may be an empty
+        # one, after a hook of the user's has run the step's own. Under manual optimization optimizers share gradients.
         if not self.has_skipped and (gradients.are_new or not model.automatic_optimization):
             optimizer.step(**kwargs)
         gradients.are_new = False
@@ -197,7 +198,14 @@ class MegatronPrecision(Precision):
     @override
     def clip_grad_by_norm(self, optimizer: Steppable, clip_val: int | float) -> None:
         assert self.dp_comm is not None and isinstance(optimizer, Optimizer)
+        self.dp_comm.take_gradients()
         self.gradient_norm = self.dp_comm.gradients.clip(float(clip_val), self.main_params(optimizer))
+
+    @override
+    def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        assert self.dp_comm is not None
+        self.dp_comm.take_gradients()
+        super().clip_grad_by_value(optimizer, clip_val)
 
     def low_dtype(self) -> torch.dtype | None:
         """The dtype of weights that have float32 master weights; None where weights are stepped as they are."""

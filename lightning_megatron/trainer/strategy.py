@@ -537,6 +537,8 @@ class MegatronStrategy(ParallelStrategy):
             lambda loss: plugin.backward(loss, module, optimizer, *args, **kwargs),
             reduce_now=self._require_run().is_synchronised,
         )
+        if self._require_run().is_synchronised:
+            self.steps.dp_comm.show_gradients()
         return plugin.post_backward(closure_loss, module)
 
     @override

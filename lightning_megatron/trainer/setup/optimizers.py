@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.optim import Optimizer
 
@@ -12,6 +13,7 @@ from lightning_megatron.mesh import Mesh, NewGroup
 from lightning_megatron.optim.config import OptimizerConfig
 from lightning_megatron.optim.data_parallel_comm import DataParallelComm
 from lightning_megatron.optim.gradients import Gradients
+from lightning_megatron.optim.hook_gradients import HookGradients
 from lightning_megatron.optim.master_weights import MasterWeights
 from lightning_megatron.optim.update_scope import is_elementwise
 from lightning_megatron.trainer.precision import MegatronPrecision
@@ -49,11 +51,27 @@ def make_data_parallel_comm(
         no_split=not all(is_elementwise(optimizer, config.update_scope) for optimizer in stepping),
         low=plugin.low_dtype(),
     )
-    master_weights = MasterWeights(gradients, stepping) if has_master_weights(config, plugin) else None
-    dp_comm = DataParallelComm(gradients, master_weights, pipelined_models.parameters_in_parts(module))
+    master_weights, hook_gradients = None, None
+    if has_master_weights(config, plugin):
+        master_weights = MasterWeights(gradients, stepping)
+        hook_gradients = HookGradients(gradients) if gradient_hooks(module) else None
+    parts = pipelined_models.parameters_in_parts(module)
+    dp_comm = DataParallelComm(gradients, master_weights, parts, hook_gradients)
     if config.overlap_param_gather:
         pipelined_models.gather_parts_by(module, dp_comm.gather_part)
     return dp_comm
+
+
+def gradient_hooks(module: pl.LightningModule) -> list[str]:
+    """Names of the user's code that may read or change gradients between a backward and the optimizer's step."""
+    hooks = ("on_after_backward", "on_before_optimizer_step")
+    own = [name for name in (*hooks, "optimizer_step", "configure_gradient_clipping") if is_overridden(name, module)]
+    found = [f"{type(module).__name__}.{name}" for name in own]
+    if not module.automatic_optimization:
+        found.append(f"{type(module).__name__}.training_step")
+    for callback in module.trainer.callbacks:  # type: ignore[attr-defined]
+        found += [f"{type(callback).__name__}.{name}" for name in hooks if is_overridden(name, callback)]
+    return found
 
 
 def names_of_stepped(module: nn.Module, optimizers: Iterable[Optimizer], mesh: Mesh) -> list[set[str]]:

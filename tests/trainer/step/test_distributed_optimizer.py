@@ -10,7 +10,9 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
+from torch.nn import functional
 
 from lightning_megatron import ConfigurationError, MegatronStrategy
 from lightning_megatron.optim.config import OptimizerConfig
@@ -26,7 +28,10 @@ from tests.trainer.lightning_api.test_optimizers import (
     Groups,
     ManualAccumulation,
     ManualClosure,
+    ManualTorch,
     Newton,
+    OwnStep,
+    TorchStep,
     With,
     ZeroesSeldom,
 )
@@ -57,7 +62,48 @@ def twice(layout: Layout, _: Path) -> Record:
     return found
 
 
+class ClipsByTorch(Small):
+    """Reads gradients, scales them all by torch, puts others in their place and drops one."""
+
+    def on_after_backward(self) -> None:
+        self.log_dict(grad_norm(self, norm_type=2))
+        nn.utils.clip_grad_norm_(self.parameters(), 0.2)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for parameter in self.parameters():
+            parameter.grad = None if parameter.grad is None else parameter.grad * 0.5
+        if self.trainer.global_step == 2:
+            self.before.weight.grad = None
+
+    def configure_gradient_clipping(
+        self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
+    ) -> None:
+        self.clip_gradients(optimizer, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
+        nn.utils.clip_grad_value_(self.parameters(), 0.01)
+
+
+class ManualClipping(Small):
+    """Adds up two batches by hand and clips by torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        self.manual_backward(functional.cross_entropy(self.logits(batch[0]), batch[1]))
+        if batch_idx % 2:
+            nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 CASES: dict[str, Case] = {
+    "hooks of its own": lambda layout, _: fit(layout, OwnStep()),
+    "clipped in hooks": lambda layout, _: fit(layout, ClipsByTorch()),
+    "clipped by hand": lambda layout, _: fit(layout, ManualClipping()),
+    "torch's optimizer": lambda layout, _: fit(layout, TorchStep()),
+    "torch's optimizer, by hand": lambda layout, _: fit(layout, ManualTorch()),
     "two optimizers, toggled": lambda layout, _: fit(layout, Adversaries()),
     "accumulation by hand": lambda layout, _: fit(layout, ManualAccumulation()),
     "a closure": lambda layout, _: fit(layout, ManualClosure()),

@@ -1,0 +1,69 @@
+"""Gradients on the parameters for hooks of a user's to read and change, where the optimizer steps master weights.
+
+There a reduced gradient belongs to a master weight, of whose shard alone this rank has it, and `.grad` of the model's
+parameter is None, or a tensor that nobody steps by. Only where a hook may look, shards are all-gathered into the
+bucket, which is the memory of all gradients anyway, and what hooks did is taken over before it counts.
+"""
+
+import torch
+from torch import nn
+
+from lightning_megatron.comm import collectives
+from lightning_megatron.optim.bucket import Bucket
+from lightning_megatron.optim.gradients import Gradients, ParamShard
+
+
+class HookGradients:
+    """The gradients of one rank's parameters, from the reduction of a step to its optimizer step."""
+
+    def __init__(self, gradients: Gradients) -> None:
+        self._gradients = gradients
+        self._shards = {shard.param.parameter: shard for shard in gradients.param_shards}
+        # Parameters that show their gradient, by bucket, and the version of its memory that hooks have seen.
+        self._shown: dict[Bucket, list[nn.Parameter]] = {}
+        self._versions: dict[Bucket, int] = {}
+
+    @torch.no_grad()
+    def show(self) -> None:
+        """Puts the full gradient of each parameter on it, after a reduction. Collective over data-parallel ranks."""
+        self._shown, self._versions = {}, {}
+        for bucket, params in self._gradients.handed_over.items():
+            parameters = [param.parameter for param in params]
+            for parameter in parameters:
+                shard = self._shards.get(parameter)
+                if shard is not None and shard.tensor.grad is not None:
+                    # With gradients of earlier batches, that nobody zeroed.
+                    self._part(bucket, shard).copy_(shard.tensor.grad)
+            collectives.all_gather_(bucket.gradient, bucket.shards)
+            for parameter in parameters:
+                parameter.grad = bucket.grad_views[parameter]
+                self._give(bucket, parameter)
+            self._shown[bucket], self._versions[bucket] = parameters, bucket.gradient._version
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """Gives the master weights what hooks have changed since `show`, or since the last call."""
+        for bucket, parameters in self._shown.items():
+            is_written = bucket.gradient._version != self._versions[bucket]
+            for parameter in parameters:
+                view = bucket.grad_views[parameter]
+                if parameter.grad is view and not is_written:
+                    continue
+                if parameter.grad is not None and parameter.grad is not view:
+                    view.copy_(parameter.grad)
+                    parameter.grad = view
+                self._give(bucket, parameter)
+            self._versions[bucket] = bucket.gradient._version
+
+    def _give(self, bucket: Bucket, parameter: nn.Parameter) -> None:
+        """Gives a parameter's master weight its part of the gradient that the parameter has, or none."""
+        shard = self._shards.get(parameter)
+        # Lightning's `toggle_optimizer` freezes what other optimizers step.
+        if shard is not None and shard.tensor.requires_grad:
+            part = self._part(bucket, shard)
+            shard.tensor.grad = None if parameter.grad is None else part.to(shard.tensor.dtype)
+
+    @staticmethod
+    def _part(bucket: Bucket, shard: ParamShard) -> torch.Tensor:
+        flat = bucket.grad_views[shard.param.parameter].view(-1)
+        return flat[shard.range.start : shard.range.end].view(shard.tensor.shape)
