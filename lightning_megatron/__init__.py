@@ -23,7 +23,11 @@ if TYPE_CHECKING:
         MegatronStrategy,
         PipelineConfig,
         RecomputeConfig,
+        clip_grad_norm_,
+        grad_norm,
         load_from_checkpoint,
+        named_gradients,
+        weight_norm,
     )
 else:
     __getattr__, __dir__ = lazy_exports(__name__, __file__)
@@ -46,7 +50,11 @@ __all__ = [
     "RouterConfig",
     "StageLayout",
     "__version__",
+    "clip_grad_norm_",
+    "grad_norm",
     "load_from_checkpoint",
+    "named_gradients",
+    "weight_norm",
 ]
 
 __version__ = VERSION

@@ -36,7 +36,8 @@ class OptimizerConfig:
     """Reaction to NaN or Inf in a gradient. stop: end the run on all ranks, naming rank, parameter and step. skip:
     leave out the optimizer step on all ranks. ignore: step with it."""
     check_replicas_every_n_steps: int = 0
-    """Optimizer steps between two checks that all ranks that hold a weight hold the same bits; 0: never."""
+    """Optimizer steps between two checks that all ranks that hold a weight hold the same bits. 0: only the first three
+    steps of a fit. -1: never."""
     update_scope: DeclaredScope = "auto"
     """Scope of an update by an optimizer that torch does not ship. elementwise: an element of a weight depends on its
     own gradient and state alone, as in AdamW, so that the optimizer may be given any part of a weight. parameter: it
@@ -57,9 +58,10 @@ class OptimizerConfig:
         ]
         if self.bucket_size < 1:
             faults.append(f"bucket_size ({self.bucket_size}) must be at least 1; it counts elements, 40000000 is usual")
-        if self.check_replicas_every_n_steps < 0:
+        if self.check_replicas_every_n_steps < -1:
             faults.append(
-                f"check_replicas_every_n_steps ({self.check_replicas_every_n_steps}) must be at least 0; 0 is never"
+                f"check_replicas_every_n_steps ({self.check_replicas_every_n_steps}) must be at least -1; 0 checks the "
+                "first three steps, -1 none"
             )
         if self.overlap_param_gather and self.kind == "replicated":
             faults.append(

@@ -61,6 +61,11 @@ class DataParallelComm:
         if self._hook_gradients is not None:
             self._hook_gradients.show()
 
+    def refresh_gradients(self) -> None:
+        """Gradients of master weights were scaled; hooks that look again see them so."""
+        if self._hook_gradients is not None:
+            self._hook_gradients.refresh()
+
     def take_gradients(self) -> None:
         """What hooks did to gradients is about to count."""
         if self._hook_gradients is not None:

@@ -26,19 +26,25 @@ class HookGradients:
     @torch.no_grad()
     def show(self) -> None:
         """Puts the full gradient of each parameter on it, after a reduction. Collective over data-parallel ranks."""
-        self._shown, self._versions = {}, {}
-        for bucket, params in self._gradients.handed_over.items():
-            parameters = [param.parameter for param in params]
-            for parameter in parameters:
-                shard = self._shards.get(parameter)
-                if shard is not None and shard.tensor.grad is not None:
-                    # With gradients of earlier batches, that nobody zeroed.
-                    self._part(bucket, shard).copy_(shard.tensor.grad)
-            collectives.all_gather_(bucket.gradient, bucket.shards)
+        handed_over = self._gradients.handed_over
+        self._shown = {bucket: [param.parameter for param in params] for bucket, params in handed_over.items()}
+        # With gradients of earlier batches, that nobody zeroed.
+        self.refresh()
+        for bucket, parameters in self._shown.items():
             for parameter in parameters:
                 parameter.grad = bucket.grad_views[parameter]
                 self._give(bucket, parameter)
-            self._shown[bucket], self._versions[bucket] = parameters, bucket.gradient._version
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Shows the gradients of the master weights as they are now. Collective over data-parallel ranks."""
+        for bucket, parameters in self._shown.items():
+            for parameter in parameters:
+                shard = self._shards.get(parameter)
+                if shard is not None and shard.tensor.grad is not None:
+                    self._part(bucket, shard).copy_(shard.tensor.grad)
+            collectives.all_gather_(bucket.gradient, bucket.shards)
+            self._versions[bucket] = bucket.gradient._version
 
     @torch.no_grad()
     def take(self) -> None:

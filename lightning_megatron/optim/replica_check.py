@@ -12,6 +12,8 @@ from lightning_megatron.optim.reductions import extremes
 
 # Wider elements count as several of 32 bits: the highest of 64, times an even number, would leave the sum.
 _INTEGERS = {1: torch.uint8, 2: torch.int16}
+# Elements that are hashed at once.
+_STRETCH = 1 << 22
 
 
 def found_nonfinite(stepped: Sequence[Tensor], world: Axis, device: torch.device) -> bool:
@@ -71,9 +73,13 @@ def differing_copies(gradients: Gradients, mesh: Mesh) -> list[str]:
 
 def fingerprint(x: Tensor) -> Tensor:
     """A hash of the tensor's bits, int64 []: the sum of all elements as integers, each times its own odd number."""
-    bits = x.contiguous().view(-1).view(_INTEGERS.get(x.element_size(), torch.int32)).to(torch.int64)
-    factors = torch.arange(1, 2 * bits.numel(), 2, dtype=torch.int64, device=x.device)
-    return (bits * factors).sum()
+    bits = x.contiguous().view(-1).view(_INTEGERS.get(x.element_size(), torch.int32))
+    total = torch.zeros((), dtype=torch.int64, device=x.device)
+    # In stretches, because as int64 the whole would take several times the memory of the tensor.
+    for start in range(0, bits.numel(), _STRETCH):
+        part = bits[start : start + _STRETCH].to(torch.int64)
+        total += (part * torch.arange(2 * start + 1, 2 * (start + part.numel()), 2, device=x.device)).sum()
+    return total
 
 
 def bullet_list(lines: Iterable[str], limit: int = 20) -> str:

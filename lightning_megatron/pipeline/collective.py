@@ -190,6 +190,12 @@ class _Recorded(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        what = "gradient of a gradient" if torch.is_grad_enabled() else "second backward" if ctx.work is None else ""
+        if what:
+            raise RuntimeError(
+                f"training_step asked for a {what} through the stages of a pipelined model, whose one backward is "
+                "neither recorded nor kept; use pipeline_model_parallel_size=1"
+            )
         input_grads = ctx.call.run_backward(ctx.work, ctx.roots, grads)
         ctx.work = ctx.roots = None
         return (None, None, None, None, None, *input_grads)

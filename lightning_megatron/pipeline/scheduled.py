@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from lightning_megatron.comm.p2p import Payload
 from lightning_megatron.mesh import Mesh
@@ -117,6 +118,8 @@ class ScheduledCall:
         self._received: Payload | None = None
         self._output: Payload | None = None
         self._num_calls = 0
+        # Whether the caller's step runs, whose own calls of autograd are none of the schedule's backwards.
+        self.is_in_step = False
         self._saved: dict[tuple[int, int], _SavedStage] = {}
         self._weight_tasks: dict[tuple[int, int], list[Task]] = {}
 
@@ -132,13 +135,25 @@ class ScheduledCall:
         output = module.run_stage(self._stage, hidden if self._stage == 0 else self._received, context)
         module.draws.call += 1
         if self._stage == self._num_stages - 1:
-            return output
+            return output if self._num_stages == 1 else self._tied_to(output, (args, kwargs))
         if not isinstance(output, (Tensor, dict)):
             raise RuntimeError(
                 f"a stage hands {type(output).__name__} to the next; it must hand a tensor or a dict of tensors"
             )
         self._output = output
         raise StageExit
+
+    def _tied_to(self, output: Any, inputs: Any) -> Any:
+        """The output of the last stage, which asks for no gradient by the inputs that the first stage took."""
+        leaves, spec = tree_flatten(output)
+        wanted = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        floating = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        if not wanted or not floating:
+            return output
+        tied = _NoGradientByInput.apply(self, len(wanted), *wanted, *(leaves[i] for i in floating))
+        for i, leaf in zip(floating, tied, strict=True):
+            leaves[i] = leaf
+        return tree_unflatten(leaves, spec)
 
     def forward(self, stage: int, microbatch: int, received: Payload | None) -> Payload | None:
         """Enters the caller's step for a microbatch, to run one stage of it."""
@@ -149,12 +164,14 @@ class ScheduledCall:
             module.draws.first_sample, module.draws.call = self._first_samples[microbatch], 0
         output: Payload | None = None
         loss: Tensor | None = None
+        self.is_in_step = True
         try:
             loss = self._enter_step(microbatch)
         except StageExit:
             output = self._output
         finally:
             self._received = self._output = None
+            self.is_in_step = False
         if output is None:
             self._require_end_of_step()
         self._saved[stage, microbatch] = _SavedStage(received, output, loss)
@@ -221,6 +238,27 @@ class ScheduledCall:
                 grads = named(grad)
                 torch.autograd.backward(list(saved.edges.values()), [grads[name] for name in saved.edges])
         return gradients_of(saved.received)
+
+
+class _NoGradientByInput(torch.autograd.Function):
+    """Identity on the outputs of the last stage, between them and the inputs, which belong to the first stage's graph.
+
+    Without it autograd would say that the inputs were not used, or give None for their gradients.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, call: ScheduledCall, num_inputs: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.call, ctx.num_inputs = call, num_inputs
+        return tuple(tensor.view_as(tensor) for tensor in tensors[num_inputs:])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        if ctx.call.is_in_step:
+            raise RuntimeError(
+                "training_step asked for a gradient through a pipelined model, by its input, which the last stage "
+                "does not have; use pipeline_model_parallel_size=1"
+            )
+        return (None, None, *(None for _ in range(ctx.num_inputs)), *grads)
 
 
 def named(payload: Payload | None) -> dict[str, Tensor]:

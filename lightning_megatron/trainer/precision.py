@@ -79,7 +79,8 @@ class MegatronPrecision(Precision):
         self.gradient_norm: Tensor | None = None
         # Its hooks run around what is done with the gradients of a step.
         self.step_hook: StepHook | None = None
-        self._on_step: Callable[[Optimizer], None] | None = None
+        self._before_step: Callable[[Optimizer], None] = _nothing
+        self._after_step: Callable[[Optimizer], None] = _nothing
         self._handles: list[RemovableHandle] = []
 
     def begin(
@@ -87,13 +88,15 @@ class MegatronPrecision(Precision):
         dp_comm: DataParallelComm,
         config: LossScaleConfig,
         optimizers: Iterable[Optimizer],
-        on_step: Callable[[Optimizer], None],
+        before_step: Callable[[Optimizer], None],
+        after_step: Callable[[Optimizer], None],
     ) -> None:
         """A fit begins that sums its gradients by `dp_comm`; `config` is that of float16's loss scale.
 
-        `on_step` is called after each step of an optimizer.
+        `before_step` and `after_step` are called around each step of an optimizer.
         """
-        self.dp_comm, self.gradient_norm, self.has_skipped, self._on_step = dp_comm, None, False, on_step
+        self.dp_comm, self.gradient_norm, self.has_skipped = dp_comm, None, False
+        self._before_step, self._after_step = before_step, after_step
         self.loss_scale = LossScale(config) if self.precision == "16-mixed" else None
         # By torch's hooks, because a user's code may step an optimizer itself, past Lightning.
         for optimizer in optimizers:
@@ -104,7 +107,7 @@ class MegatronPrecision(Precision):
         """The fit ends, or never began."""
         for handle in self._handles:
             handle.remove()
-        self._handles, self._on_step = [], None
+        self._handles, self._before_step, self._after_step = [], _nothing, _nothing
         self.dp_comm = self.step_hook = None
 
     @override
@@ -157,20 +160,21 @@ class MegatronPrecision(Precision):
         gradients.are_new = False
         return result
 
-    def _prepare_step(self, *_: Any) -> None:
+    def _prepare_step(self, optimizer: Optimizer, *_: Any) -> None:
         assert self.dp_comm is not None
         if self.step_hook is not None:
             self.step_hook.begin(OPTIMIZER)
         self.dp_comm.prepare_step()
+        self._before_step(optimizer)
 
     def _end_step(self, optimizer: Optimizer, *_: Any) -> None:
-        assert self.dp_comm is not None and self._on_step is not None
+        assert self.dp_comm is not None
         self.has_stepped = True
         if self.step_hook is not None:
             self.step_hook.end(OPTIMIZER)
         with hooked(self.step_hook, GATHER):
             self.dp_comm.update_params()
-        self._on_step(optimizer)
+        self._after_step(optimizer)
 
     def _is_to_skip(self, model: pl.LightningModule, stepped: list[Tensor]) -> bool:
         """Whether the step must not be done because some rank made NaN or Inf; raises RuntimeError on all ranks where
@@ -200,12 +204,14 @@ class MegatronPrecision(Precision):
         assert self.dp_comm is not None and isinstance(optimizer, Optimizer)
         self.dp_comm.take_gradients()
         self.gradient_norm = self.dp_comm.gradients.clip(float(clip_val), self.main_params(optimizer))
+        self.dp_comm.refresh_gradients()
 
     @override
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
         assert self.dp_comm is not None
         self.dp_comm.take_gradients()
         super().clip_grad_by_value(optimizer, clip_val)
+        self.dp_comm.refresh_gradients()
 
     def low_dtype(self) -> torch.dtype | None:
         """The dtype of weights that have float32 master weights; None where weights are stepped as they are."""
@@ -227,6 +233,10 @@ class MegatronPrecision(Precision):
             self.fp8_layers.load_state_dict(state_dict.get(_FP8_AMAXES, {}))
         if self.loss_scale is not None and _LOSS_SCALE in state_dict:
             self.loss_scale.load_state_dict(state_dict[_LOSS_SCALE])
+
+
+def _nothing(optimizer: Optimizer) -> None:
+    """Is called around steps outside of a fit."""
 
 
 def _fp8_of(plugin: TransformerEnginePrecision) -> Fp8Config:

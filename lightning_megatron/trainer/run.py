@@ -29,6 +29,8 @@ from lightning_megatron.trainer.fault_tolerance.preemption import Preemption
 from lightning_megatron.trainer.resume.run_state import ResumeState
 from lightning_megatron.trainer.setup import metric_sync, optimizers, pipelined_models
 from lightning_megatron.trainer.setup.connections import Connections
+from lightning_megatron.trainer.step.first_steps import FirstSteps
+from lightning_megatron.trainer.step.hook_check import HookCheck
 from lightning_megatron.trainer.step.skipped_step_schedulers import SkippedStepSchedulers
 from lightning_megatron.trainer.step.steps import Steps
 from lightning_megatron.transformer.moe import share_yield_to_peer
@@ -61,11 +63,17 @@ class ActiveRun:
     """Whether all ranks have exchanged whether they load a checkpoint."""
     document_prefetch: DynamicContext | None = None
     dp_comm: DataParallelComm | None = None
+    num_steps: int = 0
+    """Optimizer steps of this run, those that were skipped too."""
+    hook_check: HookCheck | None = None
+    """Check of what a user's hooks do to gradients; None where there are none."""
     stepped_models: list[set[str]] = field(default_factory=list)
     """Names, for each optimizer, of the pipelined models of whose weights it has some."""
     synced_metrics: list[Metric] = field(default_factory=list)
     """Metrics whose sync was changed for this run."""
     skipped_step_schedulers: SkippedStepSchedulers = field(default_factory=SkippedStepSchedulers)
+    first_steps: FirstSteps | None = None
+    """Check of what the first steps log; None on a single rank."""
     steps: Steps | None = None
     is_synchronised: bool = True
     """Whether the next backward ends an optimizer step, so that its gradients are summed over data-parallel ranks."""
@@ -78,7 +86,8 @@ class ActiveRun:
     @property
     def own_callbacks(self) -> list[pl.Callback]:
         """Callbacks of the strategy's own, which stand after the user's during the run."""
-        return [callback for callback in (self.local_checkpoint, self.preemption) if callback is not None]
+        own = self.first_steps, self.local_checkpoint, self.preemption
+        return [callback for callback in own if callback is not None]
 
     def agree_to_load(self, path: str | None) -> None:
         """Checks, once a run, that all ranks load one checkpoint, or none. Collective over the world.
@@ -105,10 +114,11 @@ class ActiveRun:
 
     def check_replicas(self, step: int) -> None:
         """Raises RuntimeError where weights that several ranks hold differ. Collective over the world."""
-        if self.dp_comm is None:
+        mesh = self.connections.mesh
+        if self.dp_comm is None or mesh.world.size == 1:
             return
         self.dp_comm.gather_all()
-        if lines := differing_copies(self.dp_comm.gradients, self.connections.mesh):
+        if lines := differing_copies(self.dp_comm.gradients, mesh):
             raise RuntimeError(
                 f"weights that several ranks hold differ after step {step}:\n{bullet_list(lines)}\na hook or a callback"
                 " changed them on some ranks only, or a rank computes wrongly; go on from the last checkpoint"

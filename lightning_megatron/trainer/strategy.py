@@ -72,6 +72,8 @@ from lightning_megatron.trainer.setup import (
 from lightning_megatron.trainer.setup.connections import Connections
 from lightning_megatron.trainer.setup.launcher import CheckingLauncher
 from lightning_megatron.trainer.setup.process_groups import Groups
+from lightning_megatron.trainer.step.first_steps import NUM_CHECKED, FirstSteps
+from lightning_megatron.trainer.step.hook_check import HookCheck
 from lightning_megatron.trainer.step.microbatches import Cutting
 from lightning_megatron.trainer.step.reduction import reduced
 from lightning_megatron.trainer.step.step_log import REDUCED
@@ -341,6 +343,8 @@ class MegatronStrategy(ParallelStrategy):
         if module is not None and module.trainer.state.fn == TrainerFn.FITTING:
             self._last_fit.history = run_history.begun([], module.trainer.global_step, self._saver.world)
             run.local_checkpoint = self._make_local_checkpoint()
+        if world.size > 1 and module is not None and module.trainer.state.fn == TrainerFn.FITTING:
+            run.first_steps = FirstSteps(self.mesh.axis("pp+cp+tp"))
         vote = StopVote(self.global_rank, world.size)
         run.preemption = Preemption(self.checkpoint, vote, self._saver, self.cluster_environment)
         if world.size > 1:
@@ -381,11 +385,12 @@ class MegatronStrategy(ParallelStrategy):
             metric_sync.sync_batch_norms_over(module, self.mesh.dp)
         pipelined_models.pipeline_late_sequential(module, self.mesh)
         model_checks.require_own_mesh(module, self.mesh)
+        model_checks.require_untied_outside(module, self.mesh)
         self.model = self.precision_plugin.convert_module(module)
         self.model_to_device()
         initial_sync.sync_module_states(module, self.mesh)
         model_checks.share_recomputation(module, self.recompute, self.mesh)
-        model_checks.warn_of_unused_axes(module, self.mesh)
+        model_checks.require_used_axes(module, self.mesh)
         pipelined = pipelined_models.pipelined_modules(module)
         if self.dynamic_context is not None and trainer.state.fn == TrainerFn.FITTING:
             model_checks.require_spreading(module)
@@ -395,6 +400,9 @@ class MegatronStrategy(ParallelStrategy):
                 self.fp8, pipelined, self.mesh, self.root_device, self._groups.on_device
             )
         if trainer.state.fn == TrainerFn.FITTING:
+            is_synced = self._layer_sync is not None
+            num_parts = (2 if self.microbatch_size else self.num_microbatches) * (1 if is_synced else self.mesh.dp.size)
+            model_checks.warn_of_batch_statistics(module, num_parts, is_synced=is_synced)
             self._reset_optimizers_and_schedulers()
             self.setup_optimizers(trainer)
             has_master_weights = optimizers.has_master_weights(self.optimizer, self._plugin)
@@ -417,7 +425,9 @@ class MegatronStrategy(ParallelStrategy):
                 self._groups.on_device,
                 self.root_device,
             )
-            self._plugin.begin(run.dp_comm, self.loss_scale, self.optimizers, self._on_step)
+            self._plugin.begin(run.dp_comm, self.loss_scale, self.optimizers, self._before_step, self._after_step)
+            if self.mesh.world.size > 1 and (hooks := optimizers.gradient_hooks(module)):
+                run.hook_check = HookCheck(run.dp_comm.gradients, hooks)
         self.setup_precision_plugin()
         if not self.is_distributed:
             # Model-parallel ranks log the same values, but Lightning sees several processes and advises to sync.
@@ -537,8 +547,11 @@ class MegatronStrategy(ParallelStrategy):
             lambda loss: plugin.backward(loss, module, optimizer, *args, **kwargs),
             reduce_now=self._require_run().is_synchronised,
         )
-        if self._require_run().is_synchronised:
+        run = self._require_run()
+        if run.is_synchronised:
             self.steps.dp_comm.show_gradients()
+            if run.hook_check is not None:
+                run.hook_check.begin()
         return plugin.post_backward(closure_loss, module)
 
     @override
@@ -552,12 +565,20 @@ class MegatronStrategy(ParallelStrategy):
             run.end_step_of_models(module, self.optimizers, optimizer, has_stepped=False)
         if self._plugin.has_skipped:
             run.skipped_step_schedulers.hold(self.lr_scheduler_configs)
+        run.num_steps += 1
         every, step = self.optimizer.check_replicas_every_n_steps, module.trainer.global_step + 1
-        if every and step % every == 0:
+        if (every > 0 and step % every == 0) or (not every and run.num_steps <= NUM_CHECKED):
             run.check_replicas(step)
         return result
 
-    def _on_step(self, optimizer: Optimizer) -> None:
+    def _before_step(self, optimizer: Optimizer) -> None:
+        """What precedes an optimizer's step, whoever takes it."""
+        hook_check = self._require_run().hook_check
+        if hook_check is not None:
+            stepped = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+            hook_check.end(stepped, self._require_module().trainer.global_step)
+
+    def _after_step(self, optimizer: Optimizer) -> None:
         """What follows an optimizer's step, whoever took it."""
         run, module = self._require_run(), self._require_module()
         if not module.automatic_optimization:

@@ -15,7 +15,7 @@ def test_all_faults_of_an_optimizer_config_are_reported_together() -> None:
         "on_nonfinite": "warn",
         "update_scope": "matrix",
         "bucket_size": -5,
-        "check_replicas_every_n_steps": -1,
+        "check_replicas_every_n_steps": -2,
     }
     with pytest.raises(ValueError) as error:
         OptimizerConfig(**wrong)
@@ -26,7 +26,7 @@ def test_all_faults_of_an_optimizer_config_are_reported_together() -> None:
         "optimizer on_nonfinite ('warn') must be one of stop, skip, ignore",
         "optimizer update_scope ('matrix') must be one of auto, elementwise, parameter",
         "bucket_size (-5) must be at least 1; it counts elements, 40000000 is usual",
-        "check_replicas_every_n_steps (-1) must be at least 0; 0 is never",
+        "check_replicas_every_n_steps (-2) must be at least -1; 0 checks the first three steps, -1 none",
     ]
 
 

@@ -8,6 +8,7 @@ import lightning as L
 import torch
 from torch import Tensor
 
+from lightning_megatron import named_gradients
 from lightning_megatron.sharding import shard_of
 from tests.trainer.layouts import Layout, make_trainer
 from tests.trainer.modules import Data
@@ -24,7 +25,7 @@ class Trace:
     epochs: list[dict[str, float]] = field(default_factory=list)
     """And after every epoch."""
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
-    """Before every optimizer step."""
+    """Of the full model, before every optimizer step."""
     rates: list[float] = field(default_factory=list)
     weights: "Parts" = field(default_factory=dict)
 
@@ -36,8 +37,7 @@ class Recorder(L.Callback):
         self.trace = Trace()
 
     def on_before_optimizer_step(self, trainer: L.Trainer, module: L.LightningModule, optimizer: Any) -> None:
-        named = module.named_parameters()
-        self.trace.gradients.append({n: p.grad.detach().clone() for n, p in named if p.grad is not None})
+        self.trace.gradients.append({name: grad for name, grad in named_gradients(module) if grad is not None})
         self.trace.rates.append(optimizer.param_groups[0]["lr"])
 
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, *_: Any) -> None:
@@ -111,9 +111,7 @@ def difference(trace: Trace, wanted: Trace) -> float:
         found += [_apart(a, b) for a, b in zip(ours, theirs, strict=True)]
     if len(trace.gradients) != len(wanted.gradients):
         return float("inf")
-    held = trace.weights.keys()
-    for ours, theirs in zip(trace.gradients, wanted.gradients, strict=True):
-        found.append(_apart(ours, {name: grad for name, grad in theirs.items() if name in held}))
+    found += [_apart(ours, theirs) for ours, theirs in zip(trace.gradients, wanted.gradients, strict=True)]
     found.append(parts_apart(trace.weights, wanted.weights))
     return max(found)
 

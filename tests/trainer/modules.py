@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
-from lightning_megatron.mesh import Mesh, ambient_mesh
+from lightning_megatron.mesh import Axis, ambient_mesh
 from lightning_megatron.pipeline.module import PipelineModule
 from lightning_megatron.sharding import Initial
 from lightning_megatron.tensor.linear import ColumnParallelLinear, RowParallelLinear
@@ -71,8 +71,26 @@ def chain() -> nn.Sequential:
     )
 
 
+class TwoCuts(nn.Module):
+    """A column-parallel and a row-parallel layer, whose tokens may be divided over `sp`."""
+
+    def __init__(self, tp: Axis, sp: Axis, std: float) -> None:
+        super().__init__()
+        initial = Initial(std=std)
+        self.up = ColumnParallelLinear(8, 16, tp=tp, sp=sp, bias=True, initial=initial)
+        self.down = RowParallelLinear(16, 8, tp=tp, sp=sp, bias=True, initial=initial)
+        initialise(self, 3)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        output: Tensor = self.down(torch.tanh(self.up(hidden)))
+        return output
+
+
 class Small(L.LightningModule):
-    """A chain with a plain layer before and after it. SGD, because Adam hides a gradient wrong by a factor."""
+    """A chain with a plain layer before it, and one after it behind layers that are cut over tp.
+
+    SGD, because Adam hides a gradient wrong by a factor.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,8 +99,13 @@ class Small(L.LightningModule):
         self.net: nn.Module = chain()
         self.after = nn.Linear(8, NUM_CLASSES)
 
+    def configure_model(self) -> None:
+        if not hasattr(self, "cut"):
+            mesh = ambient_mesh()
+            self.cut = TwoCuts(mesh.tp, Axis.alone(mesh.global_rank), 0.2)
+
     def logits(self, inputs: Tensor) -> Tensor:
-        output: Tensor = self.after(self.net(self.before(inputs)))
+        output: Tensor = self.after(self.cut(self.net(self.before(inputs))))
         return output
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -112,6 +135,7 @@ class OwnPipeline(Small):
         del self.net
 
     def configure_model(self) -> None:
+        super().configure_model()
         if not hasattr(self, "net"):
             self.net = PipelineModule.from_modules(self.parts)
 
@@ -255,21 +279,6 @@ class Measured(Small):
         self.val_losses.clear()
 
 
-class TwoCuts(nn.Module):
-    """A column-parallel and a row-parallel layer."""
-
-    def __init__(self, mesh: Mesh) -> None:
-        super().__init__()
-        tp, sp = mesh.tp, mesh.sp
-        self.up = ColumnParallelLinear(8, 16, tp=tp, sp=sp, bias=True, initial=Initial(std=0.5))
-        self.down = RowParallelLinear(16, 8, tp=tp, sp=sp, bias=True, initial=Initial(std=0.5))
-        initialise(self, 3)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        output: Tensor = self.down(torch.tanh(self.up(hidden)))
-        return output
-
-
 class Parallel(Small):
     """Its chain is cut over the tensor-parallel ranks."""
 
@@ -278,5 +287,7 @@ class Parallel(Small):
         del self.net
 
     def configure_model(self) -> None:
+        super().configure_model()
         if not hasattr(self, "net"):
-            self.net = TwoCuts(ambient_mesh())
+            mesh = ambient_mesh()
+            self.net = TwoCuts(mesh.tp, mesh.sp, 0.5)

@@ -14,6 +14,7 @@ from lightning_megatron.data.batch_ramp import BatchRamp
 from lightning_megatron.mesh import Sizes
 from lightning_megatron.rules import cross_config
 from lightning_megatron.trainer.config import ConfigurationError, PipelineConfig
+from lightning_megatron.trainer.setup.model_checks import plain_module_faults
 from lightning_megatron.transformer.config import TransformerConfig
 
 # What a Trainer takes for ckpt_path instead of a path.
@@ -92,6 +93,7 @@ def faults(trainer: pl.Trainer, arguments: tuple[Any, ...]) -> list[str]:
         dynamic_context=strategy.dynamic_context,
     )
     found = cross_config.faults(facts)
+    found += plain_module_faults(trainer.lightning_module, sizes)
     if trainer.training:
         found += _uncut_faults(trainer.lightning_module, sizes, num_microbatches, microbatch_size, pipeline)
         if strategy.dynamic_context is not None:

@@ -1,14 +1,16 @@
 """Checks of the models in a user's module before the first step, and the setting of their recomputation."""
 
+import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
 from lightning_megatron.comm import collectives
-from lightning_megatron.mesh import Mesh
+from lightning_megatron.mesh import Mesh, Sizes
+from lightning_megatron.moe.experts import Experts
 from lightning_megatron.sharding import sharded_parameters
 from lightning_megatron.trainer.config import ConfigurationError
-from lightning_megatron.trainer.setup.expert_replicas import has_experts
-from lightning_megatron.trainer.setup.pipelined_models import pipelined_modules
+from lightning_megatron.trainer.setup.pipelined_models import names_inside, pipelined_modules
 from lightning_megatron.transformer import recompute
 from lightning_megatron.transformer.recompute import RecomputeConfig
 
@@ -55,20 +57,94 @@ def require_spreading(module: nn.Module) -> None:
         )
 
 
-def warn_of_unused_axes(module: nn.Module, mesh: Mesh) -> None:
-    """Warns where ranks are to share sequences and nothing of the module lets them."""
-    models = pipelined_modules(module).values()
-    if mesh.cp.size > 1 and not any(model.cuts_sequences for model in models):
-        rank_zero_warn(
-            f"context_parallel_size ({mesh.cp.size}) cuts nothing of {type(module).__name__}, which holds no model of "
-            "cut sequences: every rank of cp computes the whole batch. Use GPTModel, or a larger data-parallel size",
-            category=UserWarning,
+def require_used_axes(module: nn.Module, mesh: Mesh) -> None:
+    """Raises ConfigurationError, on every rank, for sizes above 1 that cut nothing of the module. Collective over pp.
+
+    Their ranks would all compute the same, and each would hold the whole model.
+    """
+    # A stage may hold none of the layers in question.
+    cut = set().union(*collectives.gather_objects(_cut_axes(module), mesh.pp))
+    if faults := _unused_axis_faults(module, mesh.sizes, cut):
+        raise ConfigurationError(faults)
+
+
+def plain_module_faults(module: pl.LightningModule, sizes: Sizes) -> list[str]:
+    """Errors of sizes that will cut nothing of a module which is complete before the ranks are known."""
+    is_complete = not is_overridden("configure_model", module) and not pipelined_modules(module)
+    # One that was built for other ranks than its run has is told so, by `require_own_mesh`.
+    if not is_complete or any(True for _ in sharded_parameters(module)):
+        return []
+    return _unused_axis_faults(module, sizes, set())
+
+
+def _cut_axes(module: nn.Module) -> set[str]:
+    """Names of the axes over whose ranks this stage of a module is cut."""
+    shards = [shard for _, _, shard in sharded_parameters(module)]
+    cut = {axis.name for shard in shards for axis in (shard.axis, shard.leading) if axis is not None and axis.size > 1}
+    if any(model.cuts_sequences for model in pipelined_modules(module).values()):
+        cut.add("cp")
+    if any(isinstance(child, Experts) for child in module.modules()):
+        cut.add("ep")
+    return cut
+
+
+def _unused_axis_faults(module: nn.Module, sizes: Sizes, cut: set[str]) -> list[str]:
+    name, faults = type(module).__name__, []
+    if sizes.tp > 1 and "tp" not in cut:
+        faults.append(
+            f"tensor_model_parallel_size ({sizes.tp}) cuts nothing of {name}, which holds no tensor-parallel layer: "
+            "every rank of tp would hold all weights and compute the same. Build its layers in configure_model from "
+            "GPTModel, or from ColumnParallelLinear and RowParallelLinear; or use tensor_model_parallel_size=1"
         )
-    sizes = mesh.sizes
-    if sizes.ep * sizes.etp > 1 and not has_experts(module, mesh):
-        rank_zero_warn(
+    if sizes.cp > 1 and "cp" not in cut:
+        faults.append(
+            f"context_parallel_size ({sizes.cp}) cuts nothing of {name}, which holds no model of cut sequences: every "
+            "rank of cp would compute the whole batch. Use GPTModel, or context_parallel_size=1 and with it a larger "
+            "data-parallel size"
+        )
+    if sizes.ep * sizes.etp > 1 and "ep" not in cut:
+        faults.append(
             f"expert_model_parallel_size ({sizes.ep}) and expert_tensor_parallel_size ({sizes.etp}) cut nothing of "
-            f"{type(module).__name__}, which holds no experts. Use GPTConfig(moe=MoEConfig(...)), or leave them out",
+            f"{name}, which holds no experts. Use GPTConfig(moe=MoEConfig(...)), or leave them out"
+        )
+    return faults
+
+
+def require_untied_outside(module: nn.Module, mesh: Mesh) -> None:
+    """Raises ConfigurationError, on every rank, for weights that a pipelined model shares with a module outside of it.
+
+    Only the stage that holds the weight would have both uses of it. Collective over pp.
+    """
+    if mesh.pp.size == 1:
+        return
+    models = pipelined_modules(module).values()
+    inside = {child for model in models for child in model.modules()}
+    weights = {weight: name for name, weight in module.named_parameters() if name in names_inside(module)}
+    own = {
+        f"{name}.{key} ({weights[weight]})"
+        for name, child in module.named_modules()
+        if child not in inside
+        for key, weight in child.named_parameters(recurse=False)
+        if weight in weights
+    }
+    if tied := set().union(*collectives.gather_objects(own, mesh.pp)):
+        raise ConfigurationError(
+            f"{', '.join(sorted(tied))} of {type(module).__name__} is a weight of its pipelined model, and of a module "
+            "outside of that, which every stage holds; put the module into the chain and tie it with Part.shares of a "
+            "PipelineModule, or use pipeline_model_parallel_size=1"
+        )
+
+
+def warn_of_batch_statistics(module: nn.Module, num_parts: int, *, is_synced: bool) -> None:
+    """Warns of layers that normalise over the rows they see, where a global batch is run in `num_parts` parts."""
+    names = [name for name, child in module.named_modules() if isinstance(child, nn.modules.batchnorm._BatchNorm)]
+    if names and num_parts > 1:
+        synced = "over data-parallel ranks, by sync_batchnorm=True, but not over microbatches" if is_synced else "alone"
+        rank_zero_warn(
+            f"batch norms ({', '.join(names)}) normalise each part of a global batch {synced}, and it is run in "
+            f"{num_parts} parts (microbatches of data-parallel ranks): one device would take the statistics of all "
+            "rows. Use num_microbatches=1 with sync_batchnorm=True, or a norm that takes each row by itself "
+            "(LayerNorm, GroupNorm, RMSNorm). What else couples rows, as in-batch negatives, is computed by parts too",
             category=UserWarning,
         )
 

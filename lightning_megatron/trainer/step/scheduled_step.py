@@ -4,10 +4,13 @@ microbatches of the batch ─► Runtime.run ─► ScheduledCall.forward ─►
 StepLog.replay ◄─ end of the schedule       ScheduledCall.backward ◄─ loss x weight ◄──────────────┘
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from torchmetrics import Metric
 
@@ -17,11 +20,13 @@ from lightning_megatron.pipeline.plans import training_plan
 from lightning_megatron.pipeline.runtime import Runtime
 from lightning_megatron.pipeline.scheduled import ScheduledCall, StageExit
 from lightning_megatron.trainer.config import PipelineConfig
+from lightning_megatron.trainer.step import step_checks
 from lightning_megatron.trainer.step.microbatches import StepBatch
 from lightning_megatron.trainer.step.step_batches import StepBatches
+from lightning_megatron.trainer.step.step_checks import BufferWatch, LossCheck
 from lightning_megatron.trainer.step.step_gradients import StepGradients
 from lightning_megatron.trainer.step.step_log import StepLog
-from lightning_megatron.trainer.step.user_step import Context, UserStep, loss_of
+from lightning_megatron.trainer.step.user_step import OWN_KEYS, Context, UserStep, loss_of, loss_reduction_of
 
 
 @dataclass(kw_only=True, eq=False)
@@ -36,7 +41,11 @@ class ScheduledStep:
     batches: StepBatches
     driver_between: Driver
     """Driver of the models' calls outside a schedule."""
+    loss_check: LossCheck
+    buffer_watch: BufferWatch
     is_running: bool = False
+    _told: set[str] = field(default_factory=set)
+    """Further outputs of the step that were told of."""
 
     def run(
         self, gradients: StepGradients, context: Context, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -59,7 +68,7 @@ class ScheduledStep:
             user_step.drive(call)
             self.is_running = True
             try:
-                with self.log.recording():
+                with self.log.recording(), self._guarded(len(parts)):
                     self.runtime.run(training_plan(schedule), call)
             finally:
                 self.is_running = False
@@ -70,7 +79,18 @@ class ScheduledStep:
             self._refuse_metrics(num_updates)
         summary = self.log.replay()
         gradients.weigh_scheduled(summary.weight)
-        return {"loss": summary.loss.to(self.log.dtype)}
+        self.loss_check.check(summary.loss)
+        return {**summary.outputs, "loss": summary.loss.to(self.log.dtype)}
+
+    @contextmanager
+    def _guarded(self, num_microbatches: int) -> Iterator[None]:
+        """Finds, while the schedule runs, what a step must not do that sees a part of the model or of the batch."""
+        with ExitStack() as stack:
+            stack.enter_context(self.buffer_watch.watching(num_microbatches * self.mesh.dp.size))
+            if self.mesh.pp.size > 1:
+                own = [self.user_step.module, *self.user_step.models]
+                stack.enter_context(step_checks.refusing_all_parameters(own))
+            yield
 
     def _enter(
         self,
@@ -94,20 +114,44 @@ class ScheduledStep:
             assert mark is not None
             self.log.rewind(mark)
             raise
-        loss = loss_of(output)
+        loss, is_sum = loss_of(output), loss_reduction_of(output) == "sum"
         if loss is None:
             raise RuntimeError(
                 "training_step returned no loss for a microbatch; a schedule cannot skip one, and with several "
                 "processes Lightning skips no batch either; return a loss of zero that depends on the model"
             )
-        weight = user_step.loss_weight(output, None if self.batches.are_planned else part.rows, self.log.device)
-        self.log.end_microbatch(loss, weight, part.rows)
+        weight = user_step.loss_weight(
+            output,
+            None if self.batches.are_planned else part.rows,
+            self.log.device,
+            num_parts=len(parts) * self.mesh.dp.size,
+        )
+        self._take_outputs(output)
+        self.log.end_microbatch(loss, weight, part.rows, is_sum=is_sum)
         # Each of these ranks has the whole loss and their gradients are summed: so each counts for its share.
-        share = weight / part.num_copies
+        share = (torch.ones_like(weight) if is_sum else weight) / part.num_copies
         if gradients.loss_scale is None:
             return loss * share.to(loss.dtype)
         # Not in float16, whose range a number of tokens can leave.
         return loss.float() * (share * gradients.scale_of_sums).float()
+
+    def _take_outputs(self, output: Any) -> None:
+        """Records the further numbers that a step returned; what is none is told once."""
+        extras = (
+            {name: value for name, value in output.items() if name not in OWN_KEYS} if isinstance(output, dict) else {}
+        )
+        for name, value in extras.items():
+            if isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1):
+                self.log.take_output(name, value)
+            elif name not in self._told:
+                self._told.add(name)
+                step_checks.warn_of_stage(
+                    self.mesh,
+                    f"training_step returned {name!r} beside the loss, a {type(value).__name__} of one microbatch, "
+                    "which no hook gets: a schedule runs the step once for each microbatch and stage, and hands "
+                    "numbers on. Keep it in a torchmetrics.Metric, return a number, or use "
+                    'PipelineConfig(mode="collective")',
+                )
 
     def _num_updates(self) -> dict[str, int]:
         """Number of updates of each metric of the module."""

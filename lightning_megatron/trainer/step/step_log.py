@@ -5,7 +5,7 @@ would log parts, and only on some ranks. A monitored key that some ranks lack ma
 """
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -26,6 +26,8 @@ _SLOTS = 64  # numbers of one message of fixed size; a step that logs more sends
 # Added to every weight: of nothing but zeros the mean is then the plain one. Far below what any sum can notice.
 _NOTHING = 1e-150
 _REDUCTIONS: dict[str, Reduction] = {"mean": "mean", "avg": "mean", "sum": "sum", "max": "max", "min": "min"}
+# What stands before the names of further numbers that a step returns; they are reduced and not logged.
+_OUTPUT = "returned by training_step: "
 REDUCED = "reduced over the data-parallel ranks"
 """The `sync_dist_group` of values that are those of the global batch already: `reduce` leaves them alone."""
 
@@ -55,9 +57,13 @@ class _LogEntry:
     values: list[tuple[int, Tensor]] = field(default_factory=list)
     sizes: list[float] = field(default_factory=list)
     metric: Metric | None = None
+    is_summed: bool = False
+    """Whether it is the loss, which the step says is a sum."""
 
     @property
     def reduction(self) -> Reduction:
+        if self.is_summed:
+            return "sum"
         if self.metric is not None:
             return "mean"
         function = self.options.get("reduce_fx", "mean")
@@ -75,9 +81,11 @@ class StepSummary:
     """Loss and weight of the global batch."""
 
     weight: Tensor
-    """Weight that the mean loss is a mean over, summed over microbatches and dp x cp, []."""
+    """Weight that the mean loss is a mean over, summed over microbatches and dp x cp, []; 1 for a sum."""
     loss: Tensor
-    """Mean loss of the global batch, []."""
+    """Mean loss of the global batch, or their sum, []."""
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+    """Means of the further numbers that the step returned, [] each."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +123,10 @@ class StepLog:
         self._entries: dict[str, _LogEntry] = {}
         self._weights: list[Tensor] = []
         self._losses: list[Tensor] = []
+        # Ranks that ran each microbatch together.
+        self._copies: list[int] = []
         self._rows = 0.0
+        self._is_sum = False
         self._lengths = {name: _list_lengths(metric) for name, metric in self._metrics.items()}
         self._updates = {name: metric._update_count for name, metric in self._metrics.items()}
 
@@ -130,11 +141,20 @@ class StepLog:
         finally:
             del self._module.__dict__["log"]
 
-    def end_microbatch(self, loss: Tensor | None, weight: Tensor, rows: float) -> None:
-        """Records the microbatch's loss, what it is a mean over ([] each), and its number of rows."""
+    def end_microbatch(self, loss: Tensor | None, weight: Tensor, rows: float, *, is_sum: bool = False) -> None:
+        """Records the microbatch's loss, what it is a mean over ([] each), unless it is a sum, and its rows."""
+        self._is_sum = is_sum
+        if is_sum and loss is not None:
+            for entry in self._entries.values():
+                entry.is_summed |= any(tensor.data_ptr() == loss.data_ptr() for _, tensor in entry.values)
         self._rows += rows / self.num_copies
         self._losses.append(torch.zeros(()) if loss is None else loss.detach())
         self._weights.append(weight / self.num_copies)
+        self._copies.append(self.num_copies)
+
+    def take_output(self, name: str, value: Tensor | float) -> None:
+        """Records a further number that the step returned, to be reduced as a logged mean is."""
+        self._record(f"{_OUTPUT}{name}", value)
 
     def mark(self) -> "_Mark":
         """Position in the record, for `rewind`."""
@@ -169,8 +189,6 @@ class StepLog:
         tensor = value.detach() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
         if tensor.numel() != 1:
             raise ValueError(f"self.log({name!r}) got a tensor of {tuple(tensor.shape)}; it must hold one number")
-        if entry.reduction == "sum":
-            tensor = tensor.double() / self.num_copies
         entry.values.append((len(self._weights), tensor.reshape(())))
 
     def replay(self) -> StepSummary:
@@ -183,9 +201,14 @@ class StepLog:
         if self._one_stage:
             numbers, schema = self._from_last_stage(numbers, schema)
             self._mirror_metrics()
+        outputs = {}
         for i, line in enumerate(schema):
-            self._log(line, numbers[_HEAD + 2 * i], numbers[_HEAD + 2 * i + 1], rows=numbers[3])
-        return StepSummary(weight=numbers[0], loss=numbers[1])
+            value, share = numbers[_HEAD + 2 * i], numbers[_HEAD + 2 * i + 1]
+            if line.name.startswith(_OUTPUT):
+                outputs[line.name.removeprefix(_OUTPUT)] = value.to(self.dtype, copy=True)
+            else:
+                self._log(line, value, share, rows=numbers[3])
+        return StepSummary(weight=numbers[0], loss=numbers[1], outputs=outputs)
 
     def _log(self, line: _Line, value: Tensor, share: Tensor, rows: Tensor) -> None:
         options = dict(line.options)
@@ -217,15 +240,18 @@ class StepLog:
 
         Total weight, mean loss, schema key, rows; then each value, and what it is a mean over.
         """
-        weights = self._stack(self._weights)
+        weights, losses = self._stack(self._weights), self._stack(self._losses)
         key, rows = (torch.tensor(float(n), dtype=torch.float64) for n in (_schema_key(schema), self._rows))
-        sums = [weights.sum(), (weights * self._stack(self._losses)).sum(), key, rows]
+        sums = [weights.sum(), (weights * losses).sum(), key, rows]
+        if self._is_sum:
+            sums[1] = (losses / self._copies_of(range(len(losses)))).sum()
         for line in schema:
             sums += self._sum_and_share(self._entries[line.name], weights)
         above = self._stack(sums)
         if self._dp_cp.size > 1:
             above = self._over_dp_cp(above, key, schema)
-        numbers, extremes = [above[0], _quotient(above[1], above[0]), key, above[3]], self._extremes(schema)
+        head = [torch.ones_like(above[0]), above[1]] if self._is_sum else [above[0], _quotient(above[1], above[0])]
+        numbers, extremes = [*head, key, above[3]], self._extremes(schema)
         for i, line in enumerate(schema):
             value, share = above[_HEAD + 2 * i], above[_HEAD + 2 * i + 1]
             entry = self._entries[line.name]
@@ -254,12 +280,15 @@ class StepLog:
             return [nothing, nothing]
         values = self._stack([tensor for _, tensor in entry.values])
         if entry.reduction == "sum":
-            return [values.sum(), nothing]
+            return [(values / self._copies_of(microbatch for microbatch, _ in entry.values)).sum(), nothing]
         # A mean given with its batch size is one over rows; any other is one over what the microbatch's loss is.
         shares = weights[[microbatch for microbatch, _ in entry.values]] + _NOTHING
         if entry.is_sized:
             shares = torch.tensor(entry.sizes, dtype=torch.float64, device=self.device)
         return [(values * shares).sum(), shares.sum()]
+
+    def _copies_of(self, microbatches: Iterable[int]) -> Tensor:
+        return torch.tensor([self._copies[i] for i in microbatches], dtype=torch.float64, device=self.device)
 
     def _over_dp_cp(self, numbers: Tensor, key: Tensor, schema: Schema) -> Tensor:
         """The sum over dp x cp, once it is clear that all its ranks sum the same names."""

@@ -36,9 +36,10 @@ from lightning_megatron.trainer.step.batch_checks import BatchChecks
 from lightning_megatron.trainer.step.microbatches import Cutting
 from lightning_megatron.trainer.step.scheduled_step import ScheduledStep
 from lightning_megatron.trainer.step.step_batches import StepBatches
+from lightning_megatron.trainer.step.step_checks import BufferWatch, LossCheck
 from lightning_megatron.trainer.step.step_gradients import StepGradients
 from lightning_megatron.trainer.step.step_log import StepLog
-from lightning_megatron.trainer.step.user_step import Context, UserStep, loss_of, reciprocal
+from lightning_megatron.trainer.step.user_step import Context, UserStep, loss_of, loss_reduction_of, reciprocal
 from lightning_megatron.transformer.moe import share_yield_to_peer
 
 
@@ -94,6 +95,8 @@ class Steps:
         if mesh.pp.size > 1:
             self._driver = CollectiveCall(mesh.pp, mailbox, device, batches.count_of)
         self._log = StepLog(module, mesh, device, log_dtype, tail_on_last_stage=False)
+        self._loss_check = LossCheck(mesh.axis("pp+cp+tp"))
+        self._buffer_watch = BufferWatch(module, mesh)
         self._scheduled: ScheduledStep | None = None
         if uses_schedule:
             self._scheduled = ScheduledStep(
@@ -104,14 +107,17 @@ class Steps:
                 pipeline=pipeline,
                 batches=batches,
                 driver_between=self._driver,
+                loss_check=self._loss_check,
+                buffer_watch=self._buffer_watch,
             )
         # Share of this data-parallel rank in the loss of a manual step, [].
         self._manual_share: Tensor | None = None
 
     @property
     def gradients(self) -> StepGradients:
-        """Gradients of the step that is under way; there while fitting."""
-        assert self._gradients is not None
+        """Gradients of the step that is under way; raises RuntimeError where nothing is fitted."""
+        if self._gradients is None:
+            raise RuntimeError("gradients and their norms are there during trainer.fit only")
         return self._gradients
 
     @property
@@ -146,15 +152,18 @@ class Steps:
             # The backwards come inside the step, before any weight of a loss is known: a rank counts by its rows.
             share = torch.tensor(float(rows), dtype=torch.float64, device=self._device)
             self._manual_share = share / collectives.all_reduce(share, dp_cp)
-        with self._log.recording(), self._user_step.synced_random(), context():
+        num_parts = self._mesh.dp.size
+        with self._log.recording(), self._user_step.synced_random(), context(), self._buffer_watch.watching(num_parts):
             output = self._module.training_step(*args, **kwargs)
-        loss = loss_of(output)
-        weight = self._user_step.loss_weight(output, rows, self._device)
-        self._log.end_microbatch(loss, weight, rows)
+        loss, is_sum = loss_of(output), loss_reduction_of(output) == "sum"
+        weight = self._user_step.loss_weight(output, rows, self._device, num_parts=num_parts)
+        self._log.end_microbatch(loss, weight, rows, is_sum=is_sum)
         summary = self._log.replay()
+        self._loss_check.check(loss)
         if loss is None or not self._module.automatic_optimization or dp_cp.size == 1:
             return output
-        share = loss * (weight / self._mesh.cp.size * reciprocal(summary.weight)).to(loss.dtype)
+        part = torch.ones_like(weight) if is_sum else weight
+        share = loss * (part / self._mesh.cp.size * reciprocal(summary.weight)).to(loss.dtype)
         # The value is that of the global batch, the gradient this rank's share of it.
         global_loss = share + (summary.loss.to(loss.dtype) - share).detach()
         return {**output, "loss": global_loss} if isinstance(output, dict) else global_loss

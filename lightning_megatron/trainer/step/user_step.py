@@ -6,7 +6,7 @@ Every mode enters the step by `UserStep`: a schedule once per microbatch on ever
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -17,6 +17,10 @@ from lightning_megatron.mesh import Mesh
 from lightning_megatron.pipeline.module import Driver, PipelineModule
 from lightning_megatron.trainer.step.microbatches import StepBatch, rows_of
 from lightning_megatron.trainer.step.rng_sync import aligned_random
+from lightning_megatron.trainer.step.step_checks import warn_of_stage
+
+OWN_KEYS = ("loss", "loss_weight", "loss_reduction")
+"""Keys of a step's output that have a meaning here."""
 
 Context = Callable[[], AbstractContextManager[Any]]
 
@@ -31,6 +35,7 @@ class UserStep:
     mesh: Mesh
     num_evaluated: int = 0
     """Batches of validation, test and prediction since the last of training; the loops' own counters stand still."""
+    _has_told_of_rows: bool = False
 
     def begin_training(self) -> None:
         """Sets the number of the next training step in the models, of which their random numbers are a function."""
@@ -83,13 +88,15 @@ class UserStep:
         call = (stage, fit_loop.epoch_loop.total_batch_idx, fit_loop.batch_idx, self.num_evaluated, index)
         return aligned_random(torch.initial_seed(), *call, microbatch)
 
-    def loss_weight(self, output: Any, rows: float | None, device: torch.device) -> Tensor:
+    def loss_weight(self, output: Any, rows: float | None, device: torch.device, *, num_parts: int = 1) -> Tensor:
         """Weight that the step's loss is a mean over, [], float64: by the step, else by the model, else its rows.
 
-        Raises ValueError where none of them has one, or several models do.
+        With several parts of a global batch, `num_parts`, rows that nobody has confirmed are told once. Raises
+        ValueError where none of them has one, or several models do.
         """
         if isinstance(output, dict) and output.get("loss_weight") is not None:
             return torch.as_tensor(output["loss_weight"], device=device).detach().double().reshape(())
+        reduction = loss_reduction_of(output)
         own = [model.loss_weight for model in self.models if model.loss_weight is not None]
         if len(own) > 1:
             raise ValueError(
@@ -104,6 +111,15 @@ class UserStep:
                 'the loss is a mean over: return {"loss": loss, "loss_weight": number of tokens}, or call the model '
                 "with labels"
             )
+        if num_parts > 1 and reduction is None and not self._has_told_of_rows:
+            self._has_told_of_rows = True
+            warn_of_stage(
+                self.mesh,
+                f"the loss of {type(self.module).__name__}.training_step is taken for a mean over the rows of its "
+                f"batch, of which a step has {num_parts} parts (microbatches of data-parallel ranks). A mean over "
+                'something else, as tokens or masked rows, is right with {"loss": loss, "loss_weight": their number}, '
+                'a sum with {"loss": loss, "loss_reduction": "sum"}; "loss_reduction": "mean" confirms the rows',
+            )
         return torch.tensor(rows, device=device).double().reshape(())
 
 
@@ -111,6 +127,19 @@ def loss_of(output: Any) -> Tensor | None:
     """The loss that a step returned; None where it returned none."""
     loss = output.get("loss") if isinstance(output, dict) else output
     return loss if isinstance(loss, Tensor) else None
+
+
+def loss_reduction_of(output: Any) -> Literal["mean", "sum"] | None:
+    """What a step says its loss is over its batch; None where it says nothing. Raises ValueError for another word."""
+    said = output.get("loss_reduction") if isinstance(output, dict) else None
+    if said not in (None, "mean", "sum"):
+        raise ValueError(f"loss_reduction ({said!r}) of training_step must be 'mean' or 'sum'")
+    if said is not None and output.get("loss_weight") is not None:
+        raise ValueError(
+            f"training_step returned both loss_reduction ({said!r}) and loss_weight; the second is the number of "
+            "things that the loss is a mean over: return one of them"
+        )
+    return said
 
 
 def reciprocal(weight: Tensor) -> Tensor:

@@ -14,11 +14,12 @@ from torch import Tensor
 
 from lightning_megatron import ConfigurationError, MegatronStrategy, RecomputeConfig
 from lightning_megatron.lightning_modules import AdamWConfig, GPTModule
-from lightning_megatron.mesh import Sizes
+from lightning_megatron.mesh import Sizes, ambient_mesh
 from lightning_megatron.trainer.callbacks import ThroughputMonitor, throughput
 from tests.harness.ranks import run_on_ranks
 from tests.trainer.callbacks.small_gpt import CONFIG, Texts
 from tests.trainer.layouts import QUIET, Layout, make_trainer, replica_of
+from tests.trainer.modules import TwoCuts
 
 pytestmark = pytest.mark.filterwarnings(QUIET)
 ROWS, FLOPS = 4, 2 * 10**12
@@ -45,6 +46,11 @@ class Counted(L.LightningModule):
         super().__init__()
         self.extra_seconds = extra_seconds
         self.layer = torch.nn.Linear(3, 1)
+
+    def configure_model(self) -> None:
+        # It is not used; without it tensor-parallel ranks would be refused.
+        mesh = ambient_mesh()
+        self.cut = TwoCuts(mesh.tp, mesh.sp, 0.1)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         Clock.seconds += 1 + self.extra_seconds * self.trainer.global_rank

@@ -112,7 +112,6 @@ def model_goes_on(layout: Layout, precision: str, folder: Path) -> None:
     assert [name for name, tensor in full.state.items() if not torch.equal(tensor, again.state[name])] == []
 
 
-@pytest.mark.filterwarnings("ignore:You're using the WeightAveraging callback with a model that overrides")
 @pytest.mark.parametrize(
     ("layout", "precision"),
     [(TP2, "64-true"), (SHARDED, "bf16-mixed"), (PP2, "bf16-mixed")],

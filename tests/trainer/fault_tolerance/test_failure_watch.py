@@ -46,6 +46,7 @@ class Fails(Small):
             raise KeyError(f"broken in {point}")
 
     def configure_model(self) -> None:
+        super().configure_model()
         self.break_at("configure_model")
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:

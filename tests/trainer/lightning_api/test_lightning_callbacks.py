@@ -107,7 +107,6 @@ def averaged_run(layout: Layout, folder: Path, module_name: str) -> dict[str, An
 
 
 @pytest.mark.filterwarnings(
-    "ignore:You're using the WeightAveraging callback with a model that overrides:UserWarning",
     "ignore:Be aware that when using `ckpt_path`, callbacks used:UserWarning",
 )
 @pytest.mark.parametrize(("name", "kind"), [("pp2", "Small"), ("pp2", "OwnPipeline"), ("tp2", "Parallel")])

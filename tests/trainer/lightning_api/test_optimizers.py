@@ -272,7 +272,7 @@ class Rated(Small):
 def finds_rate(layout: Layout, folder: Path) -> Record:
     module = Rated()
     trainer = make_trainer(layout, max_epochs=9, default_root_dir=folder)
-    found = Tuner(trainer).lr_find(module, datamodule=Data(), num_training=24, min_lr=1e-3, max_lr=2.0)
+    found = Tuner(trainer).lr_find(module, datamodule=Data(), num_training=24, min_lr=1e-3, max_lr=0.5)
     assert found is not None and module.lr != 0.1
     left = [path.name for path in folder.glob("*")] if folder.exists() else []
     results = {name: [float(entry) for entry in entries] for name, entries in found.results.items()}
@@ -327,7 +327,7 @@ def names_for(layout: str) -> list[str]:
         # The modules with cut matrices hold no chain.
         without |= set(NEEDS_WHOLE_MODELS) | set(NEEDS_WHOLE_MATRICES)
     if chosen.tp > 1:
-        without |= set(NEEDS_WHOLE_MATRICES)
+        without |= set(NEEDS_WHOLE_MODELS) | set(NEEDS_WHOLE_MATRICES)
     return [case for case in CASES if case not in without]
 
 

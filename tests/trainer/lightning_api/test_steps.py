@@ -31,6 +31,7 @@ class Preferences(Small):
         self.policy_parts, self.reference_parts = chain(), chain()
 
     def configure_model(self) -> None:
+        super().configure_model()
         if not hasattr(self, "policy"):
             self.policy = PipelineModule.from_modules(dict(self.policy_parts.named_children()))
             self.reference = PipelineModule.from_modules(dict(self.reference_parts.named_children()))

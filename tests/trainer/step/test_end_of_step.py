@@ -309,7 +309,6 @@ def fit_single(layout: Layout) -> Seen:
     return fit(layout, precision="32-true")
 
 
-@pytest.mark.filterwarnings("ignore:You're using the WeightAveraging callback with a model that overrides:UserWarning")
 @pytest.mark.parametrize("layout", [PLAIN, ALONE], ids=["plain", "alone"])
 def test_averaged_weights_have_the_average_of_the_bias_and_leave_training_alone(layout: Layout) -> None:
     [(seen, averaged)] = run_on_ranks(1, fit_averaged, layout, init=False)

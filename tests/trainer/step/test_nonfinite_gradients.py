@@ -230,4 +230,6 @@ def test_a_copy_that_changed_on_one_rank_is_found_at_the_next_look() -> None:
     for shown in run_on_ranks(2, disturbed, 2, init=False):
         assert "weights that several ranks hold differ after step 4:\n  - before.weight on ranks 0, 1\n" in shown
     for shown in run_on_ranks(2, disturbed, 0, init=False):
+        assert "differ after step 3:" in shown
+    for shown in run_on_ranks(2, disturbed, -1, init=False):
         assert shown == "not found"

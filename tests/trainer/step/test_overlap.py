@@ -65,7 +65,12 @@ def last_step(overlaps: bool, layout: dict[str, Any], schedule: Any) -> Events:
 
     MasterWeights.wait = wait  # type: ignore[method-assign]
     config = OptimizerConfig(
-        kind="distributed", bucket_size=500, overlap_grad_reduce=overlaps, overlap_param_gather=overlaps
+        kind="distributed",
+        bucket_size=500,
+        overlap_grad_reduce=overlaps,
+        overlap_param_gather=overlaps,
+        # It would wait for all weights after each of the first steps.
+        check_replicas_every_n_steps=-1,
     )
     trainer = L.Trainer(
         accelerator="cpu",

@@ -81,6 +81,7 @@ class Named(modules.Small):
         del self.net
 
     def configure_model(self) -> None:
+        super().configure_model()
         if not hasattr(self, "net"):
             self.net = TenLines()
             with torch.no_grad():

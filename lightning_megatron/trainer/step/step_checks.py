@@ -1,0 +1,111 @@
+"""Checks of what a user's training_step does that one device allows and ranks with parts of a model do not."""
+
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_megatron.comm import collectives
+from lightning_megatron.mesh import Axis, Mesh
+from lightning_megatron.trainer.step.first_steps import NUM_CHECKED, all_close
+
+
+def warn_of_stage(mesh: Mesh, message: str) -> None:
+    """Warns on one of the ranks that hold a pipeline stage: what comes after the model call is seen by the last "
+    "alone."""
+    if mesh.axis("dp+cp").is_first and mesh.tp.is_first:
+        warnings.warn(message, UserWarning, stacklevel=2)
+
+
+class LossCheck:
+    """Check that the ranks of `replica`, which train one model, compute one loss in the first steps."""
+
+    def __init__(self, replica: Axis) -> None:
+        self._replica = replica
+        self._num_checked = 0
+
+    def check(self, loss: Tensor | None) -> None:
+        """Raises RuntimeError, on all ranks of the replica, where they have different losses. Collective over those."""
+        if self._replica.size == 1 or self._num_checked >= NUM_CHECKED:
+            return
+        self._num_checked += 1
+        losses = collectives.gather_objects(None if loss is None else float(loss.detach()), self._replica)
+        known = [value for value in losses if value is not None]
+        if not known or (len(known) == len(losses) and all_close(known)):
+            return
+        told = ", ".join(
+            f"rank {rank}: {value}" for rank, value in sorted(zip(self._replica.ranks, losses, strict=True))
+        )
+        raise RuntimeError(
+            f"the ranks that train one model together computed different losses ({told}). A term over "
+            "self.parameters() is one over the weights that a rank holds, and a random number of a rank's own differs: "
+            "penalise weights by weight_decay of the optimizer, and draw random numbers from torch's default generator"
+        )
+
+
+class BufferWatch:
+    """Warns, once, of buffers that a step moves which runs in several parts of a global batch."""
+
+    def __init__(self, module: nn.Module, mesh: Mesh) -> None:
+        self._mesh = mesh
+        # Those of the package's own layers count what a whole step has seen.
+        self._buffers = {
+            f"{name}.{key}" if name else key: (child, key)
+            for name, child in module.named_modules()
+            if not type(child).__module__.startswith(__name__.partition(".")[0])
+            and not isinstance(child, nn.modules.batchnorm._BatchNorm)
+            for key, _ in child.named_buffers(recurse=False)
+        }
+        self._is_over = not self._buffers
+
+    @contextmanager
+    def watching(self, num_parts: int) -> Iterator[None]:
+        """Compares buffers before and after the step that runs inside the block, in so many parts."""
+        if self._is_over or num_parts == 1:
+            yield
+            return
+        before = self._states()
+        yield
+        moved = [name for name, state in self._states().items() if state != before[name]]
+        if moved:
+            self._is_over = True
+            warn_of_stage(
+                self._mesh,
+                f"training_step moves {', '.join(moved)}, once for each of the {num_parts} parts of a global batch "
+                "(microbatches of data-parallel ranks) and from what that part holds, where one device would move it "
+                "once: a moving average then has another rate. Move it in on_train_batch_end, or in one microbatch",
+            )
+
+    def _states(self) -> dict[str, tuple[int, int]]:
+        found = {name: child._buffers[key] for name, (child, key) in self._buffers.items()}
+        return {name: (id(buffer), 0 if buffer is None else buffer._version) for name, buffer in found.items()}
+
+
+@contextmanager
+def refusing_all_parameters(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Raises RuntimeError inside the block where user code goes over all parameters of a module to differentiate."""
+    own = list(modules)
+    for module in own:
+        # An instance attribute hides the method; removing it brings the method back. `parameters` goes through it.
+        module.__dict__["named_parameters"] = partial(_named_parameters, module)
+    try:
+        yield
+    finally:
+        for module in own:
+            del module.__dict__["named_parameters"]
+
+
+def _named_parameters(module: nn.Module, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+    yield from type(module).named_parameters(module, *args, **kwargs)
+    # Who took only the first, for its device or dtype, does not come here.
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"training_step went over all parameters of {type(module).__name__}, of which a pipeline rank holds those "
+            "of its stages only: a term over them in the loss would be one over the last stage's weights. Penalise "
+            "weights by weight_decay of the optimizer, or add to their gradients in on_before_optimizer_step, where "
+            "each rank has its own; where nothing is differentiated, use torch.no_grad()"
+        )

@@ -1,0 +1,97 @@
+"""Hooks that do different things to the model on different ranks end the run; what all do alike goes on."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_megatron import clip_grad_norm_
+from lightning_megatron.optim.config import OptimizerConfig
+from tests.harness.ranks import run_on_ranks
+from tests.trainer.layouts import Layout, make_trainer
+from tests.trainer.modules import Data, Small
+
+DP2, TP2, PP2 = Layout(world=2), Layout(world=2, tp=2), Layout(world=2, pp=2, microbatches=2)
+ZERO = Layout(world=2, optimizer=OptimizerConfig(kind="distributed"))
+HOOK = "Clips.on_before_optimizer_step changed the gradients of step 0 "
+
+
+class Clips(Small):
+    """Changes its gradients in a hook, in the way that `how` says."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        gradients = [p.grad for p in self.parameters() if p.grad is not None]
+        match self.how:
+            case "by its own norm":
+                nn.utils.clip_grad_norm_(self.parameters(), 0.01)
+            case "its chain by its own norm":
+                nn.utils.clip_grad_norm_(self.net.parameters(), 0.001)
+            case "by the model's norm":
+                clip_grad_norm_(self, 0.01)
+            case "by value":
+                nn.utils.clip_grad_value_(self.parameters(), 0.001)
+            case "halved":
+                torch._foreach_mul_(gradients, 0.5)
+            case "with noise":
+                for gradient in gradients:
+                    gradient.add_(
+                        torch.randn(gradient.shape, generator=torch.Generator().manual_seed(self.global_rank))
+                    )
+            case "its chain halved on the last rank":
+                torch._foreach_mul_([p.grad for p in self.net.parameters()], 0.5 if self.global_rank else 1.0)
+
+
+def told(layout: Layout, how: str) -> str:
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        try:
+            make_trainer(layout, max_epochs=1, limit_val_batches=0).fit(Clips(how), Data())
+        except RuntimeError as error:
+            return str(error)
+    return "".join(str(one.message) for one in found if "changed the gradients" in str(one.message)) or "done"
+
+
+@pytest.mark.parametrize(
+    ("layout", "how", "shown"),
+    [
+        (TP2, "by its own norm", HOOK + "differently on the ranks that hold a weight together:\n  - after.bias\n"),
+        (PP2, "by its own norm", HOOK + "differently on the ranks that hold"),
+        (PP2, "its chain by its own norm", HOOK + "by another factor on each pipeline stage (rank 0: "),
+        (DP2, "with noise", HOOK + "differently on the ranks that hold"),
+        (TP2, "with noise", HOOK + "differently on the ranks that hold"),
+        (TP2, "its chain halved on the last rank", HOOK + "differently on the ranks that hold"),
+    ],
+)
+def test_ranks_that_do_different_things_end_the_run(layout: Layout, how: str, shown: str) -> None:
+    for found in run_on_ranks(2, told, layout, how, init=False):
+        assert found.startswith(shown) and "clip_grad_norm_(self, max_norm)" in found
+
+
+def test_a_factor_of_some_stages_alone_is_told_once() -> None:
+    first, second = run_on_ranks(2, told, PP2, "its chain halved on the last rank", init=False)
+    assert first.startswith(f"{HOOK}by a factor on some pipeline stages and not on others (rank 0: 1, rank 1: 0.5)")
+    assert first.count("changed the gradients") == 1 and second == "done"
+
+
+@pytest.mark.parametrize(
+    ("layout", "how"),
+    [
+        (DP2, "by its own norm"),
+        (ZERO, "by its own norm"),
+        (ZERO, "halved"),
+        (TP2, "by the model's norm"),
+        (PP2, "by the model's norm"),
+        (TP2, "by value"),
+        (PP2, "by value"),
+        (PP2, "halved"),
+        (TP2, "nothing"),
+    ],
+)
+def test_what_all_ranks_do_alike_goes_on(layout: Layout, how: str) -> None:
+    assert run_on_ranks(2, told, layout, how, init=False) == ["done"] * 2

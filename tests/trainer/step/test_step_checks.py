@@ -1,0 +1,197 @@
+"""Steps that one device allows and parts of a model or a batch do not: right, told once, or refused with a way out."""
+
+import warnings
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tests.harness.ranks import RankFailed, run_on_ranks
+from tests.trainer.fits import Case, Trace, difference
+from tests.trainer.layouts import PLAIN, Layout, make_trainer
+from tests.trainer.modules import Data, Small
+
+TP2, DP2 = Layout(world=2, tp=2), Layout(world=2)
+PP2 = Layout(world=2, pp=2, microbatches=2)
+COLLECTIVE = Layout(world=2, pp=2, microbatches=2, collective=True)
+
+
+class Penalised(Small):
+    """A term over its own parameters in the loss."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss: Tensor = super().training_step(batch, batch_idx)
+        return loss + 0.01 * torch.stack([p.square().sum() for p in self.parameters()]).sum()
+
+
+class Drawn(Small):
+    """A random number of each rank's own in the loss."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss: Tensor = super().training_step(batch, batch_idx)
+        return loss * (1 + self.global_rank)
+
+
+class Looks(Small):
+    """Goes over its parameters and differentiates nothing by that."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        assert next(self.parameters()).dtype == torch.float64
+        with torch.no_grad():
+            self.log("size", float(sum(p.numel() for p in self.parameters())))
+        return super().training_step(batch, batch_idx)  # type: ignore[no-any-return]
+
+
+class GradientByInput(Small):
+    """Asks for a gradient of the output by the input."""
+
+    create_graph = False
+
+    def logits(self, inputs: Tensor) -> Tensor:
+        # Layers that are cut over tp have no gradient of a gradient.
+        output: Tensor = self.after(self.net(self.before(inputs)))
+        return output
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        inputs = batch[0].requires_grad_()
+        loss = functional.cross_entropy(self.logits(inputs), batch[1])
+        [slope] = torch.autograd.grad(loss, inputs, retain_graph=True, create_graph=self.create_graph)
+        return loss + (slope.square().sum() if self.create_graph else 0.0)
+
+
+class Penalty(GradientByInput):
+    """Has the size of that gradient in the loss."""
+
+    create_graph = True
+
+
+class Tied(Small):
+    """A layer of the chain once more, outside of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        assert isinstance(self.net, nn.Sequential)
+        self.again = nn.Linear(8, 8)
+        self.again.weight = self.net[2].weight  # type: ignore[assignment]
+
+
+class Normed(Small):
+    """A batch norm, and a buffer of its own that moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+        self.register_buffer("average", torch.zeros(()))
+
+    def logits(self, inputs: Tensor) -> Tensor:
+        if self.training:
+            self.average.mul_(0.9).add_(0.1 * inputs.mean().detach())
+        return super().logits(inputs) + self.norm(self.before(inputs)).mean()
+
+
+class More(Small):
+    """Returns more than its loss."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return {"loss": loss, "accuracy": loss.detach() * 2, "rows": float(len(batch[0])), "classes": batch[1]}
+
+
+def told(layout: Layout, kind: type[L.LightningModule]) -> list[str]:
+    """What this package warns of in a fit."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        make_trainer(layout, max_epochs=2, limit_val_batches=0).fit(kind(), Data(24))
+    names = ("batch norms", "training_step", "the loss of")
+    return sorted(str(one.message) for one in found if str(one.message).startswith(names))
+
+
+ROWS = "the loss of {}.training_step is taken for a mean over the rows of its batch, of which a step has 2 parts"
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind", "shown"),
+    [
+        (TP2, Penalised, "computed different losses (rank 0: "),
+        (PP2, Penalised, "training_step went over all parameters of Penalised"),
+        (COLLECTIVE, Penalised, "computed different losses (rank 0: "),
+        (TP2, Drawn, "computed different losses (rank 0: "),
+        (PP2, GradientByInput, "asked for a gradient through a pipelined model, by its input"),
+        (PP2, Penalty, "asked for a gradient through a pipelined model, by its input"),
+        (COLLECTIVE, GradientByInput, "a second backward through the stages of a pipelined model"),
+        (COLLECTIVE, Penalty, "a gradient of a gradient through the stages of a pipelined model"),
+        (PP2, Tied, "again.weight (net.2.weight) of Tied is a weight of its pipelined model"),
+        (COLLECTIVE, Tied, "again.weight (net.2.weight) of Tied is a weight of its pipelined model"),
+    ],
+)
+def test_what_would_be_wrong_is_refused(layout: Layout, kind: type[L.LightningModule], shown: str) -> None:
+    with pytest.raises(RankFailed) as failed:
+        run_on_ranks(2, told, layout, kind, init=False)
+    assert shown in str(failed.value)
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind", "shown"),
+    [
+        (PP2, Looks, [ROWS.format("Looks")]),
+        (DP2, Looks, [ROWS.format("Looks")]),
+        (TP2, Looks, []),
+        (DP2, GradientByInput, [ROWS.format("GradientByInput")]),
+        (DP2, Penalty, [ROWS.format("Penalty")]),
+        (
+            DP2,
+            Normed,
+            ["batch norms (norm) normalise each part", ROWS.format("Normed"), "training_step moves average"],
+        ),
+        (TP2, Normed, []),
+        (PP2, More, [ROWS.format("More"), "training_step returned 'classes' beside the loss"]),
+    ],
+)
+def test_what_may_be_meant_is_told_once(layout: Layout, kind: type[L.LightningModule], shown: list[str]) -> None:
+    *silent, found = sorted(run_on_ranks(2, told, layout, kind, init=False), key=len)
+    assert silent == [[]]
+    assert len(found) == len(shown), found
+    assert all(text.startswith(start) for text, start in zip(found, shown, strict=True)), found
+
+
+class Summed(Small):
+    """A loss that is a sum, and says so."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        losses = functional.cross_entropy(self.logits(batch[0]), batch[1], reduction="none")
+        loss = losses.sum() / 50
+        self.log_dict(
+            {"train_loss": loss, "detached": loss.detach(), "mean": losses.mean()}, on_step=True, on_epoch=True
+        )
+        return {"loss": loss, "loss_reduction": "sum", "largest": losses.detach().mean()}
+
+
+def summed(layout: Layout) -> Trace:
+    return Case(module=Summed).run(layout)
+
+
+@pytest.mark.parametrize("layout", [DP2, PP2, COLLECTIVE, Layout(world=4, pp=2, microbatches=2)], ids=str)
+def test_a_sum_is_that_of_one_device(layout: Layout) -> None:
+    [wanted] = run_on_ranks(1, summed, PLAIN, init=False)
+    for trace in run_on_ranks(layout.world, summed, layout, init=False):
+        assert difference(trace, wanted) < 1e-12
+
+
+class SaysTwice(Small):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"loss": super().training_step(batch, batch_idx), "loss_weight": 3, "loss_reduction": "sum"}
+
+
+class SaysOther(Small):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"loss": super().training_step(batch, batch_idx), "loss_reduction": "total"}
+
+
+def test_a_loss_is_said_in_one_way() -> None:
+    with pytest.raises(ValueError, match=r"loss_reduction \('total'\) of training_step must be 'mean' or 'sum'"):
+        make_trainer(Layout(microbatches=2), max_epochs=1).fit(SaysOther(), Data())
+    with pytest.raises(ValueError, match=r"both loss_reduction \('sum'\) and loss_weight"):
+        make_trainer(Layout(microbatches=2), max_epochs=1).fit(SaysTwice(), Data())
