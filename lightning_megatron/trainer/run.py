@@ -58,7 +58,9 @@ class ActiveRun:
     local_checkpoint: LocalCheckpoint | None = None
     preemption: Preemption | None = None
     watch: FailureWatch | None = None
-    """Watch for failures of other ranks; None on a single rank, and once this rank has failed."""
+    """Watch for failures of other ranks; None on a single rank."""
+    has_failed: bool = False
+    """Whether this rank has failed and has said so."""
     has_agreed_to_load: bool = False
     """Whether all ranks have exchanged whether they load a checkpoint."""
     document_prefetch: DynamicContext | None = None
@@ -126,16 +128,14 @@ class ActiveRun:
 
     def fail(self, exception: BaseException) -> None:
         """Publishes this rank's failure to the others, once the save in flight has had time to complete."""
-        if self.is_leaving:
+        if self.is_leaving or self.has_failed:
             return
         # The others must not hear of the failure yet: they are needed to finish what is being written.
         self.connections.saver.end(is_failed=True)
         if self.local_checkpoint is not None:
             self.local_checkpoint.end(is_failed=True)
-        if self.watch is None:
-            return
-        first = self.watch.publish(exception)
-        self.watch = None
+        self.has_failed = True
+        first = None if self.watch is None else self.watch.publish(exception)
         if first is not None:
             exception.add_note(f"this rank failed after another one; the first failure:\n{first}")
 

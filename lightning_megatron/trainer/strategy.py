@@ -9,13 +9,13 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.distributed import (
     _get_default_process_group_backend_for_device,
@@ -36,7 +36,7 @@ from lightning_megatron.comm import collectives, differentiable
 from lightning_megatron.comm.raise_on_all_ranks import read_on_first_rank
 from lightning_megatron.context.balance import DynamicContextConfig
 from lightning_megatron.context.config import ContextConfig
-from lightning_megatron.mesh import Mesh, Sizes, set_ambient_mesh
+from lightning_megatron.mesh import Axis, Mesh, Sizes, set_ambient_mesh
 from lightning_megatron.optim.config import LossScaleConfig, OptimizerConfig
 from lightning_megatron.optim.data_parallel_comm import DataParallelComm
 from lightning_megatron.pipeline.registry import placement_of
@@ -69,6 +69,7 @@ from lightning_megatron.trainer.setup import (
     optimizers,
     pipelined_models,
 )
+from lightning_megatron.trainer.setup.attempt_store import attempt_store
 from lightning_megatron.trainer.setup.connections import Connections
 from lightning_megatron.trainer.setup.launcher import CheckingLauncher
 from lightning_megatron.trainer.setup.process_groups import Groups
@@ -142,7 +143,8 @@ class MegatronStrategy(ParallelStrategy):
             recompute: Activation checkpointing: which activations are recomputed in the backward instead of saved;
                 None is RecomputeConfig().
             checkpoint: How and where checkpoints are written; None is CheckpointConfig().
-            timeout_seconds: Seconds after which a rank that waits in a collective gives up.
+            timeout_seconds: Seconds after which a rank that waits in a collective gives up, and after which one that
+                is silent is taken for lost.
             accelerator: Lightning's accelerator; the Trainer sets it.
             parallel_devices: Devices of this machine, one a process; the Trainer sets them.
             cluster_environment: Lightning's description of the launcher; the Trainer detects it.
@@ -175,7 +177,8 @@ class MegatronStrategy(ParallelStrategy):
         self._fp8 = fp8
         self.recompute = recompute if recompute is not None else RecomputeConfig()
         self.checkpoint = checkpoint if checkpoint is not None else CheckpointConfig()
-        self._groups = Groups(timedelta(seconds=timeout_seconds))
+        self.timeout_seconds = timeout_seconds
+        self._groups = Groups(timeout_seconds)
         self._num_nodes = 1
         # Made by the first run and reused by the later ones.
         self._connections: Connections | None = None
@@ -322,38 +325,49 @@ class MegatronStrategy(ParallelStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         self.set_world_ranks()
-        if self.sizes.world > 1:
-            assert self.cluster_environment is not None
-            device = self.root_device
-            backend = _get_default_process_group_backend_for_device(device)
-            device_id = device if device.type != "cpu" else None
-            timeout = self._groups.timeout
-            _init_dist_connection(self.cluster_environment, backend, timeout=timeout, device_id=device_id)
-        if self._connections is None:
-            self._connections = Connections.opened(
-                self.sizes,
-                self.global_rank,
-                self._groups,
-                self.root_device,
-                self.checkpoint,
-                routes_documents=self.dynamic_context is not None,
-            )
-        module, world = self.lightning_module, self.mesh.world
-        self._run = run = ActiveRun(connections=self._connections, ambient=set_ambient_mesh(self.mesh))
+        vote = StopVote(self.sizes.world)
+        watch = self._join_other_ranks(vote) if self.sizes.world > 1 else None
+        try:
+            if self._connections is None:
+                self._connections = Connections.opened(
+                    self.sizes,
+                    self.global_rank,
+                    self._groups,
+                    self.root_device,
+                    self.checkpoint,
+                    routes_documents=self.dynamic_context is not None,
+                )
+        except BaseException as error:
+            if watch is not None:
+                watch.publish(error)
+                watch.stop()
+            raise
+        module = self.lightning_module
+        self._run = run = ActiveRun(connections=self._connections, ambient=set_ambient_mesh(self.mesh), watch=watch)
         if module is not None and module.trainer.state.fn == TrainerFn.FITTING:
             self._last_fit.history = run_history.begun([], module.trainer.global_step, self._saver.world)
             run.local_checkpoint = self._make_local_checkpoint()
         if world.size > 1 and module is not None and module.trainer.state.fn == TrainerFn.FITTING:
             run.first_steps = FirstSteps(self.mesh.axis("pp+cp+tp"))
-        vote = StopVote(self.global_rank, world.size)
         run.preemption = Preemption(self.checkpoint, vote, self._saver, self.cluster_environment)
-        if world.size > 1:
-            assert self.cluster_environment is not None
-            run.watch = FailureWatch.started(self.cluster_environment.main_address, world, vote, self._groups.timeout)
         initial_sync.sync_seed(self.mesh)
         if module is not None:
             # Callbacks that average weights copy the module when they are set up, which comes next.
             pipelined_models.pipeline_plain_sequential(module, self.mesh)
+
+    def _join_other_ranks(self, vote: StopVote) -> FailureWatch:
+        """Begins the process group of all ranks, and a watch over them. Collective over the world."""
+        environment, device = self.cluster_environment, self.root_device
+        assert environment is not None and isinstance(self._launcher, CheckingLauncher)
+        options: dict[str, Any] = {"device_id": device if device.type != "cpu" else None}
+        if (store := attempt_store(self.global_rank, self.sizes.world, self._groups.timeout)) is not None:
+            options["store"] = store
+        backend = _get_default_process_group_backend_for_device(device)
+        _init_dist_connection(environment, backend, timeout=self._groups.timeout, **options)
+        ranks = tuple(range(self.sizes.world))
+        world = Axis("world", self.sizes.world, self.global_rank, ranks, dist.group.WORLD)
+        address = environment.main_address if self.num_nodes > 1 else None
+        return FailureWatch.started(address, world, vote, self.timeout_seconds, self._launcher.end_ranks)
 
     def _make_local_checkpoint(self) -> LocalCheckpoint | None:
         if not self.checkpoint.local_folder or self._require_module().trainer.fast_dev_run:  # type: ignore[attr-defined]
@@ -698,9 +712,9 @@ class MegatronStrategy(ParallelStrategy):
     def _refuse_to_save_alone(self) -> None:
         """Raises RuntimeError where a callback saves after a failure of this rank alone: it would wait for ever."""
         run = self._run
-        if run is None or run.watch is None or not self._require_module().trainer.interrupted or run.is_leaving:
+        if run is None or run.watch is None or run.has_failed or run.is_leaving:
             return
-        if run.watch.meets(self.mesh.world.size):
+        if not self._require_module().trainer.interrupted or run.watch.meets():
             return
         failure = sys.exception()
         assert failure is not None

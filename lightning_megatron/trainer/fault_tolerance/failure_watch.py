@@ -1,122 +1,300 @@
-"""Watch that ends all ranks within seconds of one rank's failure, with the first failure's own traceback.
+"""Watch that ends all ranks within seconds of one rank's failure or loss, with its cause as far as anybody knows it.
 
-A rank that raises publishes its traceback in a small store; every rank watches for it from a thread. A rank whose main
-thread is stuck in a collective would otherwise learn of it by a time-out half an hour later, or never.
+Each rank holds a connection to a server in the first rank (`failure_server`) from a thread of its own. A rank that
+raises sends its traceback; of a rank that is lost the server tells. The first rank's loss each rank notices by itself.
+A rank whose main thread is stuck in a collective would otherwise learn of it by a time-out half an hour later, or
+never.
+
+    the cause is known      a rank that is to end gets seconds to fail by itself, with its own stack
+    it fails by itself      where ranks are lost, it gets seconds to leave the run, which may hang without them
+    neither                 the watch ends the process, with exit code 1
 """
 
+import json
 import os
+import selectors
+import socket
 import sys
 import threading
 import time
 import traceback
-from datetime import timedelta
-
-from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from typing import NoReturn
 
 from lightning_megatron.comm import collectives
 from lightning_megatron.mesh import Axis
+from lightning_megatron.trainer.fault_tolerance.failure_server import FailureServer, Invitation, beat_seconds
+from lightning_megatron.trainer.fault_tolerance.lost_ranks import Cause, Process, gone_sentence, silent_sentence
+from lightning_megatron.trainer.fault_tolerance.message_channel import Message, MessageChannel, close_in_forks
 from lightning_megatron.trainer.fault_tolerance.stop_vote import StopVote
 
-# The one key that each rank asks for, twice a second, while all is well.
-_NEWS = "news"
-_KEY = "failure"
-_COUNT = "failures"
-_MEETING = "meeting"
+# How often a rank looks whether it asks for a stop itself; what others say wakes the watch.
 _POLL_SECONDS = 0.5
-# What a rank gets to fail by itself, with its own stack, before the watcher ends it.
+# What a rank gets to fail by itself, with its own stack, before the watch ends it.
 _GRACE_SECONDS = 5.0
+# What a rank that has failed gets to leave the run by itself, once it is known that others are lost.
+_LEAVE_SECONDS = 10.0
+# How long the end of a watch waits for the server to hang up.
+_HANG_UP_SECONDS = 1.0
+# Of a traceback, its end: one of thousands of frames need not reach every rank.
+_MOST_CHARACTERS = 50_000
+_LOOPBACK = ("127.0.0.1", "::1")
+
+EndLost = Callable[[Sequence[int]], None]
+
+
+def _end_none(ranks: Sequence[int]) -> None:
+    """Ends no process: whoever started the ranks does."""
 
 
 class FailureWatch:
-    """Watches for the first failure among all ranks, and carries the messages of a vote to stop.
+    """One rank's watch for the first failure among all ranks; it carries the messages of a vote to stop too."""
 
-    `store` must be this watch's own client.
-    """
+    def __init__(
+        self,
+        channel: MessageChannel,
+        first: Process,
+        global_rank: int,
+        vote: StopVote,
+        timeout_seconds: float,
+        *,
+        server: FailureServer | None = None,
+        end_lost: EndLost = _end_none,
+    ) -> None:
+        """Takes over the connection to the server, which the first rank also ends; see `started`.
 
-    def __init__(self, store: Store, global_rank: int, vote: StopVote) -> None:
-        self._store = store
+        `end_lost` ends what is left of lost ranks, where they are this process's own children.
+        """
+        self._channel = channel
+        self._first = first
         self._rank = global_rank
         self._vote = vote
+        self._timeout_seconds = timeout_seconds
+        self._server = server
+        self._end_lost = end_lost
+        self._cause: Cause | None = None
+        # When the cause became known.
+        self._known_seconds = float("inf")
+        self._is_printed = False
+        self._is_failing = False
+        self._failure = ""
         self._stop = threading.Event()
-        self._first: str | None = None
-        self._num_meetings = 0
+        # The cause is known, or the server has come to its end.
+        self._is_settled = threading.Event()
+        self._meetings: list[threading.Event] = []
+        self._outbox: deque[Message] = deque()
+        self._wake, self._waking = socket.socketpair()
+        self._waking.setblocking(False)
+        self._selector = selectors.DefaultSelector()
         self._thread = threading.Thread(target=self._watch, name="failure-watch", daemon=True)
+        close_in_forks(self, FailureWatch._sockets)
 
     @staticmethod
-    def started(host: str, world: Axis, vote: StopVote, timeout: timedelta) -> "FailureWatch":
-        """A watch that has begun, over a store that the first rank serves at `host`. Collective over the world."""
-        store = None
-        if world.rank == 0:
-            store = FailureWatch.connect(host, 0, is_host=True, timeout=timeout)
-        port = collectives.broadcast_object(store.port if store is not None else None, world)
-        if store is None:
-            store = FailureWatch.connect(host, port, is_host=False, timeout=timeout)
-        watch = FailureWatch(store, world.rank, vote)
+    def started(
+        address: str | None,
+        world: Axis,
+        vote: StopVote,
+        timeout_seconds: float,
+        end_lost: EndLost = _end_none,
+    ) -> "FailureWatch":
+        """A watch that has begun. Collective over the world.
+
+        `address` is that of the first rank's machine, None where all ranks are on one machine: the loopback then.
+        """
+        # As others know it: a machine may have given its own name to its loopback.
+        known_as = (
+            _LOOPBACK if address is None else collectives.broadcast_object(_resolved(address), world, world.size - 1)
+        )
+        server = FailureServer(known_as, world.size, timeout_seconds) if world.rank == 0 else None
+        invitation = collectives.broadcast_object(None if server is None else server.invitation, world)
+        if server is not None:
+            server.start()
+        try:
+            channel = _connected(invitation, world.rank, timeout_seconds)
+        except BaseException:
+            if server is not None:
+                server.stop()
+            raise
+        watch = FailureWatch(
+            channel, invitation.process, world.rank, vote, timeout_seconds, server=server, end_lost=end_lost
+        )
         watch.start()
         return watch
 
-    @staticmethod
-    def connect(host: str, port: int, *, is_host: bool, timeout: timedelta) -> TCPStore:
-        """A client of the store at `host`; with `is_host` and port 0 this rank serves it at a port of its choice."""
-        return TCPStore(host, port, is_master=is_host, timeout=timeout, wait_for_workers=False)
-
     def start(self) -> None:
         """Begins to watch."""
+        self._selector.register(self._channel.socket, selectors.EVENT_READ)
+        self._selector.register(self._waking, selectors.EVENT_READ)
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the watch; later failures are not published. Waits seconds for a store that does not answer."""
+        """Ends the watch; later failures are not published. Returns within seconds, whatever the other ranks do."""
+        if self._stop.is_set():
+            return
         self._stop.set()
-        if self._thread.is_alive():
-            # A thread that comes back from the store while the interpreter ends is ended inside torch's code, and
-            # takes the whole process down by an abort.
-            self._thread.join(_GRACE_SECONDS)
+        self._wake.send(b"!")
+        self._thread.join(2 * _HANG_UP_SECONDS)
+        self._wake.close()
+        self._waking.close()
+        if self._server is not None:
+            self._server.stop()
+        if self._cause is not None and self._cause.lost:
+            self._end_lost(self._cause.lost)
 
     def publish(self, error: BaseException) -> str | None:
-        """Publishes this rank's failure to all ranks; returns the earlier failure of another rank, if there was one."""
-        if self._stop.is_set():
+        """Publishes this rank's failure to all ranks; returns the cause, where it is another and not yet printed."""
+        if self._stop.is_set() or self._is_failing:
             return None
-        self.stop()
-        try:
-            if self._store.add(_COUNT, 1) > 1:
-                self._store.wait([_KEY], timedelta(seconds=_GRACE_SECONDS))
-                return str(self._store.get(_KEY), "utf-8")
-            text = "".join(traceback.format_exception(error))
-            self._store.set(_KEY, f"rank {self._rank} failed:\n{text}")
-            self._store.set(_NEWS, "")
-            # The store may live in this process, which is about to end: let every watcher read it first.
-            time.sleep(3 * _POLL_SECONDS)
-        except RuntimeError:
-            # The store went with its host: what the watcher read before is all there is to know.
-            return self._first
-        return None
+        self._failure = "".join(traceback.format_exception(error))[-_MOST_CHARACTERS:]
+        self._is_failing = True
+        self._post({"failure": self._failure})
+        self._is_settled.wait(_GRACE_SECONDS)
+        cause = self._cause
+        if cause is None and (silent := self._silent_seconds()) > 2 * beat_seconds(self._timeout_seconds):
+            cause = Cause(text=silent_sentence([self._first], silent, self._timeout_seconds))
+        if cause is None or cause.rank == self._rank or self._is_printed:
+            return None
+        self._is_printed = True
+        return cause.text
 
-    def meets(self, num_ranks: int) -> bool:
-        """Whether that many ranks, this one among them, come here within seconds of each other."""
-        meeting = f"{_MEETING} {self._num_meetings}"
-        self._num_meetings += 1
-        try:
-            if self._store.add(meeting, 1) == num_ranks:
-                self._store.set(f"{meeting} is full", "")
-            self._store.wait([f"{meeting} is full"], timedelta(seconds=_GRACE_SECONDS))
-        except RuntimeError:
+    def meets(self) -> bool:
+        """Whether all ranks come here within seconds of each other."""
+        if self._stop.is_set():
             return False
-        return True
+        meeting = threading.Event()
+        self._meetings.append(meeting)
+        self._post({"meet": len(self._meetings) - 1})
+        return meeting.wait(_GRACE_SECONDS)
+
+    def _post(self, message: Message) -> None:
+        self._outbox.append(message)
+        self._wake.send(b"!")
+
+    def _sockets(self) -> list[socket.socket]:
+        return [self._channel.socket, self._wake, self._waking]
+
+    # --- the thread -------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        while not self._stop.wait(_POLL_SECONDS):
-            try:
-                if self._vote.publish(self._store):
-                    self._store.set(_NEWS, "")
-                if not self._store.check([_NEWS]):
-                    continue
-                self._vote.poll(self._store)
-                if not self._store.check([_KEY]):
-                    continue
-                self._first = str(self._store.get(_KEY), "utf-8")
-            except RuntimeError:
-                return
-            if self._stop.wait(_GRACE_SECONDS):
-                return
-            print(f"rank {self._rank} ends because {self._first}", file=sys.stderr, flush=True)
-            os._exit(1)
+        next_beat_seconds = 0.0
+        while not self._stop.is_set() and (self._channel.is_open or self._cause is not None):
+            self._selector.select(self._wait_seconds())
+            self._hear()
+            now_seconds = time.monotonic()
+            while self._outbox:
+                self._channel.send(self._outbox.popleft())
+            for message in self._vote.due():
+                self._channel.send(message)
+            if now_seconds >= next_beat_seconds:
+                next_beat_seconds = now_seconds + beat_seconds(self._timeout_seconds)
+                self._channel.send({})
+            self._channel.flush()
+            if now_seconds >= self._known_seconds + self._limit_seconds() and not self._stop.is_set():
+                self._end_process()
+        self._hang_up()
+
+    def _wait_seconds(self) -> float:
+        return min(_POLL_SECONDS, beat_seconds(self._timeout_seconds))
+
+    def _limit_seconds(self) -> float:
+        """How long this rank may go on once the cause is known."""
+        if not self._is_failing:
+            return _GRACE_SECONDS
+        return _LEAVE_SECONDS if self._cause is not None and self._cause.lost else float("inf")
+
+    def _hear(self) -> None:
+        """Hears what the server says, or that it is gone; judges its silence only after that."""
+        with suppress(BlockingIOError):
+            self._waking.recv(1 << 10)
+        if not self._channel.is_open:
+            return
+        is_left = False
+        for message in self._channel.messages():
+            if "cause" in message:
+                self._learn(Cause(text=message["cause"], rank=message["rank"], lost=message["lost"]))
+            elif "stop" in message:
+                self._vote.hear(message)
+            elif "met" in message:
+                self._meetings[message["met"]].set()
+            is_left |= "bye" in message
+        if not self._channel.is_open or is_left:
+            self._channel.is_open = False
+            self._selector.unregister(self._channel.socket)
+            if not is_left:
+                self._learn(Cause(text=gone_sentence([self._first]), lost=[self._first.rank]))
+            self._is_settled.set()
+        elif self._server is None and self._silent_seconds() >= self._timeout_seconds:
+            text = silent_sentence([self._first], self._silent_seconds(), self._timeout_seconds)
+            self._learn(Cause(text=text, lost=[self._first.rank]))
+
+    def _silent_seconds(self) -> float:
+        return time.monotonic() - self._channel.heard_seconds
+
+    def _learn(self, cause: Cause) -> None:
+        if self._cause is not None:
+            return
+        self._cause = cause
+        self._known_seconds = time.monotonic()
+        if cause.lost:
+            # None of them says so itself, and whoever started this rank may end it before it does.
+            self._print(f"ends because {cause.text}")
+        self._is_settled.set()
+
+    def _end_process(self) -> NoReturn:
+        if self._is_failing:
+            self._print(f"ends, for it did not leave the run within {_LEAVE_SECONDS:g} s of this:\n{self._failure}")
+        if self._cause is not None:
+            if not self._is_printed:
+                self._print(f"ends because {self._cause.text}")
+            self._end_lost(self._cause.lost)
+        os._exit(1)
+
+    def _print(self, text: str) -> None:
+        self._is_printed = True
+        print(f"rank {self._rank} {text}", file=sys.stderr, flush=True)
+
+    def _hang_up(self) -> None:
+        """Says that this rank has come to its end, and waits for seconds only until the server has heard it."""
+        if self._channel.is_open:
+            self._channel.send({"bye": True})
+            self._channel.end()
+            until_seconds = time.monotonic() + _HANG_UP_SECONDS
+            while self._channel.next_line(until_seconds) is not None:
+                pass
+        self._channel.close()
+        self._selector.close()
+
+
+def _resolved(address: str) -> list[str]:
+    """Addresses of the internet protocol that a name has here."""
+    try:
+        return list(dict.fromkeys(str(found[4][0]) for found in socket.getaddrinfo(address, None)))
+    except OSError:
+        return [address]
+
+
+def _connected(invitation: Invitation, rank: int, timeout_seconds: float) -> MessageChannel:
+    """A connection to the server, which has let this rank in. Raises RuntimeError where there is no way to it."""
+    until_seconds = time.monotonic() + timeout_seconds
+    greeting = json.dumps(asdict(Process.own(rank))).encode()
+    fault: object = "it hung up"
+    while (left_seconds := until_seconds - time.monotonic()) > 0:
+        try:
+            sock = socket.create_connection((invitation.host, invitation.port), left_seconds)
+        except OSError as error:
+            fault = error
+        else:
+            channel = MessageChannel(sock, timeout_seconds)
+            if (challenge := channel.next_line(until_seconds)) is not None:
+                channel.send_line(invitation.proof(challenge, greeting) + b" " + greeting)
+                if channel.next_line(until_seconds) is not None:
+                    return channel
+            channel.close()
+        time.sleep(0.1)
+    raise RuntimeError(
+        f"rank {rank} does not reach the failure watch of {invitation.process} at {invitation.host}:{invitation.port} "
+        f"within {timeout_seconds:g} s ({fault}); the machines of a run must reach each other at every port"
+    )

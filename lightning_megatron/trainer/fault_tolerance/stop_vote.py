@@ -1,8 +1,8 @@
 """Vote on the stop point where all ranks stop together once any of them asks, at no cost to the steps until then.
 
-    a rank asks             its watcher publishes the reason in the store
-    every watcher reads it  and freezes the last stop point that its rank has passed: at the next one the rank waits
-    the last to answer      publishes the latest of those stop points; every rank stops at its first one after that
+    a rank asks             its watch tells the server the reason, and that tells all ranks
+    every watch answers     with the last stop point that its rank has passed, and freezes: at the next one it waits
+    the server has all      and tells the latest of those stop points; every rank stops at its first one after that
 
 Nothing is sent before a rank asks: each rank looks at a flag. The messages go by the threads that watch for failures,
 so that a rank hears of it even while it waits in a collective.
@@ -11,9 +11,9 @@ so that a rank hears of it even while it waits in a collective.
 import threading
 from dataclasses import dataclass, field
 
-from torch.distributed import Store  # type: ignore[attr-defined]
+from lightning_megatron.trainer.fault_tolerance.message_channel import Message
 
-# How long a rank waits at a stop point until all ranks have published theirs: their threads look twice a second.
+# How long a rank waits at a stop point until all ranks have told theirs: their threads look twice a second.
 _AGREE_SECONDS = 60.0
 
 
@@ -22,30 +22,28 @@ class _Round:
     """State of one vote, after which another may be held."""
 
     number: int
-    has_published: bool = False
-    """Whether this rank has published its request."""
+    has_asked: bool = False
+    """Whether this rank's request has been sent."""
     is_frozen: bool = False
     reason: str = ""
     last: int = -1
     """Latest stop point that any rank has passed."""
     is_decided: threading.Event = field(default_factory=threading.Event)
 
-    def key(self, what: str) -> str:
-        """Key of the store."""
-        return f"stop {self.number} {what}"
-
 
 class StopVote:
     """One rank's part in the votes to stop. Stop points are growing numbers, equal in every rank's run."""
 
-    def __init__(self, global_rank: int, num_ranks: int) -> None:
-        self._rank = global_rank
+    def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
         self._lock = threading.Lock()
         # Reasons in their order; only single operations change it, because a signal may come between two.
         self._reasons: dict[str, None] = {}
         self._passed = -1
         self._round = _Round(0)
+        # Messages of the server, by round: one of the next round may come before this rank has ended the last.
+        self._requests: dict[int, str] = {}
+        self._decisions: dict[int, int] = {}
 
     def ask(self, reason: str) -> None:
         """Asks all ranks to stop. Takes no lock: a signal may have interrupted whoever holds it."""
@@ -79,30 +77,46 @@ class StopVote:
             self._passed = stop_point
             self._round = _Round(self._round.number + 1)
 
-    def publish(self, store: Store) -> bool:
-        """Publishes this rank's request to stop; returns whether it has a new one. The watcher calls it."""
-        now, reasons = self._round, self.reasons
-        if not reasons or now.has_published:
-            return False
-        # The first rank's reason stays.
-        store.compare_set(now.key("reason"), "", reasons[0])
-        now.has_published = True
-        return True
+    def hear(self, message: Message) -> None:
+        """Notes a message of the server. The watch calls it."""
+        if "last" in message:
+            self._decisions[message["stop"]] = message["last"]
+        else:
+            self._requests[message["stop"]] = message["reason"]
 
-    def poll(self, store: Store) -> None:
-        """Answers another rank's request to stop, and reads the others' answers. The watcher calls it."""
-        now = self._round
-        if now.is_decided.is_set() or not store.check([now.key("reason")]):
-            return
-        if not now.is_frozen:
-            now.reason = str(store.get(now.key("reason")), "utf-8")
+    def due(self) -> list[Message]:
+        """Messages to the server that are due: a new request of this rank, its answer to one. The watch calls it."""
+        now, reasons, messages = self._round, self.reasons, []
+        if reasons and not now.has_asked:
+            now.has_asked = True
+            messages.append({"stop": now.number, "reason": reasons[0]})
+        if now.number in self._requests and not now.is_frozen:
+            now.reason = self._requests[now.number]
             with self._lock:
                 now.is_frozen = True
-                passed = self._passed
-            store.set(now.key(f"of {self._rank}"), str(passed))
-            if store.add(now.key("answers"), 1) == self._num_ranks:
-                answers = store.multi_get([now.key(f"of {rank}") for rank in range(self._num_ranks)])
-                store.set(now.key("last"), str(max(map(int, answers))))
-        if store.check([now.key("last")]):
-            now.last = int(store.get(now.key("last")))
+                messages.append({"stop": now.number, "passed": self._passed})
+        if now.number in self._decisions and not now.is_decided.is_set():
+            now.last = self._decisions[now.number]
             now.is_decided.set()
+        return messages
+
+
+class StopCount:
+    """The server's part in the votes: the first request of each round, and the answers to it."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self._requested: set[int] = set()
+        self._answers: dict[int, dict[int, int]] = {}
+
+    def hear(self, rank: int, message: Message) -> Message | None:
+        """What all ranks are to be told once a rank has sent the message; None: nothing."""
+        number = message["stop"]
+        if "reason" in message:
+            if number in self._requested:
+                return None
+            self._requested.add(number)
+            return message
+        answers = self._answers.setdefault(number, {})
+        answers[rank] = message["passed"]
+        return {"stop": number, "last": max(answers.values())} if len(answers) == self._num_ranks else None

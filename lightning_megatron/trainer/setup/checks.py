@@ -1,6 +1,7 @@
 """Checks of a run before a process is started or a batch is read; all errors are reported at once."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -14,7 +15,9 @@ from lightning_megatron.data.batch_ramp import BatchRamp
 from lightning_megatron.mesh import Sizes
 from lightning_megatron.rules import cross_config
 from lightning_megatron.trainer.config import ConfigurationError, PipelineConfig
+from lightning_megatron.trainer.setup.launch_checks import launch_faults, num_started
 from lightning_megatron.trainer.setup.model_checks import plain_module_faults
+from lightning_megatron.trainer.setup.process_groups import timeout_faults
 from lightning_megatron.transformer.config import TransformerConfig
 
 # What a Trainer takes for ckpt_path instead of a path.
@@ -72,7 +75,12 @@ def faults(trainer: pl.Trainer, arguments: tuple[Any, ...]) -> list[str]:
     """Every fault of a run, from the arguments of `trainer.fit` (or validate, test, predict)."""
     # A MegatronStrategy, which imports this module.
     strategy: Any = trainer.strategy
-    sizes, pipeline, context = strategy.sizes, strategy.pipeline, strategy.context
+    pipeline, context = strategy.pipeline, strategy.context
+    environment = strategy.cluster_environment
+    found = launch_faults(environment, strategy.num_nodes, strategy.num_processes)
+    # The other errors are those of the processes that are there.
+    sizes = replace(strategy.sizes, world=num_started(environment)) if found else strategy.sizes
+    found += timeout_faults(strategy.timeout_seconds)
     num_microbatches, microbatch_size = strategy.num_microbatches, strategy.microbatch_size
     data = next((argument for argument in arguments if isinstance(argument, DescribesData)), None)
     ramp = data.batch_ramp if isinstance(data, GrowsBatches) else None
@@ -92,7 +100,7 @@ def faults(trainer: pl.Trainer, arguments: tuple[Any, ...]) -> list[str]:
         context=context,
         dynamic_context=strategy.dynamic_context,
     )
-    found = cross_config.faults(facts)
+    found += cross_config.faults(facts)
     found += plain_module_faults(trainer.lightning_module, sizes)
     if trainer.training:
         found += _uncut_faults(trainer.lightning_module, sizes, num_microbatches, microbatch_size, pipeline)

@@ -1,6 +1,6 @@
 """Lightning's launcher of one process per device, which first reports all errors of the configuration."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -28,3 +28,10 @@ class CheckingLauncher(_SubprocessScriptLauncher):
         if trainer is not None:
             args = self._prepare(trainer, args)
         return super().launch(function, *args, trainer=trainer, **kwargs)
+
+    def end_ranks(self, ranks: Sequence[int]) -> None:
+        """Ends processes of global ranks that this process has started: one that is stopped would outlive the run."""
+        first = self.cluster_environment.node_rank() * self.num_processes
+        for local_rank, process in enumerate(self.procs, 1):
+            if first + local_rank in ranks:
+                process.kill()

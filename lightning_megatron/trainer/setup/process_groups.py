@@ -7,12 +7,31 @@ import torch.distributed as dist
 
 from lightning_megatron.mesh import Axis
 
+# A week: far more than any rank is to wait for another.
+_MOST_SECONDS = 7 * 24 * 3600
+
+
+def timeout_faults(timeout_seconds: float) -> list[str]:
+    """Errors of a time-out, one sentence each."""
+    is_number = isinstance(timeout_seconds, (int, float)) and not isinstance(timeout_seconds, bool)
+    if is_number and 1 <= timeout_seconds <= _MOST_SECONDS:
+        return []
+    return [
+        f"timeout_seconds ({timeout_seconds!r}) must be from 1 to {_MOST_SECONDS} (a week): so long does a rank wait "
+        "for another before it gives up; 1800 is the default"
+    ]
+
 
 class Groups:
-    """Maker of groups of global ranks, in whose collectives a rank waits no longer than `timeout`."""
+    """Maker of groups of global ranks, in whose collectives a rank waits no longer than `timeout_seconds`."""
 
-    def __init__(self, timeout: timedelta) -> None:
-        self.timeout = timeout
+    def __init__(self, timeout_seconds: float) -> None:
+        self.timeout_seconds = timeout_seconds
+
+    @property
+    def timeout(self) -> timedelta:
+        """The time-out as torch takes it."""
+        return timedelta(seconds=self.timeout_seconds)
 
     def on_device(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
         """A group that communicates between devices."""

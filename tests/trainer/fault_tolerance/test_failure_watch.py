@@ -1,8 +1,5 @@
 """One rank's failure ends every rank, soon, and every rank shows what failed first."""
 
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -14,12 +11,12 @@ from torch import nn
 from lightning_megatron.checkpoint import is_checkpoint
 from lightning_megatron.trainer.fault_tolerance import failure_watch as watch
 from tests.harness import ranks
-from tests.harness.ranks import ROOT, RankFailed, run_on_ranks
+from tests.harness.ranks import RankFailed, run_on_ranks
 from tests.trainer.layouts import Layout, make_trainer
 from tests.trainer.modules import Data, Small
 
 # The watch gives a rank 5 s to fail by itself before it ends it; the time-outs of everything else are longer than this.
-SOON_SECONDS = 25.0
+SOON_SECONDS = 40.0
 # Where a rank has to be ended, which nothing else than the watch does, it is given less.
 SHORT_GRACE_SECONDS = 1.0
 
@@ -94,20 +91,6 @@ def fail_and_save(folder: Path, rank: int) -> None:
     watch._GRACE_SECONDS = 60.0 if rank == EVERY_RANK else SHORT_GRACE_SECONDS  # type: ignore[attr-defined]
     callbacks = [OnExceptionCheckpoint(folder)]
     make_trainer(DP2, callbacks=callbacks, enable_checkpointing=True).fit(Fails(rank, "a hook"), Data())
-
-
-def test_a_store_that_answers_late_does_not_abort_a_process_that_ends() -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    ended = subprocess.run(
-        [sys.executable, "tests/trainer/fault_tolerance/late_store_script.py"],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert "the watch has ended" in ended.stdout, ended.stderr
-    assert ended.returncode == 0, f"status {ended.returncode}: {ended.stderr}"
 
 
 @pytest.mark.filterwarnings(NO_PATHS)

@@ -15,14 +15,13 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
-from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.utils.data import DataLoader
 
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.checkpoint import CheckpointConfig, is_checkpoint, read_meta
 from lightning_megatron.checkpoint.chunk_file import ChunkLocation, ChunkWriter
 from lightning_megatron.trainer.fault_tolerance import failure_watch, stop_vote
-from lightning_megatron.trainer.fault_tolerance.stop_vote import StopVote
+from lightning_megatron.trainer.fault_tolerance.stop_vote import StopCount, StopVote
 from tests.harness.ranks import run_on_ranks
 from tests.trainer.checkpointing.test_checkpoint_dict import Resumable
 from tests.trainer.fits import parts_apart, weights
@@ -332,14 +331,16 @@ class NoTime:
     """Votes whose messages a test carries by hand."""
 
     def __init__(self, num_ranks: int) -> None:
-        self.store = HashStore()
-        self.votes = [StopVote(rank, num_ranks) for rank in range(num_ranks)]
+        self.count = StopCount(num_ranks)
+        self.votes = [StopVote(num_ranks) for _ in range(num_ranks)]
 
     def talk(self, times: int = 1) -> None:
         for _ in range(times):
-            for vote in self.votes:
-                vote.publish(self.store)
-                vote.poll(self.store)
+            for rank, vote in enumerate(self.votes):
+                for message in vote.due():
+                    if (answer := self.count.hear(rank, message)) is not None:
+                        for told in self.votes:
+                            told.hear(answer)
 
 
 def test_ranks_stop_after_the_latest_stop_point_that_any_has_passed() -> None:
@@ -348,7 +349,7 @@ def test_ranks_stop_after_the_latest_stop_point_that_any_has_passed() -> None:
         assert all(vote.reason_to_stop(point) is None for point in range(1, passed + 1))
     board.votes[2].ask("SIGTERM")
     board.votes[0].ask("SIGUSR1")
-    board.talk(2)
+    board.talk(3)
     reasons = [{vote.reason_to_stop(point) for vote in board.votes} for point in (6, 7, 8)]
     assert reasons == [{None}, {None}, {"SIGUSR1"}]
     for vote in board.votes:
@@ -364,7 +365,7 @@ def test_a_rank_that_never_answers_is_not_waited_for_for_ever(monkeypatch: pytes
     board = NoTime(2)
     board.votes.pop()
     board.votes[0].ask("SIGTERM")
-    board.talk()
+    board.talk(2)
     with pytest.raises(RuntimeError, match=r"SIGTERM, but not all ranks answered within 0\.05 s"):
         board.votes[0].reason_to_stop(1)
 
