@@ -28,10 +28,6 @@ def launch_faults(environment: ClusterEnvironment | None, num_nodes: int, num_pr
     found = _found(launcher)
     _, nodes_variable, local_variable = _VARIABLES[launcher]
     nodes, local = found.get(nodes_variable), found.get(local_variable)
-    if nodes is None and local and started % local == 0:
-        nodes = started // local
-    if local is None and nodes and started % nodes == 0:
-        local = started // nodes
     is_known = nodes is not None and local is not None and nodes * local == started
     way_out = f"use Trainer(num_nodes={nodes}, devices={local})" if is_known else "give the numbers of the launcher"
     variables = ", ".join(f"{name}={value}" for name, value in found.items())
