@@ -347,7 +347,7 @@ class MegatronStrategy(ParallelStrategy):
         if module is not None and module.trainer.state.fn == TrainerFn.FITTING:
             self._last_fit.history = run_history.begun([], module.trainer.global_step, self._saver.world)
             run.local_checkpoint = self._make_local_checkpoint()
-        if world.size > 1 and module is not None and module.trainer.state.fn == TrainerFn.FITTING:
+        if self.sizes.world > 1 and module is not None and module.trainer.state.fn == TrainerFn.FITTING:
             run.first_steps = FirstSteps(self.mesh.axis("pp+cp+tp"))
         run.preemption = Preemption(self.checkpoint, vote, self._saver, self.cluster_environment)
         initial_sync.sync_seed(self.mesh)

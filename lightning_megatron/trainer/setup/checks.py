@@ -15,8 +15,8 @@ from lightning_megatron.data.batch_ramp import BatchRamp
 from lightning_megatron.mesh import Sizes
 from lightning_megatron.rules import cross_config
 from lightning_megatron.trainer.config import ConfigurationError, PipelineConfig
+from lightning_megatron.trainer.setup.early_model_checks import early_model_faults
 from lightning_megatron.trainer.setup.launch_checks import launch_faults, num_started
-from lightning_megatron.trainer.setup.model_checks import plain_module_faults
 from lightning_megatron.trainer.setup.process_groups import timeout_faults
 from lightning_megatron.transformer.config import TransformerConfig
 
@@ -101,7 +101,12 @@ def faults(trainer: pl.Trainer, arguments: tuple[Any, ...]) -> list[str]:
         dynamic_context=strategy.dynamic_context,
     )
     found += cross_config.faults(facts)
-    found += plain_module_faults(trainer.lightning_module, sizes)
+    found += early_model_faults(
+        trainer.lightning_module,
+        sizes,
+        uses_schedule=pipeline.mode == "auto" and trainer.lightning_module.automatic_optimization,
+        spreads_documents=trainer.training and strategy.dynamic_context is not None,
+    )
     if trainer.training:
         found += _uncut_faults(trainer.lightning_module, sizes, num_microbatches, microbatch_size, pipeline)
         if strategy.dynamic_context is not None:

@@ -1,8 +1,6 @@
 """Checks of the models in a user's module before the first step, and the setting of their recomputation."""
 
-import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_warn
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
 from lightning_megatron.comm import collectives
@@ -16,7 +14,13 @@ from lightning_megatron.transformer.recompute import RecomputeConfig
 
 
 def require_own_mesh(module: nn.Module, mesh: Mesh) -> None:
-    """Raises ConfigurationError for a pipelined model, or experts, built for other ranks than those of `mesh`.
+    """Raises ConfigurationError for a pipelined model, or experts, built for other ranks than those of `mesh`."""
+    if faults := mesh_faults(module, mesh):
+        raise ConfigurationError(faults)
+
+
+def mesh_faults(module: nn.Module, mesh: Mesh) -> list[str]:
+    """Errors of pipelined models and experts that were built for other ranks than those of `mesh`.
 
     They would train unsharded on every rank, with a gradient norm that counts each copy.
     """
@@ -36,8 +40,7 @@ def require_own_mesh(module: nn.Module, mesh: Mesh) -> None:
         for axis in (shard.leading, shard.axis)
         if axis is not None and axis.size != mesh.axis(axis.name).size
     ]
-    if faults:
-        raise ConfigurationError(faults)
+    return faults
 
 
 def _cuts(mesh: Mesh) -> str:
@@ -47,14 +50,21 @@ def _cuts(mesh: Mesh) -> str:
 
 def require_spreading(module: nn.Module) -> None:
     """Raises ConfigurationError where dynamic context parallelism would have nothing to spread, or not all."""
+    if faults := spreading_faults(module):
+        raise ConfigurationError(faults)
+
+
+def spreading_faults(module: nn.Module) -> list[str]:
+    """Errors of a module in which dynamic context parallelism has nothing to spread, or cannot spread all."""
     models = pipelined_modules(module)
     unspread = [f"{name} ({type(model).__name__})" for name, model in models.items() if not model.spreads_documents]
-    if unspread or not models:
-        what = f"{', '.join(unspread)} does not take documents one by one" if unspread else "it holds no model of parts"
-        raise ConfigurationError(
-            f"dynamic context parallelism packs and cuts the documents of {type(module).__name__}, and {what}; "
-            "use GPTModel, or leave dynamic_context out"
-        )
+    if models and not unspread:
+        return []
+    what = f"{', '.join(unspread)} does not take documents one by one" if unspread else "it holds no model of parts"
+    return [
+        f"dynamic context parallelism packs and cuts the documents of {type(module).__name__}, and {what}; "
+        "use GPTModel, or leave dynamic_context out"
+    ]
 
 
 def require_used_axes(module: nn.Module, mesh: Mesh) -> None:
@@ -64,17 +74,8 @@ def require_used_axes(module: nn.Module, mesh: Mesh) -> None:
     """
     # A stage may hold none of the layers in question.
     cut = set().union(*collectives.gather_objects(_cut_axes(module), mesh.pp))
-    if faults := _unused_axis_faults(module, mesh.sizes, cut):
+    if faults := unused_axis_faults(module, mesh.sizes, cut):
         raise ConfigurationError(faults)
-
-
-def plain_module_faults(module: pl.LightningModule, sizes: Sizes) -> list[str]:
-    """Errors of sizes that will cut nothing of a module which is complete before the ranks are known."""
-    is_complete = not is_overridden("configure_model", module) and not pipelined_modules(module)
-    # One that was built for other ranks than its run has is told so, by `require_own_mesh`.
-    if not is_complete or any(True for _ in sharded_parameters(module)):
-        return []
-    return _unused_axis_faults(module, sizes, set())
 
 
 def _cut_axes(module: nn.Module) -> set[str]:
@@ -88,7 +89,8 @@ def _cut_axes(module: nn.Module) -> set[str]:
     return cut
 
 
-def _unused_axis_faults(module: nn.Module, sizes: Sizes, cut: set[str]) -> list[str]:
+def unused_axis_faults(module: nn.Module, sizes: Sizes, cut: set[str]) -> list[str]:
+    """Errors of sizes above 1 whose axes are not among those that `cut` the module."""
     name, faults = type(module).__name__, []
     if sizes.tp > 1 and "tp" not in cut:
         faults.append(

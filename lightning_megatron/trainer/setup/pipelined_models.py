@@ -60,17 +60,41 @@ def pipeline_plain_sequential(module: pl.LightningModule, mesh: Mesh) -> bool:
     """
     if mesh.pp.size == 1 or pipelined_modules(module):
         return False
-    chains = {
-        name: child
-        for name, child in module.named_children()
-        if isinstance(child, nn.Sequential) and len(child) >= mesh.pp.size
-    }
+    chains = _chains(module, mesh.pp.size)
     if len(chains) == 1:
         [(name, chain)] = chains.items()
         # Not named_children(): it leaves out the second name of a module that is in the chain twice.
         parts = {key: child for key, child in chain._modules.items() if child is not None}
         setattr(module, name, PipelineModule.from_modules(parts, mesh=mesh))
     return len(chains) == 1
+
+
+def _chains(module: pl.LightningModule, num_ranks: int) -> dict[str, nn.Sequential]:
+    """Every `nn.Sequential` of the module that has a part for each rank of the pipeline."""
+    return {
+        name: child
+        for name, child in module.named_children()
+        if isinstance(child, nn.Sequential) and len(child) >= num_ranks
+    }
+
+
+def pipeline_faults(module: pl.LightningModule, num_ranks: int, *, uses_schedule: bool) -> list[str]:
+    """Errors of a module that cannot run over so many pipeline ranks."""
+    name, models = type(module).__name__, pipelined_modules(module)
+    if num_ranks == 1:
+        return []
+    if not models and len(_chains(module, num_ranks)) != 1:
+        return [
+            f"{name} cannot be pipelined over {num_ranks} stages: it holds no PipelineModule (such as GPTModel) and "
+            f"not exactly one nn.Sequential of at least {num_ranks} children among its attributes; build its model in "
+            "configure_model from one of these, or use pipeline_model_parallel_size=1"
+        ]
+    if len(models) > 1 and uses_schedule:
+        return [
+            f"{name} holds {len(models)} pipelined models ({', '.join(models)}); a schedule runs one; use "
+            'PipelineConfig(mode="collective")'
+        ]
+    return []
 
 
 def pipeline_late_sequential(module: pl.LightningModule, mesh: Mesh) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_megatron.comm import collectives
 from lightning_megatron.comm.p2p import Hop, LaneGroups, Mailbox
@@ -32,6 +32,7 @@ from lightning_megatron.tensor.weight_gradients import WeightGradients
 from lightning_megatron.trainer.config import ConfigurationError, PipelineConfig
 from lightning_megatron.trainer.dynamic_context.prefetch import DynamicContext
 from lightning_megatron.trainer.setup import expert_replicas
+from lightning_megatron.trainer.setup.pipelined_models import pipeline_faults
 from lightning_megatron.trainer.step.batch_checks import BatchChecks
 from lightning_megatron.trainer.step.microbatches import Cutting
 from lightning_megatron.trainer.step.scheduled_step import ScheduledStep
@@ -69,8 +70,8 @@ class Steps:
         is_split = mesh.pp.size > 1 or not cutting.is_whole or prefetch is not None
         uses_schedule = is_split and pipeline.mode == "auto" and module.automatic_optimization
         self._is_plain = mesh.world.size == 1 and not uses_schedule
-        if mesh.pp.size > 1:
-            _require_one_model(pipelined, module, mesh.pp.size, uses_schedule)
+        if faults := pipeline_faults(module, mesh.pp.size, uses_schedule=uses_schedule):
+            raise ConfigurationError(faults)
         # Data-parallel ranks that make each model call together.
         self.linked = expert_replicas.linked_dp_ranks(module, mesh)
         self._checks = BatchChecks(self.linked, needs_equal_shapes=expert_replicas.needs_equal_shapes(module))
@@ -199,17 +200,3 @@ class Steps:
 
     def _check_batch(self, name: str, args: tuple[Any, ...]) -> None:
         self._checks.check(name, args[0] if args else None, self._mesh.axis("pp+cp+tp"))
-
-
-def _require_one_model(pipelined: dict[str, PipelineModule], module: nn.Module, stages: int, scheduled: bool) -> None:
-    if not pipelined:
-        raise ConfigurationError(
-            f"{type(module).__name__} cannot be pipelined over {stages} stages: it holds no PipelineModule (such "
-            f"as GPTModel) and not exactly one nn.Sequential of at least {stages} children among its attributes; "
-            "build its model in configure_model from one of these, or use pipeline_model_parallel_size=1"
-        )
-    if len(pipelined) > 1 and scheduled:
-        raise ConfigurationError(
-            f"{type(module).__name__} holds {len(pipelined)} pipelined models ({', '.join(pipelined)}); a schedule "
-            'runs one; use PipelineConfig(mode="collective")'
-        )

@@ -1,4 +1,4 @@
-"""Ranks that torchrun starts again find each other, whatever the last attempt left in its store, and go on from last."""
+"""Ranks that torchrun starts again find each other, whatever its store has of the last attempt, and go on from last."""
 
 import os
 import signal
