@@ -358,16 +358,22 @@ class MegatronStrategy(ParallelStrategy):
     def _join_other_ranks(self, vote: StopVote) -> FailureWatch:
         """Begins the process group of all ranks, and a watch over them. Collective over the world."""
         environment, device = self.cluster_environment, self.root_device
-        assert environment is not None and isinstance(self._launcher, CheckingLauncher)
+        launcher = self._launcher
+        assert environment is not None and isinstance(launcher, CheckingLauncher)
         options: dict[str, Any] = {"device_id": device if device.type != "cpu" else None}
-        if (store := attempt_store(self.global_rank, self.sizes.world, self._groups.timeout)) is not None:
-            options["store"] = store
         backend = _get_default_process_group_backend_for_device(device)
-        _init_dist_connection(environment, backend, timeout=self._groups.timeout, **options)
         ranks = tuple(range(self.sizes.world))
-        world = Axis("world", self.sizes.world, self.global_rank, ranks, dist.group.WORLD)
         address = environment.main_address if self.num_nodes > 1 else None
-        return FailureWatch.started(address, world, vote, self.timeout_seconds, self._launcher.end_ranks)
+        try:
+            if (store := attempt_store(self.global_rank, len(ranks), self._groups.timeout)) is not None:
+                options["store"] = store
+            _init_dist_connection(environment, backend, timeout=self._groups.timeout, **options)
+            world = Axis("world", len(ranks), self.global_rank, ranks, dist.group.WORLD)
+            return FailureWatch.started(address, world, vote, self.timeout_seconds, launcher.end_ranks)
+        except BaseException:
+            # Nobody watches yet: they would wait for this rank until their time-out.
+            launcher.end_ranks(ranks)
+            raise
 
     def _make_local_checkpoint(self) -> LocalCheckpoint | None:
         if not self.checkpoint.local_folder or self._require_module().trainer.fast_dev_run:  # type: ignore[attr-defined]
