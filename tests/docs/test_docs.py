@@ -13,6 +13,7 @@ from pathlib import Path
 
 import lightning as L
 import pytest
+from torch.distributed import run as torchrun
 
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.cli.main import command_line
@@ -253,8 +254,8 @@ def parameters_of(kind: type) -> set[str]:
 
 
 def known_options() -> set[str]:
-    """Options of the recipes, of our own commands, and of torchrun as far as they are named."""
-    options = {"config", "print_config", "nproc-per-node", "ckpt_path"}
+    """Options of the recipes, of our own commands, and of torchrun."""
+    options = {"config", "print_config", "ckpt_path"}
     options |= {f"trainer.{name}" for name in parameters_of(L.Trainer)}
     options |= {f"trainer.strategy.init_args.{name}" for name in parameters_of(MegatronStrategy)}
     options |= {f"data.{name}" for name in parameters_of(GPTDataConfig)}
@@ -268,7 +269,8 @@ def known_options() -> set[str]:
         options |= {f"model.{name}.{field.name}" for field in fields(kind)}
     for script in (*(ROOT / "tests").glob("*/__main__.py"), *(ROOT / "benchmarks").glob("*.py")):
         options |= set(re.findall(r'add_argument\("--([\w-]+)"', script.read_text()))
-    return options | {option.removeprefix("--") for option in options_of(command_line())}
+    found = options_of(command_line()) | options_of(torchrun.get_args_parser())
+    return options | {option.removeprefix("--") for option in found}
 
 
 def options_of(parser: argparse.ArgumentParser) -> set[str]:
