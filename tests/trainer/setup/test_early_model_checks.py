@@ -12,19 +12,27 @@ from lightning_megatron.context.balance import DynamicContextConfig
 from lightning_megatron.mesh import Sizes
 from lightning_megatron.trainer.setup.early_model_checks import early_model_faults
 from tests.trainer.layouts import Layout, make_trainer
-from tests.trainer.modules import Data, Small, chain
+from tests.trainer.modules import Data, chain
 from tests.trainer.setup.test_model_checks import TooEarly
 
 PP2 = Layout(world=2, pp=2, microbatches=2)
 
 
-class NoChain(Small):
+class Plain(L.LightningModule):
+    """All of its network is built in `__init__`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net: nn.Module = chain()
+
+
+class NoChain(Plain):
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Linear(8, 8)
 
 
-class TwoChains(Small):
+class TwoChains(Plain):
     def __init__(self) -> None:
         super().__init__()
         self.second = chain()
@@ -45,6 +53,7 @@ class SetUpInTime(NoChain):
     [
         (NoChain, PP2, "NoChain cannot be pipelined over 2 stages: it holds no PipelineModule"),
         (TwoChains, PP2, "TwoChains cannot be pipelined over 2 stages"),
+        (Plain, Layout(world=2, tp=2), r"tensor_model_parallel_size \(2\) cuts nothing of Plain"),
         (TooEarly, Layout(world=2, tp=2), r"model \(GPTModel\) was built for .* 1 x 1 x 1 x 1 x 1, .* has 2 x 1 x 1"),
     ],
 )
@@ -73,7 +82,7 @@ def test_a_module_that_may_build_more_until_then_is_left_alone() -> None:
     sizes = Sizes(world=2, pp=2)
     settings = {"uses_schedule": True, "spreads_documents": False}
     assert early_model_faults(NoChain(), sizes, **settings)
-    for module in (BuiltInTime(), SetUpInTime(), Small(), L.LightningModule()):
+    for module in (BuiltInTime(), SetUpInTime(), Plain(), L.LightningModule()):
         assert not early_model_faults(module, sizes, **settings)
     # A layout that cannot be is told by other rules.
     assert not early_model_faults(NoChain(), Sizes(world=3, pp=2), **settings)
