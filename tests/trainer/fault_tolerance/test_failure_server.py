@@ -26,6 +26,13 @@ TIMEOUT_SECONDS = 20.0
 FAILURE = b'{"failure": "a stranger wants it to end"}\n'
 
 
+@pytest.fixture(autouse=True)
+def no_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A watch that knows a cause would end this process."""
+    monkeypatch.setattr(failure_watch, "_GRACE_SECONDS", 1000.0)
+    monkeypatch.setattr(failure_watch, "_LEAVE_SECONDS", 1000.0)
+
+
 @pytest.fixture
 def server() -> Iterator[FailureServer]:
     served = FailureServer(("127.0.0.1",), 2, TIMEOUT_SECONDS)
