@@ -31,6 +31,7 @@ from lightning_megatron.trainer.setup import metric_sync, optimizers, pipelined_
 from lightning_megatron.trainer.setup.connections import Connections
 from lightning_megatron.trainer.step.first_steps import FirstSteps
 from lightning_megatron.trainer.step.hook_check import HookCheck
+from lightning_megatron.trainer.step.loader_sync import LoaderSync
 from lightning_megatron.trainer.step.skipped_step_schedulers import SkippedStepSchedulers
 from lightning_megatron.trainer.step.steps import Steps
 from lightning_megatron.transformer.moe import share_yield_to_peer
@@ -64,6 +65,11 @@ class ActiveRun:
     has_agreed_to_load: bool = False
     """Whether all ranks have exchanged whether they load a checkpoint."""
     document_prefetch: DynamicContext | None = None
+    loader_sync: LoaderSync | None = None
+    """What data-parallel ranks know of each other's batches; None where there is one."""
+    cuts_loaders: bool = False
+    """Whether the Trainer's use_distributed_sampler asks for each rank's part of ordinary loaders. It is off during the
+    run: Lightning would replace the user's samplers by one that always shuffles, or repeats samples."""
     dp_comm: DataParallelComm | None = None
     num_steps: int = 0
     """Optimizer steps of this run, those that were skipped too."""
@@ -88,8 +94,8 @@ class ActiveRun:
     @property
     def own_callbacks(self) -> list[pl.Callback]:
         """Callbacks of the strategy's own, which stand after the user's during the run."""
-        own = self.first_steps, self.local_checkpoint, self.preemption
-        return [callback for callback in own if callback is not None]
+        found = (self.first_steps, self.local_checkpoint, self.preemption, self.loader_sync)
+        return [callback for callback in found if callback is not None]
 
     def agree_to_load(self, path: str | None) -> None:
         """Checks, once a run, that all ranks load one checkpoint, or none. Collective over the world.
@@ -154,6 +160,8 @@ class ActiveRun:
         for callback in self.own_callbacks:
             if trainer is not None and callback in trainer.callbacks:
                 trainer.callbacks.remove(callback)
+        if trainer is not None and self.cuts_loaders:
+            trainer._accelerator_connector.use_distributed_sampler = True
         self.connections.saver.end(is_failed=is_interrupted)
         if self.document_prefetch is not None:
             self.document_prefetch.stop(is_failed=is_interrupted and not is_leaving)

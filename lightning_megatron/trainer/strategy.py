@@ -29,6 +29,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_megatron.checkpoint import CheckpointConfig, read_meta
@@ -57,7 +58,7 @@ from lightning_megatron.trainer.fault_tolerance.failure_watch import FailureWatc
 from lightning_megatron.trainer.fault_tolerance.preemption import Preemption
 from lightning_megatron.trainer.fault_tolerance.stop_vote import StopVote
 from lightning_megatron.trainer.precision import MegatronPrecision, compute_dtype
-from lightning_megatron.trainer.resume import run_state
+from lightning_megatron.trainer.resume import data_position, run_state
 from lightning_megatron.trainer.run import ActiveRun, FitRecord
 from lightning_megatron.trainer.setup import (
     checks,
@@ -74,7 +75,9 @@ from lightning_megatron.trainer.setup.connections import Connections
 from lightning_megatron.trainer.setup.launcher import CheckingLauncher
 from lightning_megatron.trainer.setup.process_groups import Groups
 from lightning_megatron.trainer.step.first_steps import NUM_CHECKED, FirstSteps
+from lightning_megatron.trainer.step.global_batches import is_stream
 from lightning_megatron.trainer.step.hook_check import HookCheck
+from lightning_megatron.trainer.step.loader_sync import LoaderSync
 from lightning_megatron.trainer.step.microbatches import Cutting
 from lightning_megatron.trainer.step.reduction import reduced
 from lightning_megatron.trainer.step.step_log import REDUCED
@@ -352,6 +355,9 @@ class MegatronStrategy(ParallelStrategy):
         run.preemption = Preemption(self.checkpoint, vote, self._saver, self.cluster_environment)
         initial_sync.sync_seed(self.mesh)
         if module is not None:
+            run.loader_sync = LoaderSync(self.mesh) if self.mesh.dp.size > 1 else None
+            connector: Any = module.trainer._accelerator_connector
+            run.cuts_loaders, connector.use_distributed_sampler = connector.use_distributed_sampler, False
             # Callbacks that average weights copy the module when they are set up, which comes next.
             pipelined_models.pipeline_plain_sequential(module, self.mesh)
 
@@ -466,6 +472,7 @@ class MegatronStrategy(ParallelStrategy):
             loss_scale=self._plugin.loss_scale,
             log_dtype=torch.promote_types(compute_dtype(str(self.precision_plugin.precision)), torch.float32),
             prefetch=run.document_prefetch,
+            loaders=run.loader_sync,
         )
         prefetch = run.document_prefetch
         if prefetch is not None and prefetch.cost is None:
@@ -506,15 +513,21 @@ class MegatronStrategy(ParallelStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        assert self.lightning_module is not None
-        checks.require_cuttable(self.lightning_module.trainer, dataloader, self.num_microbatches, self.microbatch_size)
-        trainer = self.lightning_module.trainer
+        run, trainer = self._require_run(), self._require_module().trainer
+        checks.require_cuttable(trainer, dataloader, self.num_microbatches, self.microbatch_size)
+        dataloader = data_position.unwrapped(dataloader)
+        if run.cuts_loaders and run.loader_sync is not None and isinstance(dataloader, DataLoader):
+            dataloader = run.loader_sync.cut(dataloader, trainer, is_planned=run.document_prefetch is not None)
         dataloader = initial_sync.seed_workers_by_dp_rank(dataloader, self.mesh.dp)
         if trainer.state.fn == TrainerFn.FITTING:
             dataloader = run_state.wrap(
-                dataloader, trainer, self.mesh, self._last_fit.resume_state, self._require_run().document_prefetch
+                dataloader, trainer, self.mesh, self._last_fit.resume_state, run.document_prefetch
             )
-        return dataloader if trainer.training else join_uneven(dataloader, self.steps.linked, self.root_device)
+        if trainer.training:
+            return dataloader
+        if is_stream(dataloader) and not trainer.predicting:
+            return join_uneven(dataloader, self.mesh.dp, self.root_device, share_experts=self.steps.linked.size > 1)
+        return join_uneven(dataloader, self.steps.linked, self.root_device)
 
     @override
     def on_train_start(self) -> None:

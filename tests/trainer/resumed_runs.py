@@ -152,7 +152,7 @@ LOADERS: dict[str, Loaders] = {
     "no batches": lambda share: DataLoader(Rows(8), batch_size=None, shuffle=True),
     "several": lambda share: {
         "long": DataLoader(Rows(), share, shuffle=True),
-        "short": DataLoader(Rows(9, first=100), 2, shuffle=True, num_workers=1, multiprocessing_context="fork"),
+        "short": DataLoader(Rows(11, first=100), 2, shuffle=True, num_workers=1, multiprocessing_context="fork"),
     },
     "combined": lambda share: CombinedLoader(
         [DataLoader(Rows(), share, shuffle=True), DataLoader(Rows(9, first=100), 2, shuffle=True)], "max_size"

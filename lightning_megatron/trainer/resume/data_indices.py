@@ -5,6 +5,7 @@ from itertools import chain, islice
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import (
     BatchSampler,
@@ -20,6 +21,7 @@ from lightning_megatron.mesh import Axis
 from lightning_megatron.trainer.config import ConfigurationError
 from lightning_megatron.trainer.resume import rng_state
 from lightning_megatron.trainer.resume.rng_state import States
+from lightning_megatron.trainer.step.global_batches import GlobalBatches, cut_of
 
 AllStates = dict[str, Any]
 """The default generators and those that the user gave a loader."""
@@ -57,6 +59,8 @@ class Indices:
 
     def __init__(self, loader: DataLoader[Any], dp: Axis, epoch: Callable[[], int]) -> None:
         self._base: Iterable[Any] = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+        # The user's own, where the ranks read their parts of what it draws.
+        self._drawn = self._base.base if isinstance(self._base, GlobalBatches) else self._base
         self._loader = loader
         self._dp = dp
         self._epoch = epoch
@@ -71,7 +75,7 @@ class Indices:
     @property
     def batch_size(self) -> int | None:
         """Samples of a batch of one data-parallel rank, where all batches have the same number."""
-        size = getattr(self._loader.batch_sampler, "batch_size", self._loader.batch_size)
+        size = getattr(self._drawn, "batch_size", self._loader.batch_size)
         return size if isinstance(size, int) else None
 
     def __len__(self) -> int:
@@ -90,19 +94,24 @@ class Indices:
 
     def follow(self, order: dict[str, Any], *, is_moved: bool, is_within: bool) -> None:
         """Takes a checkpoint's order of samples where this loader's is another one, from now on."""
-        if order == self.order or not (is_moved or _differ_in_seed(order, self.order)):
+        if order == self.order and order["name"] != "other":
+            # The samplers are rerun: what they draw does not depend on how many ranks share it.
             return
-        known = "other" not in (order["name"], self.order["name"])
+        is_other = (order["name"] == "distributed") != (self.order["name"] == "distributed")
+        if not (is_moved or is_other or _differ_in_seed(order, self.order)):
+            return
+        known = not {"own", "other"} & {order["name"], self.order["name"]}
         if known and order["samples"] == self.order["samples"]:
             if order["name"] != self.order["name"] or _differ_in_seed(order, self.order):
                 rank_zero_info(f"the training data goes on in the checkpoint's order: {_order_text(order)}")
             self.order, self.is_followed = order, True
         elif is_within:
             raise ConfigurationError(
-                "the checkpoint lies within an epoch of a loader whose sampler may give each data-parallel rank any "
-                "samples, so their rest cannot be cut for another data-parallel size or batch size; resume with the "
-                "same data-parallel size and batch_size, resume a checkpoint from the end of an epoch, or use a "
-                "plain DataLoader(shuffle=...) or a loader with state_dict and load_state_dict"
+                "the checkpoint lies within an epoch of a loader whose samples cannot be found again with this "
+                "data-parallel size and this loader: it may have given each data-parallel rank any samples "
+                "(use_distributed_sampler=False), or its sampler, batch sampler or dataset was another one; resume "
+                "with the same data-parallel size and loader, resume a checkpoint from the end of an epoch, or use a "
+                "loader with state_dict and load_state_dict"
             )
 
     def skip(self, batches: int, samples: int, round_start: AllStates | None) -> None:
@@ -116,7 +125,7 @@ class Indices:
         with rng_state.forked():
             set_all_states(self._loader, round_start)
             if self.is_followed:
-                self._prepared = self._batches(samples)
+                self._prepared = self._batches(samples, batches)
             else:
                 skipped = self._base_from(batches)
                 # Samplers draw when their first index is taken.
@@ -128,15 +137,18 @@ class Indices:
             pass
         return found
 
-    def _batches(self, samples: int) -> Iterator[Any]:
+    def _batches(self, samples: int, batches: int = 0) -> Iterator[Any]:
+        """The index batches after so many samples of all ranks, which are that many batches of each."""
         if not self.is_followed:
             return iter(self._base)
+        assert isinstance(self._drawn, BatchSampler)
         rest = self._global_order()[samples:]
+        if isinstance(self._base, GlobalBatches):
+            return self._base.part_of(BatchSampler(rest, self._drawn.batch_size, self._drawn.drop_last), batches)
         if missing := -len(rest) % self._dp.size:
             rest += rest[:missing] if len(rest) >= missing else rest * missing
         own = rest[self._dp.rank :: self._dp.size]
-        assert isinstance(self._loader.batch_sampler, BatchSampler)
-        return iter(BatchSampler(own, self._loader.batch_sampler.batch_size, self._loader.batch_sampler.drop_last))
+        return iter(BatchSampler(own, self._drawn.batch_size, self._drawn.drop_last))
 
     def _global_order(self) -> list[int]:
         """The samples of an epoch over all data-parallel ranks."""
@@ -162,17 +174,28 @@ class Indices:
 
 
 def order_of(loader: DataLoader[Any], dp: Axis) -> dict[str, Any]:
-    """Rule by which a loader orders the samples of all data-parallel ranks; `other` where it cannot be known."""
+    """Rule by which a loader orders the samples of all data-parallel ranks.
+
+    `own`: as the user's samplers draw, which all ranks rerun alike. `other`: each rank may have samples of its own.
+    """
     sampler, batches = loader.sampler, loader.batch_sampler
-    name, more = "other", {}
-    if type(batches) is BatchSampler and batches.sampler is sampler:
-        if type(sampler) is DistributedSampler and sampler.num_replicas == dp.size:
-            name, more = "distributed", {"shuffle": sampler.shuffle, "seed": sampler.seed}
-        elif dp.size == 1 and type(sampler) is SequentialSampler:
-            name = "sequential"
-        elif dp.size == 1 and type(sampler) is RandomSampler and not sampler.replacement:
-            name = "random" if sampler.num_samples == len(loader.dataset) else "other"  # type: ignore[arg-type]
-    return {"name": name, "samples": len(loader.dataset), **more} if name != "other" else {"name": name}  # type: ignore[arg-type]
+    is_shared = dp.size == 1 or cut_of(loader) is not None
+    drawn: Any = sampler if batches is None else batches
+    drawn = drawn.base if isinstance(drawn, GlobalBatches) else drawn
+    is_plain = type(drawn) is BatchSampler and drawn.sampler is sampler
+    samples = sized_len(loader.dataset)
+    if is_plain and type(sampler) is DistributedSampler and sampler.num_replicas == dp.size:
+        return {"name": "distributed", "samples": samples, "shuffle": sampler.shuffle, "seed": sampler.seed}
+    if not is_shared:
+        return {"name": "other"}
+    if is_plain and type(sampler) is SequentialSampler:
+        return {"name": "sequential", "samples": samples}
+    if is_plain and type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == samples:
+        return {"name": "random", "samples": samples}
+    kind = type(sampler if type(drawn) is BatchSampler else drawn)
+    # Of a user's batch sampler the batches depend on their size, and of any other sampler only how they are cut.
+    size = None if type(drawn) is BatchSampler else getattr(drawn, "batch_size", None)
+    return {"name": "own", "samples": samples, "kind": f"{kind.__module__}.{kind.__qualname__}", "batch_size": size}
 
 
 def _differ_in_seed(one: dict[str, Any], other: dict[str, Any]) -> bool:
@@ -206,7 +229,10 @@ def reading(loader: DataLoader[Any], indices: Indices) -> DataLoader[Any]:
 
 def explicit_generators(loader: Any) -> list[torch.Generator]:
     """The generators that the user gave the loader or its samplers."""
-    owners = (loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None))
+    cut, batches = cut_of(loader), getattr(loader, "batch_sampler", None)
+    drawn = batches if cut is None else cut.base
+    # The sampler below a batch sampler of the user's is not the loader's.
+    owners = (loader, getattr(loader, "sampler", None), drawn, getattr(drawn, "sampler", None))
     found = [getattr(owner, "generator", None) for owner in owners]
     unique = {id(generator): generator for generator in found if isinstance(generator, torch.Generator)}
     return list(unique.values())

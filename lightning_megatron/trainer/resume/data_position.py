@@ -35,6 +35,7 @@ from lightning_megatron.trainer.resume.data_indices import (
     set_all_states,
     set_explicit_states,
 )
+from lightning_megatron.trainer.step.uneven_inputs import JoinedIterable, Watch, unwatched
 
 LoaderPosition = dict[str, Any]
 """Where a loader is, as plain data."""
@@ -67,9 +68,12 @@ class Reader:
         epoch: Callable[[], int],
         start: "Start | None",
         ahead: DynamicContext | None = None,
+        watch: Watch = unwatched,
     ) -> None:
+        """`watch` raises where other data-parallel ranks have more batches or fewer."""
         self.loader = loader
         self._ahead = ahead
+        self._watch = watch
         # Positions before each batch that was read ahead and perhaps not trained on, by its number in the epoch.
         self._positions: dict[int, LoaderPosition] = {}
         self.indices: Indices | None = None
@@ -144,7 +148,7 @@ class Reader:
         self._handed, self._is_exhausted = 0, False
         self._positions.clear()
         self._round_start = all_states(self.loader) if self.kind == READING else None
-        return iter(self.source)
+        return self._watch(iter(self.source), number=0)
 
     def _count(self, batches: Iterator[Any]) -> Iterator[Any]:
         if self._ahead is not None:
@@ -280,14 +284,17 @@ class Reader:
 
     def batches_of(self, position: LoaderPosition, batches: int) -> int:
         """Number of this loader's batches that hold the samples of so many batches of a checkpoint's loader."""
-        old, new = position["batch_samples"], self.batch_samples
+        old, new, what = position["batch_samples"], self.batch_samples, "samples"
+        if self.indices is not None and (old is None or new is None):
+            # Each rank reads a batch of a batch sampler of the user's.
+            old, new, what = position["data_parallel_size"], self._dp.size, "batches of its batch sampler"
         if old == new or old is None or new is None:
             return batches
         if batches * old % new:
             raise ConfigurationError(
-                f"the checkpoint was saved after {batches * old} samples of its epoch, where no batch of {new} "
-                f"samples (over all data-parallel ranks) begins; resume with batches of {old}, or of a number that "
-                f"divides {batches * old}"
+                f"the checkpoint was saved after {batches * old} {what} of its epoch, where no batch of {new} {what} "
+                f"(over all data-parallel ranks) begins; resume with batches of {old}, or of a number that divides "
+                f"{batches * old}"
             )
         return batches * int(old) // int(new)
 
@@ -351,7 +358,7 @@ class Reader:
             seed = rng.key(torch.initial_seed(), "workers", self._epoch, self.in_epoch, self._dp.rank)
             torch.default_generator.manual_seed(seed & ((1 << 63) - 1))
             batches: Iterator[Any] = iter(self.source)
-        return batches
+        return self._watch(batches, number=self._handed)
 
     def _reread(self, handed: int) -> Iterator[Any]:
         rank_zero_info(
@@ -364,7 +371,7 @@ class Reader:
             batches: Iterator[Any] = iter(self.source)
             for _ in islice(batches, handed):
                 pass
-        return batches
+        return self._watch(batches, number=self._handed)
 
 
 class Start(Protocol):
@@ -417,14 +424,23 @@ class PositionedDataLoader(PositionedIterable, DataLoader[Any]):  # type: ignore
 
 
 def positioned(
-    loader: Any, dp: Axis, epoch: Callable[[], int], start: Start | None, ahead: DynamicContext | None = None
+    loader: Any,
+    dp: Axis,
+    epoch: Callable[[], int],
+    start: Start | None,
+    ahead: DynamicContext | None = None,
+    watch: Watch = unwatched,
 ) -> PositionedIterable:
     """The loader as one that knows its position."""
-    if isinstance(loader, PositionedIterable):
-        # A CombinedLoader of the user keeps what an earlier fit put in.
-        loader = loader.reader.loader
-    reader = Reader(loader, dp, epoch, start, ahead)
+    reader = Reader(loader, dp, epoch, start, ahead, watch)
     return PositionedDataLoader(reader) if isinstance(loader, DataLoader) else PositionedIterable(reader)
+
+
+def unwrapped(loader: Any) -> Any:
+    """The user's loader, where a CombinedLoader of the user keeps what an earlier run put in."""
+    if isinstance(loader, JoinedIterable):
+        loader = loader.uneven
+    return loader.reader.loader if isinstance(loader, PositionedIterable) else loader
 
 
 @contextmanager

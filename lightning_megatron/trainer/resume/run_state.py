@@ -34,6 +34,8 @@ from lightning_megatron.trainer.resume.data_position import (
 )
 from lightning_megatron.trainer.setup import pipelined_models
 from lightning_megatron.trainer.step.batch_checks import batch_digest
+from lightning_megatron.trainer.step.global_batches import is_stream
+from lightning_megatron.trainer.step.uneven_inputs import Watch, training_watch, unwatched
 
 KEY = "lightning_megatron_resume"
 """Key under which Lightning's dictionary holds all of it."""
@@ -294,11 +296,15 @@ def wrap(
     if not trainer.training and resume_state is None:
         return loader
 
+    watch: Watch = unwatched
+    if trainer.training and mesh.dp.size > 1 and is_stream(loader):
+        watch = training_watch(loader, mesh.dp, trainer.strategy.root_device, trainer.limit_train_batches)
+
     def epoch() -> int:
         progress: Any = trainer.fit_loop.epoch_progress.current
         return int(progress.processed)
 
-    wrapped = positioned(loader, mesh.dp, epoch, resume_state, ahead if trainer.training else None)
+    wrapped = positioned(loader, mesh.dp, epoch, resume_state, ahead if trainer.training else None, watch)
     if trainer.training and resume_state is not None:
         resume_state.restore_position(wrapped.reader)
     return wrapped

@@ -7,6 +7,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.utils.data import DataLoader
 
 from lightning_megatron.checkpoint import is_checkpoint
@@ -20,6 +22,12 @@ from lightning_megatron.trainer.setup.launch_checks import launch_faults, num_st
 from lightning_megatron.trainer.setup.process_groups import timeout_faults
 from lightning_megatron.transformer.config import TransformerConfig
 
+# Steps of the runs that are no fit.
+_STEPS = {
+    TrainerFn.VALIDATING: "validation_step",
+    TrainerFn.TESTING: "test_step",
+    TrainerFn.PREDICTING: "predict_step",
+}
 # What a Trainer takes for ckpt_path instead of a path.
 _NAMED_CHECKPOINTS = ("best", "last", "hpc", "registry")
 
@@ -111,6 +119,9 @@ def faults(trainer: pl.Trainer, arguments: tuple[Any, ...]) -> list[str]:
         found += _uncut_faults(trainer.lightning_module, sizes, num_microbatches, microbatch_size, pipeline)
         if strategy.dynamic_context is not None:
             found += _dynamic_faults(trainer.lightning_module, pipeline)
+    found += _iterator_faults(
+        trainer, is_cut=num_microbatches > 1 or microbatch_size > 0 or strategy.dynamic_context is not None
+    )
     if context.kernel == "flex" and (device := strategy.root_device.type) != "cuda":
         found.append(f"kernel ('flex') of ContextConfig is one of CUDA, and this run is on {device}; use 'fused'")
     found += data.faults() if data is not None else []
@@ -162,6 +173,26 @@ def _uncut_faults(
         f"{name} ({value}) must be {wanted} with {' and '.join(whats)} where "
         f"pipeline_model_parallel_size is 1: training_step takes the whole batch at once; use {name}={wanted} "
         f"(and a smaller batch_size to save memory), or {' and '.join(ways)}"
+    ]
+
+
+def _iterator_faults(trainer: pl.Trainer, *, is_cut: bool) -> list[str]:
+    """Errors of steps that take their batches out of the loader by themselves: the strategy sees none of them."""
+    strategy: Any = trainer.strategy
+    module, fn = trainer.lightning_module, trainer.state.fn
+    names = ["training_step", "validation_step"] if fn == TrainerFn.FITTING else []
+    names += [name for kind, name in _STEPS.items() if kind == fn]
+    if strategy.sizes.world == 1:
+        names = ["training_step"] if fn == TrainerFn.FITTING and is_cut else []
+    steps = {name: getattr(module, name) for name in names}
+    taking = [
+        name for name, step in steps.items() if is_param_in_hook_signature(step, "dataloader_iter", explicit=True)
+    ]
+    return [
+        f"{name}(self, dataloader_iter) of {type(module).__name__} takes its batches by itself, and with several "
+        "processes or microbatches the strategy must see each batch: to cut it, to weigh it by its rows and to check "
+        f"that ranks of one model replica read the same; use {name}(self, batch, batch_idx)"
+        for name in taking
     ]
 
 

@@ -30,12 +30,18 @@ def sync_seed(mesh: Mesh) -> None:
         )
     if own != first:
         torch.manual_seed(first)
-    if mesh.world.size > 1:
-        states = (torch.get_rng_state(), np.random.get_state(), random.getstate())
-        torch_state, numpy_state, python_state = collectives.broadcast_object(states, mesh.world)
-        torch.set_rng_state(torch_state)
-        np.random.set_state(numpy_state)
-        random.setstate(python_state)
+    sync_generators(mesh.world)
+
+
+def sync_generators(world: Axis) -> None:
+    """Gives all ranks the first rank's states of the default generators of the CPU, from which samplers draw."""
+    if world.size == 1:
+        return
+    states = (torch.get_rng_state(), np.random.get_state(), random.getstate())
+    torch_state, numpy_state, python_state = collectives.broadcast_object(states, world)
+    torch.set_rng_state(torch_state)
+    np.random.set_state(numpy_state)
+    random.setstate(python_state)
 
 
 @torch.no_grad()

@@ -22,8 +22,8 @@ class StepBatch:
     """Index of its first row in the global batch."""
     group_index: int
     """Index of the ranks that run it within dp, of which random numbers of the user's code are a function."""
-    num_copies: int
-    """Ranks that run it together, each with the whole loss."""
+    num_copies: float
+    """Ranks that run it together, each with the whole loss; infinite where it counts for nothing."""
     context_group: Axis | None = None
     """Ranks that run it together, where they are not those of cp."""
     documents: Tensor | None = None
@@ -49,14 +49,17 @@ class Cutting:
         return self.number == 1 and not self.size
 
 
-def cut_evenly(batch: Any, num_microbatches: int, mesh: Mesh) -> list[StepBatch]:
-    """Microbatches of a data-parallel rank's batch, cut along its rows."""
+def cut_evenly(
+    batch: Any, num_microbatches: int, mesh: Mesh, first_row: int | None, num_copies: float
+) -> list[StepBatch]:
+    """Microbatches of a data-parallel rank's batch, cut along its rows; `first_row` is the index of its first row in
+    the global batch, where it is known."""
     parts = microbatches.split(batch, num_microbatches)
     rows = [rows_of(part) for part in parts]
-    first = mesh.dp.rank * sum(rows)
+    first = mesh.dp.rank * sum(rows) if first_row is None else first_row
     firsts = [first + sum(rows[:i]) for i in range(len(rows))]
     return [
-        StepBatch(part, count, start, mesh.dp.rank, mesh.cp.size)
+        StepBatch(part, count, start, mesh.dp.rank, num_copies)
         for part, count, start in zip(parts, rows, firsts, strict=True)
     ]
 

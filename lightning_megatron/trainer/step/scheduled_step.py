@@ -77,7 +77,7 @@ class ScheduledStep:
                 self.log.num_copies = self.mesh.cp.size
         if self.batches.are_planned:
             self._refuse_metrics(num_updates)
-        summary = self.log.replay()
+        summary = self.log.replay(user_step.whereabouts)
         gradients.weigh_scheduled(summary.weight)
         self.loss_check.check(summary.loss)
         return {**summary.outputs, "loss": summary.loss.to(self.log.dtype)}

@@ -35,15 +35,20 @@ class StepBatches:
         """The microbatches of a step for this rank, on its device; checked for being the same on all that run them."""
         if self.prefetch is None:
             self.checks.check("training_step", batch, self.mesh.axis("pp+cp+tp"))
-            parts = cut_evenly(batch, self.cutting.count_of(rows_of(batch)), self.mesh)
+            parts = self._cut_evenly(batch, self.cutting.count_of(rows_of(batch)))
             # A last batch of few rows has fewer, and may have them on one data-parallel rank alone.
             count = self._agreed(len(parts))
-            return parts if count == len(parts) else cut_evenly(batch, count, self.mesh)
+            return parts if count == len(parts) else self._cut_evenly(batch, count)
         planned = self.prefetch.take(self.user_step.trainer.fit_loop.batch_idx, batch)
         parts = as_planned(planned.microbatches, planned.num_rows, self.mesh)
         # The cp ranks run different microbatches of a plan; that they read the same data is checked before planning.
         self.checks.check("training_step", [(part.batch, part.documents) for part in parts], self.mesh.axis("pp+tp"))
         return [replace(part, batch=self._handed_over(part.batch)) for part in parts]
+
+    def _cut_evenly(self, batch: Any, num_microbatches: int) -> list[StepBatch]:
+        share = self.user_step.share
+        first = None if share is None else share.first_row
+        return cut_evenly(batch, num_microbatches, self.mesh, first, self.user_step.num_copies)
 
     def count_of(self, rows: int) -> int:
         """Microbatches of one model call on so many rows. Collective over the dp ranks that share experts."""

@@ -5,6 +5,7 @@ would log parts, and only on some ranks. A monitored key that some ranks lack ma
 """
 
 import inspect
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from torchmetrics import Metric
 
 from lightning_megatron.comm import collectives, rng
 from lightning_megatron.mesh import Mesh
+from lightning_megatron.trainer.step.loader_sync import Whereabouts, disagreement
 
 Reduction = Literal["mean", "sum", "max", "min"]
 _SIGNATURE = inspect.signature(LightningModule.log)
@@ -25,6 +27,7 @@ _HEAD = 4  # total weight, mean loss, key of the schema, rows
 _SLOTS = 64  # numbers of one message of fixed size; a step that logs more sends a second one
 # Added to every weight: of nothing but zeros the mean is then the plain one. Far below what any sum can notice.
 _NOTHING = 1e-150
+_SIGNS: dict[Reduction, float] = {"max": 1.0, "min": -1.0}
 _REDUCTIONS: dict[str, Reduction] = {"mean": "mean", "avg": "mean", "sum": "sum", "max": "max", "min": "min"}
 # What stands before the names of further numbers that a step returns; they are reduced and not logged.
 _OUTPUT = "returned by training_step: "
@@ -109,8 +112,8 @@ class StepLog:
         self.dtype = dtype
         self._dp_cp = mesh.axis("dp+cp")
         # Ranks of cp or of a context group, which run the microbatch at hand together and log the same: each counts for
-        # its share.
-        self.num_copies = mesh.cp.size
+        # its share. Infinite for a batch that counts for nothing.
+        self.num_copies: float = mesh.cp.size
         self._pp = mesh.pp
         self.device = device
         self._one_stage = tail_on_last_stage and mesh.pp.size > 1
@@ -124,7 +127,7 @@ class StepLog:
         self._weights: list[Tensor] = []
         self._losses: list[Tensor] = []
         # Ranks that ran each microbatch together.
-        self._copies: list[int] = []
+        self._copies: list[float] = []
         self._rows = 0.0
         self._is_sum = False
         self._lengths = {name: _list_lengths(metric) for name, metric in self._metrics.items()}
@@ -159,7 +162,7 @@ class StepLog:
     def mark(self) -> "_Mark":
         """Position in the record, for `rewind`."""
         counts = {name: (len(entry.values), len(entry.sizes)) for name, entry in self._entries.items()}
-        return _Mark(counts, {name: _full_state(metric) for name, metric in self._metrics.items()})
+        return _Mark(counts, {name: full_state(metric) for name, metric in self._metrics.items()})
 
     def rewind(self, mark: "_Mark") -> None:
         """Forgets what was logged, and what metrics took in, since `mark`: a stage that left its step counts nothing.
@@ -171,7 +174,7 @@ class StepLog:
             del self._entries[name].values[num_values:]
             del self._entries[name].sizes[num_sizes:]
         for name, state in mark.metrics.items():
-            _restore(self._metrics[name], state)
+            restore(self._metrics[name], state)
 
     def _record(self, *args: Any, **kwargs: Any) -> None:
         bound = _SIGNATURE.bind(self._module, *args, **kwargs).arguments
@@ -189,15 +192,20 @@ class StepLog:
         tensor = value.detach() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
         if tensor.numel() != 1:
             raise ValueError(f"self.log({name!r}) got a tensor of {tuple(tensor.shape)}; it must hold one number")
+        if entry.reduction in _SIGNS and self.num_copies == math.inf:
+            tensor = torch.full_like(tensor, -math.inf * _SIGNS[entry.reduction], dtype=torch.float64)
         entry.values.append((len(self._weights), tensor.reshape(())))
 
-    def replay(self) -> StepSummary:
-        """Logs what was recorded, once on every rank, as values of the global batch. Collective over dp+cp and pp."""
+    def replay(self, whereabouts: Whereabouts) -> StepSummary:
+        """Logs what was recorded, once on every rank, as values of the global batch. Collective over dp+cp and pp.
+
+        Raises RuntimeError where the ranks of dp+cp do not log the same, or are not at the same `whereabouts`.
+        """
         numbers = torch.zeros(_HEAD, dtype=torch.float64, device=self.device)
         schema: Schema = []
         if self._has_tail:
             schema = [_Line(n, e.options, self._metric_name(e.metric), e.is_sized) for n, e in self._entries.items()]
-            numbers = self._reduced(schema)
+            numbers = self._reduced(schema, whereabouts)
         if self._one_stage:
             numbers, schema = self._from_last_stage(numbers, schema)
             self._mirror_metrics()
@@ -235,23 +243,26 @@ class StepLog:
             return names[0]
         raise ValueError(f"self.log got a {type(metric).__name__} that is not an attribute of the module; make it one")
 
-    def _reduced(self, schema: Schema) -> Tensor:
+    def _reduced(self, schema: Schema, whereabouts: Whereabouts) -> Tensor:
         """Numbers that replay the step, float64 [4 + 2 x names].
 
         Total weight, mean loss, schema key, rows; then each value, and what it is a mean over.
         """
         weights, losses = self._stack(self._weights), self._stack(self._losses)
-        key, rows = (torch.tensor(float(n), dtype=torch.float64) for n in (_schema_key(schema), self._rows))
-        sums = [weights.sum(), (weights * losses).sum(), key, rows]
+        # Stages look names up by the key of the schema alone, which is another one in few steps.
+        key, common = _key(schema), _key(schema, whereabouts)
+        loss, rows = (weights * losses).sum(), torch.tensor(self._rows, dtype=torch.float64)
         if self._is_sum:
-            sums[1] = (losses / self._copies_of(range(len(losses)))).sum()
+            loss = (losses / self._copies_of(range(len(losses)))).sum()
+        sums = [weights.sum(), loss, torch.tensor(float(common), dtype=torch.float64), rows]
         for line in schema:
             sums += self._sum_and_share(self._entries[line.name], weights)
         above = self._stack(sums)
         if self._dp_cp.size > 1:
-            above = self._over_dp_cp(above, key, schema)
+            above = self._over_dp_cp(above, common, schema, whereabouts)
         head = [torch.ones_like(above[0]), above[1]] if self._is_sum else [above[0], _quotient(above[1], above[0])]
-        numbers, extremes = [*head, key, above[3]], self._extremes(schema)
+        numbers = [*head, torch.tensor(float(key), dtype=torch.float64), above[3]]
+        extremes = self._extremes(schema)
         for i, line in enumerate(schema):
             value, share = above[_HEAD + 2 * i], above[_HEAD + 2 * i + 1]
             entry = self._entries[line.name]
@@ -262,16 +273,15 @@ class StepLog:
 
     def _extremes(self, schema: Schema) -> dict[str, Tensor]:
         """The largest or smallest value of each name that is reduced so, over microbatches and dp x cp."""
-        signs = {"max": 1.0, "min": -1.0}
         entries = {
-            line.name: self._entries[line.name] for line in schema if self._entries[line.name].reduction in signs
+            line.name: self._entries[line.name] for line in schema if self._entries[line.name].reduction in _SIGNS
         }
         if not entries:
             return {}
         # A minimum is sent as the maximum of the negative numbers, so that one message takes them all.
-        own = [signs[e.reduction] * self._stack([tensor for _, tensor in e.values]) for e in entries.values()]
+        own = [_SIGNS[e.reduction] * self._stack([tensor for _, tensor in e.values]) for e in entries.values()]
         largest = collectives.all_reduce(self._stack([values.max() for values in own]), self._dp_cp, "max")
-        return {name: signs[e.reduction] * value for (name, e), value in zip(entries.items(), largest, strict=True)}
+        return {name: _SIGNS[e.reduction] * value for (name, e), value in zip(entries.items(), largest, strict=True)}
 
     def _sum_and_share(self, entry: _LogEntry, weights: Tensor) -> list[Tensor]:
         """A name's sum over microbatches and, for a mean, what to divide it by once it is summed over dp x cp."""
@@ -290,12 +300,14 @@ class StepLog:
     def _copies_of(self, microbatches: Iterable[int]) -> Tensor:
         return torch.tensor([self._copies[i] for i in microbatches], dtype=torch.float64, device=self.device)
 
-    def _over_dp_cp(self, numbers: Tensor, key: Tensor, schema: Schema) -> Tensor:
-        """The sum over dp x cp, once it is clear that all its ranks sum the same names."""
+    def _over_dp_cp(self, numbers: Tensor, key: int, schema: Schema, whereabouts: Whereabouts) -> Tensor:
+        """The sum over dp x cp, once it is clear that all its ranks sum the same names in the same step."""
         first, count = _first_message(numbers), min(_SLOTS, numbers.numel())
         collectives.all_reduce_(first, self._dp_cp)
-        if first[2].item() != key.item() * self._dp_cp.size:
-            raise RuntimeError(_disagreement(collectives.gather_objects(schema, self._dp_cp)))
+        if first[2].item() != key * self._dp_cp.size:
+            found = collectives.gather_objects((schema, whereabouts), self._dp_cp)
+            where = disagreement([whereabouts for _, whereabouts in found])
+            raise RuntimeError(where or _disagreement([schema for schema, _ in found]))
         rest = numbers[count:].contiguous()
         return torch.cat([first[:count], collectives.all_reduce_(rest, self._dp_cp) if rest.numel() else rest])
 
@@ -334,9 +346,9 @@ class StepLog:
         return torch.stack([value.to(self.device, torch.float64) for value in values])
 
 
-def _schema_key(schema: Schema) -> int:
+def _key(schema: Schema, whereabouts: Whereabouts | None = None) -> int:
     """An integer that a float64 and a sum over thousands of ranks hold exactly."""
-    return rng.key(*(_text(line) for line in schema)) & 0xFFFFFFFF
+    return rng.key(*(_text(line) for line in schema), str(whereabouts)) & 0xFFFFFFFF
 
 
 def _text(line: _Line) -> str:
@@ -376,7 +388,7 @@ def _list_lengths(metric: Metric) -> dict[str, int]:
     return {name: len(value) for name, value in metric.metric_state.items() if isinstance(value, list)}
 
 
-def _full_state(metric: Metric) -> dict[str, Any]:
+def full_state(metric: Metric) -> dict[str, Any]:
     """A metric's state as it is now; metrics may add to their tensors in place."""
     states = {
         name: list(value) if isinstance(value, list) else value.clone() for name, value in metric.metric_state.items()
@@ -389,7 +401,8 @@ def _full_state(metric: Metric) -> dict[str, Any]:
     }
 
 
-def _restore(metric: Metric, state: dict[str, Any]) -> None:
+def restore(metric: Metric, state: dict[str, Any]) -> None:
+    """Restores a state that `full_state` returned."""
     for name, value in state["states"].items():
         setattr(metric, name, value)
     metric._update_count = state["update_count"]

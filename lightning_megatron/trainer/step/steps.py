@@ -9,6 +9,7 @@ Either way the loss is the mean over what the losses are means of (valid tokens,
 of the global batch, gradients are those of that mean, and what was logged is logged once on every rank.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -34,6 +35,7 @@ from lightning_megatron.trainer.dynamic_context.prefetch import DynamicContext
 from lightning_megatron.trainer.setup import expert_replicas
 from lightning_megatron.trainer.setup.pipelined_models import pipeline_faults
 from lightning_megatron.trainer.step.batch_checks import BatchChecks
+from lightning_megatron.trainer.step.loader_sync import LoaderSync
 from lightning_megatron.trainer.step.microbatches import Cutting
 from lightning_megatron.trainer.step.scheduled_step import ScheduledStep
 from lightning_megatron.trainer.step.step_batches import StepBatches
@@ -62,11 +64,12 @@ class Steps:
         loss_scale: LossScale | None,
         log_dtype: torch.dtype,
         prefetch: DynamicContext | None = None,
+        loaders: LoaderSync | None = None,
     ) -> None:
         self._module = module
         self._mesh = mesh
         self._device = device
-        self._user_step = user_step = UserStep(trainer, module, list(pipelined.values()), mesh)
+        self._user_step = user_step = UserStep(trainer, module, list(pipelined.values()), mesh, loaders)
         is_split = mesh.pp.size > 1 or not cutting.is_whole or prefetch is not None
         uses_schedule = is_split and pipeline.mode == "auto" and module.automatic_optimization
         self._is_plain = mesh.world.size == 1 and not uses_schedule
@@ -140,8 +143,12 @@ class Steps:
     def train(self, context: Context, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Output of `training_step` for the batch `args[0]`, with the loss of the global batch."""
         self._user_step.begin_training()
-        if self._scheduled is not None:
-            return self._scheduled.run(self.gradients, context, args, kwargs)
+        with self._user_step.counted():
+            if self._scheduled is not None:
+                return self._scheduled.run(self.gradients, context, args, kwargs)
+            return self._train_at_once(context, args, kwargs)
+
+    def _train_at_once(self, context: Context, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._check_batch("training_step", args)
         rows = self._user_step.begin_batch(args, self._driver)
         self.dp_comm.gather(0)
@@ -151,20 +158,21 @@ class Steps:
         dp_cp = self._mesh.axis("dp+cp")
         if not self._module.automatic_optimization:
             # The backwards come inside the step, before any weight of a loss is known: a rank counts by its rows.
-            share = torch.tensor(float(rows), dtype=torch.float64, device=self._device)
+            own = rows if self._user_step.num_copies < math.inf else 0
+            share = torch.tensor(float(own), dtype=torch.float64, device=self._device)
             self._manual_share = share / collectives.all_reduce(share, dp_cp)
-        num_parts = self._mesh.dp.size
+        self._log.num_copies, num_parts = self._user_step.num_copies, self._mesh.dp.size
         with self._log.recording(), self._user_step.synced_random(), context(), self._buffer_watch.watching(num_parts):
             output = self._module.training_step(*args, **kwargs)
         loss, is_sum = loss_of(output), loss_reduction_of(output) == "sum"
         weight = self._user_step.loss_weight(output, rows, self._device, num_parts=num_parts)
         self._log.end_microbatch(loss, weight, rows, is_sum=is_sum)
-        summary = self._log.replay()
+        summary = self._log.replay(self._user_step.whereabouts)
         self._loss_check.check(loss)
         if loss is None or not self._module.automatic_optimization or dp_cp.size == 1:
             return output
         part = torch.ones_like(weight) if is_sum else weight
-        share = loss * (part / self._mesh.cp.size * reciprocal(summary.weight)).to(loss.dtype)
+        share = loss * (part / self._user_step.num_copies * reciprocal(summary.weight)).to(loss.dtype)
         # The value is that of the global batch, the gradient this rank's share of it.
         global_loss = share + (summary.loss.to(loss.dtype) - share).detach()
         return {**output, "loss": global_loss} if isinstance(output, dict) else global_loss
@@ -192,10 +200,12 @@ class Steps:
         if self._is_plain or name == "predict_step":
             with self._user_step.synced_random(), context():
                 return step(*args, **kwargs)
-        with self._log.recording(), self._user_step.synced_random(), context():
-            output = step(*args, **kwargs)
-        self._log.end_microbatch(None, self._user_step.loss_weight(output, rows, self._device), rows)
-        self._log.replay()
+        self._log.num_copies = self._user_step.num_copies
+        with self._user_step.counted():
+            with self._log.recording(), self._user_step.synced_random(), context():
+                output = step(*args, **kwargs)
+            self._log.end_microbatch(None, self._user_step.loss_weight(output, rows, self._device), rows)
+            self._log.replay(self._user_step.whereabouts)
         return output
 
     def _check_batch(self, name: str, args: tuple[Any, ...]) -> None:

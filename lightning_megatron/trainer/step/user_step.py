@@ -3,8 +3,9 @@
 Every mode enters the step by `UserStep`: a schedule once per microbatch on every stage, the others once per batch.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,12 +13,16 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
+from torchmetrics import Metric
 
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.pipeline.module import Driver, PipelineModule
+from lightning_megatron.trainer.step.global_batches import BatchShare
+from lightning_megatron.trainer.step.loader_sync import LoaderSync, Whereabouts
 from lightning_megatron.trainer.step.microbatches import StepBatch, rows_of
 from lightning_megatron.trainer.step.rng_sync import aligned_random
 from lightning_megatron.trainer.step.step_checks import warn_of_stage
+from lightning_megatron.trainer.step.step_log import full_state, restore
 
 OWN_KEYS = ("loss", "loss_weight", "loss_reduction")
 """Keys of a step's output that have a meaning here."""
@@ -33,9 +38,38 @@ class UserStep:
     module: pl.LightningModule
     models: list[PipelineModule]
     mesh: Mesh
+    loaders: LoaderSync | None = None
+    """What data-parallel ranks know of each other's batches; None where there is one."""
     num_evaluated: int = 0
     """Batches of validation, test and prediction since the last of training; the loops' own counters stand still."""
     _has_told_of_rows: bool = False
+
+    @property
+    def share(self) -> BatchShare | None:
+        """This rank's part of the global batch; None where the loader gives each rank a batch of its own."""
+        return None if self.loaders is None else self.loaders.share
+
+    @property
+    def num_copies(self) -> float:
+        """Ranks that run the batch together, among which it counts once; infinite where it counts for nothing."""
+        is_copy = self.share is not None and self.share.is_copy
+        return math.inf if is_copy else self.mesh.cp.size
+
+    @property
+    def whereabouts(self) -> Whereabouts:
+        """Where this rank is in its data, which all data-parallel ranks of a step must have in common."""
+        return {} if self.loaders is None else self.loaders.whereabouts(self.trainer, self.num_evaluated)
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Has the module's metrics forget what they take in inside the block where the batch counts for nothing."""
+        metrics = (
+            [one for one in self.module.modules() if isinstance(one, Metric)] if self.num_copies == math.inf else []
+        )
+        before = [full_state(metric) for metric in metrics]
+        yield
+        for metric, state in zip(metrics, before, strict=True):
+            restore(metric, state)
 
     def begin_training(self) -> None:
         """Sets the number of the next training step in the models, of which their random numbers are a function."""
@@ -51,8 +85,9 @@ class UserStep:
     def begin_batch(self, args: tuple[Any, ...], driver: Driver) -> int:
         """Makes the models ready to be called with a whole batch; returns its rows, 1 where it has none."""
         rows = rows_of(args[0]) if args else 1
+        first = self.mesh.dp.rank * rows if self.share is None else self.share.first_row
         for model in self.models:
-            model.draws.first_sample, model.draws.call = self.mesh.dp.rank * rows, 0
+            model.draws.first_sample, model.draws.call = first, 0
             model.driver, model.loss_weight = driver, None
         return rows
 

@@ -82,11 +82,12 @@ def test_no_sample_comes_twice_or_never(origin: str, to: str, data: str, point: 
     assert apart(resumed, LAYOUTS[to], full, LAYOUTS[origin]) == ""
 
 
-def test_another_number_of_batches_makes_up_the_same_step(tmp_path: Path) -> None:
-    """Two batches of 4 a step, then one of 8: Lightning counts on in batches of 8."""
+@pytest.mark.parametrize("data", ["even", "batch sampler"])
+def test_another_number_of_batches_makes_up_the_same_step(data: str, tmp_path: Path) -> None:
+    """Two batches of 4 a step, then one of 8: Lightning counts on in batches of 8. So with two of a batch sampler's."""
     points = frozenset({"batch 1"})
-    full = runs(ONE, "even", folder=tmp_path, points=points, accumulate_grad_batches=2, **QUIETLY)
-    resumed = runs(DP2, "even", resumed_from=tmp_path / "batch 1.ckpt", batch=8, seed=77, **QUIETLY)
+    full = runs(ONE, data, folder=tmp_path, points=points, accumulate_grad_batches=2, **QUIETLY)
+    resumed = runs(DP2, data, resumed_from=tmp_path / "batch 1.ckpt", batch=8, seed=77, **QUIETLY)
     assert min(resumed[0].batches) == 1 and max(resumed[0].batches) == 5
     assert apart(resumed, DP2, full, ONE, per=2) == ""
 
