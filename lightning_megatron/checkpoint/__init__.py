@@ -12,10 +12,11 @@ load("last.ckpt", moments, world=world, among=is_optimizer_name)
 from lightning_megatron.checkpoint.chunk_file import DamagedError
 from lightning_megatron.checkpoint.config import CheckpointConfig
 from lightning_megatron.checkpoint.load import LoadReport, load
-from lightning_megatron.checkpoint.manifest import TensorEntry, is_checkpoint, read_entries, read_meta
+from lightning_megatron.checkpoint.manifest import is_checkpoint, read_entries, read_meta
 from lightning_megatron.checkpoint.optimizer import merge_rest, pieces_of_optimizer, rebuild_optimizer
 from lightning_megatron.checkpoint.saver import Saver, save
 from lightning_megatron.checkpoint.state import Piece, Slot, is_module_name, is_optimizer_name, pieces_of_module
+from lightning_megatron.checkpoint.tensor_entry import TensorEntry
 
 __all__ = [
     "CheckpointConfig",

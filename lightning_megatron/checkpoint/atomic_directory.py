@@ -17,7 +17,8 @@ import sys
 import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from dataclasses import replace as replace_field
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -25,6 +26,7 @@ import fsspec
 
 from lightning_megatron.checkpoint.folder import Address, Folder, is_remote, system_of
 from lightning_megatron.checkpoint.manifest import MANIFEST_FILE, is_checkpoint, read_stored_manifest
+from lightning_megatron.checkpoint.owner_lock import SaveLock, remove_interrupted
 
 # Hidden directories are `.{what}/{save's id}/{name of the checkpoint}`, next to the checkpoint.
 UNFINISHED, REPLACED, REMOVED = ".unfinished", ".replaced", ".removed"
@@ -37,21 +39,22 @@ class AtomicDirectory:
 
     path: str
     save_id: str
+    lock: SaveLock = field(default_factory=SaveLock, compare=False)
+    """Lock that says that this process lives."""
 
     @staticmethod
     def start(path: Address, save_id: str) -> "AtomicDirectory":
         """Makes the directory. Raises ValueError where something else than a checkpoint is at the path."""
         draft = AtomicDirectory(os.fspath(path), save_id)
-        folder = Folder(path)
-        if folder.kind() == "folder" and not is_checkpoint(path) and _holds_something(folder):
-            raise ValueError(f"{path} is a directory that holds something else than a checkpoint; choose another path")
+        require_replaceable(path)
         if is_remote(path):
             fs, root = system_of(path)
             fs.makedirs(root, exist_ok=True)
         else:
             made = [parent for parent in draft._final.parents if not parent.exists()]
             try:
-                make_hidden(draft._hidden)
+                draft = replace_field(draft, lock=make_locked(draft._hidden.parent))
+                draft._hidden.mkdir()
                 for parent in made:
                     flush_directory(parent.parent)
             except OSError:
@@ -107,7 +110,9 @@ class AtomicDirectory:
             stream.write(manifest)
         flush_directory(self._hidden)
         replace(self._hidden, self._final, self.save_id)
+        self.lock.release()
         tidy(self._hidden)
+        remove_interrupted_in(self._final.parent)
 
     def discard(self) -> None:
         """Removes what was written, unless it is the checkpoint at the path by now.
@@ -116,6 +121,7 @@ class AtomicDirectory:
         """
         if not is_remote(self.path):
             shutil.rmtree(self._hidden, ignore_errors=True)
+            self.lock.release()
             tidy(self._hidden)
             return
         with contextlib.suppress(Exception):
@@ -139,9 +145,23 @@ def make_hidden(folder: Path) -> None:
     """Makes a hidden directory and its parents, which `tidy` of a save in flight may remove just then."""
     for _ in range(100):
         with contextlib.suppress(FileNotFoundError):
-            folder.mkdir(parents=True)
+            folder.mkdir(parents=True, exist_ok=True)
             return
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
+
+
+def make_locked(folder: Path) -> SaveLock:
+    """Makes the directory of one unfinished save and locks it; before that another process may take it for one left."""
+    while True:
+        make_hidden(folder)
+        if (lock := SaveLock.of(folder)) is not None:
+            return lock
+
+
+def remove_interrupted_in(folder: Path) -> None:
+    """Removes what saves and removals whose process has ended left next to the checkpoints of the folder."""
+    for what in (UNFINISHED, REMOVED):
+        remove_interrupted(folder / what)
 
 
 def tidy(neighbour: Path) -> None:
@@ -174,6 +194,13 @@ def replace(source: Path, path: Path, save_id: str) -> None:
             _undo(source, path, aside)
         raise
     _delete(source if is_exchanged else aside)
+
+
+def require_replaceable(path: Address) -> None:
+    """Raises ValueError where the path is a directory that holds something else than a checkpoint."""
+    folder = Folder(path)
+    if folder.kind() == "folder" and not is_checkpoint(path) and _holds_something(folder):
+        raise ValueError(f"{path} is a directory that holds something else than a checkpoint; choose another path")
 
 
 def is_unfinished_name(name: str) -> bool:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_megatron.checkpoint.atomic_directory import REMOVED, REPLACED, UNFINISHED, is_unfinished_name
-from lightning_megatron.checkpoint.folder import Address, Folder, is_remote, name_at
+from lightning_megatron.checkpoint.folder import Address, Folder, is_remote, name_at, paths_in
 from lightning_megatron.checkpoint.manifest import MANIFEST_FILE, is_checkpoint, read_manifest, read_meta
 
 SUFFIX = ".ckpt"
@@ -217,15 +217,7 @@ def _remote_unfinished(address: Address) -> list[Leftover]:
 
 def hidden_in(folder: Path, what: str) -> list[Path]:
     """Hidden directories of one kind next to the checkpoints of the directory."""
-    return [path for of_a_save in _inside(folder / what) for path in _inside(of_a_save)]
-
-
-def _inside(path: Path) -> list[Path]:
-    # `glob` would fail where a directory vanishes meanwhile.
-    try:
-        return sorted(path.iterdir())
-    except (FileNotFoundError, NotADirectoryError):
-        return []
+    return [path for of_a_save in paths_in(folder / what) for path in paths_in(of_a_save)]
 
 
 def _last_touched(path: Path) -> tuple[float, int]:

@@ -1,17 +1,22 @@
-"""Configuration of checkpoints: background saving, saves on signals, local checkpoints."""
+"""Configuration of checkpoints: directories or files, background saving, saves on signals, local checkpoints."""
 
 import signal
+from typing import Literal
 
 from lightning_megatron.config_dataclass import config_dataclass
 
 
 @config_dataclass
 class CheckpointConfig:
-    """Checkpoint saving: in the background or not, on signals, and to local disks."""
+    """Checkpoint saving: sharded or in one file, in the background or not, on signals, and to local disks."""
 
+    kind: Literal["directory", "file"] = "directory"
+    """"directory": every rank writes its shards, and any layout reads them. "file": the first rank gathers all tensors
+    and writes one file as Lightning does on one device, for models that fit the memory of one host;
+    `MyModule.load_from_checkpoint` and `torch.load` read it, and any layout goes on from it."""
     asynchronous: bool = True
-    """Save in the background: training goes on as soon as the state has been copied to host memory. Else training
-    waits until the files are written."""
+    """Save directories in the background: training goes on as soon as the state has been copied to host memory. Else
+    training waits until the files are written, as it always does for the kind "file"."""
     save_on_signals: tuple[str, ...] = ("SIGTERM",)
     """Names of signals at which a fit saves a checkpoint and ends, whichever rank gets them; (): no signal does."""
     local_folder: str = ""
@@ -22,6 +27,8 @@ class CheckpointConfig:
 
     def __post_init__(self) -> None:
         faults = []
+        if self.kind not in ("directory", "file"):
+            faults.append(f"kind ({self.kind!r}) of CheckpointConfig must be 'directory' or 'file'")
         catchable = {s.name for s in signal.Signals} - {"SIGKILL", "SIGSTOP", "SIGINT"}
         if strangers := sorted(set(self.save_on_signals) - catchable):
             faults.append(

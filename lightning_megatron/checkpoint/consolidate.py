@@ -13,7 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_megatron.checkpoint.atomic_directory import flush_directory, new_id
+from lightning_megatron.checkpoint.atomic_directory import (
+    UNFINISHED,
+    hidden,
+    make_locked,
+    new_id,
+    remove_interrupted_in,
+    replace,
+    require_replaceable,
+    tidy,
+)
 from lightning_megatron.checkpoint.folder import Address
 from lightning_megatron.checkpoint.load import load
 from lightning_megatron.checkpoint.manifest import read_entries, read_meta
@@ -39,8 +48,14 @@ def consolidate(path: Address, *, weights_only: bool = False) -> dict[str, Any]:
         entries = {name: entry for name, entry in entries.items() if is_module_name(name)}
     tensors = {name: torch.empty(entry.shape, dtype=entry.dtype) for name, entry in entries.items()}
     load(path, tensors, world=Mesh.single().world, strict=True, among=entries.__contains__)
-    left_out = (*OWN_KEYS, *_OF_TRAINING) if weights_only else OWN_KEYS
-    checkpoint = {key: value for key, value in meta.items() if key not in left_out}
+    if weights_only:
+        meta = {key: value for key, value in meta.items() if key not in (OPTIMIZERS, *_OF_TRAINING)}
+    return lightning_dictionary(meta, tensors)
+
+
+def lightning_dictionary(meta: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Lightning's dictionary from a checkpoint's metadata and all its tensors, unsharded, by their names there."""
+    checkpoint = {key: value for key, value in meta.items() if key not in OWN_KEYS}
     others = {key: dict[str, Tensor]() for key in meta.get(OTHER_STATES, ())}
     weights: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
@@ -48,7 +63,7 @@ def consolidate(path: Address, *, weights_only: bool = False) -> dict[str, Any]:
             key, own_name = other_state_of(name, others)
             (others[key] if key else weights)[own_name] = tensor
     checkpoint |= {_WEIGHTS: weights, **others}
-    if OPTIMIZERS in meta and not weights_only:
+    if OPTIMIZERS in meta:
         checkpoint[_OPTIMIZERS] = [
             _optimizer_state(index, rest, tensors) for index, rest in enumerate(meta[OPTIMIZERS])
         ]
@@ -59,17 +74,34 @@ def write_consolidated(path: Address, out: Path, *, weights_only: bool = False) 
     """Writes `consolidate` to a file, under another name until it is complete. Raises ValueError where `out` exists."""
     _require_free(out)
     checkpoint = consolidate(path, weights_only=weights_only)
-    partial = out.with_name(f".{out.name}.{new_id()}")
+    _require_free(out)
+    write_file(out, checkpoint)
+
+
+def write_file(path: Address, checkpoint: Mapping[str, Any]) -> None:
+    """Writes a dictionary with `torch.save`; the file is at its path in one step, complete and flushed to the disk.
+
+    What was there is replaced, a checkpoint directory too. Raises OSError, and ValueError where a directory with
+    something else is there; then that is still there.
+    """
+    require_replaceable(path)
+    final = Path(os.path.abspath(path))
+    save_id = new_id()
+    partial = hidden(final, UNFINISHED, save_id)
+    lock = make_locked(partial.parent)
     try:
         with open(partial, "xb") as stream:
-            torch.save(checkpoint, stream)
+            torch.save(dict(checkpoint), stream)
             stream.flush()
             os.fsync(stream.fileno())
-        _require_free(out)
-        os.rename(partial, out)
-    finally:
+        replace(partial, final, save_id)
+    except BaseException:
         partial.unlink(missing_ok=True)
-    flush_directory(out.absolute().parent)
+        raise
+    finally:
+        lock.release()
+        tidy(partial)
+    remove_interrupted_in(final.parent)
 
 
 def _require_free(out: Path) -> None:

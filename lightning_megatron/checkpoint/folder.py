@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import IO, Any, Literal, cast
 
 import fsspec
@@ -19,6 +20,15 @@ def is_remote(path: Address) -> bool:
 def name_at(path: Address) -> str:
     """The last part of a path or an address."""
     return os.path.basename(os.fspath(path).rstrip("/"))
+
+
+def paths_in(folder: Path) -> list[Path]:
+    """Paths in a directory of a mounted file system, sorted; none where there is no directory."""
+    # `glob` would fail where a directory vanishes meanwhile.
+    try:
+        return sorted(folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
 
 
 def system_of(path: Address) -> tuple[Any, str]:

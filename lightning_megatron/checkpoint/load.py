@@ -23,9 +23,11 @@ from typing_extensions import override
 
 from lightning_megatron.checkpoint.chunk_file import ChunkLocation, DamagedError, read_chunk, where
 from lightning_megatron.checkpoint.folder import Address, Folder
-from lightning_megatron.checkpoint.manifest import Chunk, TensorEntry, read_entries
+from lightning_megatron.checkpoint.gather import part_of
+from lightning_megatron.checkpoint.manifest import read_entries
 from lightning_megatron.checkpoint.save_plan import ShardedTensorProxy, chunk_metadata
 from lightning_megatron.checkpoint.state import Piece, Pieces, as_pieces
+from lightning_megatron.checkpoint.tensor_entry import Chunk, TensorEntry
 from lightning_megatron.comm.collectives import gather_objects
 from lightning_megatron.comm.raise_on_all_ranks import read_on_first_rank
 from lightning_megatron.mesh import Axis
@@ -77,9 +79,8 @@ def load(
     requested = as_pieces(pieces)
     entries = read_on_first_rank(partial(read_entries, path), world)
     report = _compare(requested, entries, world, among)
-    if strict and (faults := report.faults()):
-        head = f"checkpoint {path} does not fit what is to be loaded (strict=False reads what fits):"
-        raise ValueError("\n  ".join([head, *faults]))
+    if strict:
+        _require_fit(report, path)
     proxies = {
         name: ShardedTensorProxy(full)
         for name, held in requested.items()
@@ -101,6 +102,28 @@ def load(
         kind = DamagedError if is_damaged else RuntimeError
         raise kind(f"checkpoint {path} could not be read: {_causes(error)}") from error
     return report
+
+
+def fill(
+    path: Address, tensors: Mapping[str, torch.Tensor], pieces: Pieces, *, world: Axis, strict: bool = True
+) -> LoadReport:
+    """Fills the pieces as `load` does, from the unsharded tensors of a file at the path, which every rank has read."""
+    requested = as_pieces(pieces)
+    entries = {name: TensorEntry(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+    report = _compare(requested, entries, world, lambda name: True)
+    if strict:
+        _require_fit(report, path)
+    for name, held in requested.items():
+        if name in tensors and name not in report.misshapen:
+            for piece in held:
+                piece.tensor.copy_(part_of(tensors[name], piece.box))
+    return report
+
+
+def _require_fit(report: LoadReport, path: Address) -> None:
+    if faults := report.faults():
+        head = f"checkpoint {path} does not fit what is to be loaded (strict=False reads what fits):"
+        raise ValueError("\n  ".join([head, *faults]))
 
 
 @contextmanager

@@ -10,7 +10,6 @@ checksum, the checkpoint is damaged. On a file system without renames all other 
 """
 
 import json
-import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ import torch
 from lightning_megatron.checkpoint import safe_metadata
 from lightning_megatron.checkpoint.chunk_file import ChunkLocation, DamagedError, checksum_of, gaps, read_bytes
 from lightning_megatron.checkpoint.folder import Address, Folder
+from lightning_megatron.checkpoint.tensor_entry import Chunk, TensorEntry, cover_faults
 from lightning_megatron.sharding import Box
 from lightning_megatron.version import VERSION
 
@@ -29,38 +29,6 @@ META_FILE = "meta.pt"
 # Version of the files' layout; a reader refuses a newer one.
 LAYOUT_VERSION = 2
 _FORMAT = "lightning_megatron checkpoint"
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """A box of a tensor and the location of its bytes."""
-
-    box: Box
-    location: ChunkLocation
-
-
-@dataclass(frozen=True)
-class TensorEntry:
-    """A tensor of a checkpoint: its shape in the unsplit model, its dtype, and its chunks."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    chunks: tuple[Chunk, ...] = ()
-
-    @property
-    def num_elements(self) -> int:
-        """Elements of the tensor."""
-        return math.prod(self.shape)
-
-    @property
-    def num_elements_of_chunks(self) -> int:
-        """Elements of all chunks: as many as the tensor has, unless one is missing or there twice."""
-        return sum(math.prod(chunk.box.sizes) for chunk in self.chunks)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the tensor in memory."""
-        return self.dtype.itemsize * self.num_elements
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,12 +126,11 @@ class Manifest:
 
     def faults(self, sizes: Mapping[str, int]) -> list[str]:
         """Faults of files of these sizes and of the tensors in them, one line each, before any is read."""
-        return ["; ".join(lines) for lines in self.file_faults(sizes).values()] + [
-            f"{MANIFEST_FILE} has chunks of {entry.num_elements_of_chunks} elements for the "
-            f"{entry.num_elements} of {name}"
-            for name, entry in self.entries.items()
-            if entry.num_elements_of_chunks != entry.num_elements
-        ]
+        return ["; ".join(lines) for lines in self.file_faults(sizes).values()] + self.tensor_faults()
+
+    def tensor_faults(self) -> list[str]:
+        """Faults of the tensors' chunks, one line each, as `cover_faults` finds them."""
+        return [f"tensor {name}: {fault}" for name, entry in self.entries.items() for fault in cover_faults(entry)]
 
     def file_faults(self, sizes: Mapping[str, int]) -> dict[str, list[str]]:
         """Faults of files of these sizes, by file; a file without a fault is left out."""

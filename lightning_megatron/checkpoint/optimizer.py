@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_megatron.checkpoint.manifest import TensorEntry
 from lightning_megatron.checkpoint.state import Piece, Slot, split_optimizer_name
+from lightning_megatron.checkpoint.tensor_entry import TensorEntry
 from lightning_megatron.comm.collectives import gather_objects
 from lightning_megatron.mesh import Axis
 from lightning_megatron.sharding import shard_of

@@ -24,9 +24,10 @@ from lightning_megatron.checkpoint import safe_metadata
 from lightning_megatron.checkpoint.atomic_directory import AtomicDirectory, new_id, remove
 from lightning_megatron.checkpoint.chunk_file import ChunkLocation, ChunkWriter
 from lightning_megatron.checkpoint.folder import Address, is_remote
-from lightning_megatron.checkpoint.manifest import META_FILE, Chunk, Manifest, TensorEntry
+from lightning_megatron.checkpoint.manifest import META_FILE, Manifest
 from lightning_megatron.checkpoint.save_plan import ChunkKey, ChunkToWrite, SavePlanner
 from lightning_megatron.checkpoint.state import Pieces
+from lightning_megatron.checkpoint.tensor_entry import Chunk, TensorEntry
 from lightning_megatron.checkpoint.torch_index import INDEX_FILE, REST_FILE, IndexExtras, index_bytes
 from lightning_megatron.comm.collectives import all_reduce, broadcast_object, gather_objects
 from lightning_megatron.comm.raise_on_all_ranks import raise_on_all_ranks

@@ -24,9 +24,9 @@ from torch.distributed.checkpoint.metadata import (
 
 from lightning_megatron.checkpoint import safe_metadata
 from lightning_megatron.checkpoint.chunk_file import ChunkLocation
-from lightning_megatron.checkpoint.manifest import TensorEntry
 from lightning_megatron.checkpoint.save_plan import chunk_metadata
 from lightning_megatron.checkpoint.state import OTHER_STATES, other_state_of, split_optimizer_name
+from lightning_megatron.checkpoint.tensor_entry import TensorEntry
 
 INDEX_FILE = ".metadata"
 REST_FILE = "__rest.distcp"

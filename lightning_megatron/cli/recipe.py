@@ -21,11 +21,13 @@ from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCL
 from lightning.pytorch.plugins.precision import TransformerEnginePrecision
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 
+from lightning_megatron.checkpoint import is_checkpoint, read_meta
 from lightning_megatron.cli.option_errors import STRATEGY, about_option, error_lines, settings_faults
 from lightning_megatron.cli.usage import UsageError
 from lightning_megatron.lightning_modules.data_module import config_of
 from lightning_megatron.precision.fp8 import Fp8Config, engine_faults
 from lightning_megatron.trainer import ConfigurationError, MegatronStrategy
+from lightning_megatron.trainer.checkpointing.hyper_parameters import warn_of_other_hyper_parameters
 from lightning_megatron.trainer.setup.checks import is_named_checkpoint
 
 _PARSER = {"exit_on_error": False, "allow_abbrev": False}
@@ -135,8 +137,17 @@ class RecipeCLI(LightningCLI):
     def after_instantiate_classes(self) -> None:
         path = self._get(self.config, "ckpt_path")
         # MegatronStrategy reports this with all other errors of the run.
-        if path is not None and not isinstance(self.trainer.strategy, MegatronStrategy):
+        if path is None:
+            return
+        if not isinstance(self.trainer.strategy, MegatronStrategy):
             _require_checkpoint(str(path), self.trainer.strategy)
+        elif not is_named_checkpoint(str(path)) and is_checkpoint(path):
+            try:
+                meta = read_meta(path)
+            except ValueError as error:
+                raise ConfigurationError(str(error)) from error
+            # The options of a run count, as those of its optimizer and of its sampling must; but not in silence.
+            warn_of_other_hyper_parameters(self.model, meta, path)
 
     def _parse_ckpt_path(self) -> None:
         # LightningCLI looks into a checkpoint for options, before anything has checked that it is one.

@@ -268,6 +268,17 @@ def gather_objects(value: Any, axis: Axis) -> list[Any]:
     return [by_group_rank[group_rank(axis, rank)] for rank in range(axis.size)]
 
 
+def send(x: Tensor, axis: Axis, *, target: int) -> None:
+    """Sends a contiguous tensor to the rank `target` on the axis, which calls `receive_`; not for steps."""
+    dist.send(x, group=group_of(axis), group_dst=group_rank(axis, target))
+
+
+def receive_(x: Tensor, axis: Axis, *, source: int) -> Tensor:
+    """Overwrites `x`, which must be contiguous, with what the rank `source` on the axis sends."""
+    dist.recv(x, group=group_of(axis), group_src=group_rank(axis, source))
+    return x
+
+
 def barrier(axis: Axis) -> None:
     """Waits until every rank of the axis has called this."""
     if axis.size > 1:

@@ -17,7 +17,7 @@ from lightning_megatron.metrics.token_means import TokenMean
 from lightning_megatron.models.bert import BertConfig, BertLogits, BertModel
 from lightning_megatron.models.bert_cost import bert_training_flops
 from lightning_megatron.planner.model_parts import SequenceLengths
-from lightning_megatron.trainer.checkpointing.loading import rebuilt
+from lightning_megatron.trainer.checkpointing.hyper_parameters import rebuilt
 
 _ORDER = "sentence_order_accuracy"
 _ADAMW = AdamWConfig(lr=1e-4, weight_decay=0.01, betas=(0.9, 0.999), epsilon=1e-6)

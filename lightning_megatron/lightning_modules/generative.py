@@ -11,7 +11,7 @@ from lightning_megatron.lightning_modules.loaders import COPY
 from lightning_megatron.lightning_modules.pretrain import Batch, PretrainModule
 from lightning_megatron.lightning_modules.text_data import TextDataModule
 from lightning_megatron.models.sampling import GenerationConfig
-from lightning_megatron.trainer.checkpointing.loading import rebuilt
+from lightning_megatron.trainer.checkpointing.hyper_parameters import rebuilt
 from lightning_megatron.trainer.setup.replica import Replica
 
 

@@ -15,7 +15,7 @@ from lightning_megatron.models.gpt import GPTConfig, GPTModel
 from lightning_megatron.models.sampling import GenerationConfig
 from lightning_megatron.planner.model_parts import SequenceLengths
 from lightning_megatron.trainer.callbacks import ExpertMonitor
-from lightning_megatron.trainer.checkpointing.loading import rebuilt
+from lightning_megatron.trainer.checkpointing.hyper_parameters import rebuilt
 from lightning_megatron.transformer import cost
 
 _ADAMW = AdamWConfig()

@@ -11,7 +11,7 @@ from lightning_megatron.models.sampling import GenerationConfig
 from lightning_megatron.planner.flops import recomputed_flops
 from lightning_megatron.planner.model_parts import SequenceLengths
 from lightning_megatron.planner.trainable import Trainable, trainable_parts_of
-from lightning_megatron.trainer.checkpointing.loading import rebuilt
+from lightning_megatron.trainer.checkpointing.hyper_parameters import rebuilt
 from lightning_megatron.trainer.config import ConfigurationError
 from lightning_megatron.transformer.recompute import RecomputeConfig
 

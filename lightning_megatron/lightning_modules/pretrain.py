@@ -13,7 +13,8 @@ from lightning_megatron.metrics.token_means import Perplexity, TokenMean
 from lightning_megatron.pipeline.module import PipelineModule
 from lightning_megatron.planner.flops import recomputed_flops
 from lightning_megatron.planner.model_parts import SequenceLengths, model_parts_of
-from lightning_megatron.trainer.checkpointing.loading import rebuilt
+from lightning_megatron.trainer.checkpointing.hyper_parameters import rebuilt
+from lightning_megatron.trainer.checkpointing.loading import load_from_checkpoint
 from lightning_megatron.transformer.recompute import RecomputeConfig
 
 Batch = dict[str, Any]
@@ -35,6 +36,9 @@ class PretrainModule(L.LightningModule):
     """Entries of a batch that the model is called with."""
     optional_inputs: ClassVar[tuple[str, ...]] = ()
     """Entries that the model is called with where a batch has them."""
+
+    # Lightning's own reads files alone.
+    load_from_checkpoint: Any = classmethod(load_from_checkpoint)
 
     config: Any
     means: ClassVar[dict[str, type[TokenMean]]] = {"loss": TokenMean, "perplexity": Perplexity, "accuracy": TokenMean}

@@ -16,7 +16,7 @@ from lightning_megatron.models.t5_config import T5Config
 from lightning_megatron.models.t5_cost import training_flops
 from lightning_megatron.models.t5_generation import generate_t5
 from lightning_megatron.planner.model_parts import SequenceLengths
-from lightning_megatron.trainer.checkpointing.loading import rebuilt
+from lightning_megatron.trainer.checkpointing.hyper_parameters import rebuilt
 
 _ADAMW = AdamWConfig()
 _GENERATION = GenerationConfig()

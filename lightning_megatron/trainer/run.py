@@ -13,6 +13,7 @@ import lightning.pytorch as pl
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
+from lightning_megatron.checkpoint.owner_lock import FolderOwner
 from lightning_megatron.comm.async_collectives import no_op
 from lightning_megatron.mesh import Mesh, reset_ambient_mesh
 from lightning_megatron.optim.data_parallel_comm import DataParallelComm
@@ -21,7 +22,7 @@ from lightning_megatron.pipeline.module import at_once, run_alone
 from lightning_megatron.tensor import weight_gradients
 from lightning_megatron.tensor.weight_gradients import WeightGradients
 from lightning_megatron.trainer.checkpointing import last_checkpoint, run_history
-from lightning_megatron.trainer.checkpointing.checkpoint_dict import MasterSlots
+from lightning_megatron.trainer.checkpointing.contents import MasterSlots
 from lightning_megatron.trainer.checkpointing.local_checkpoint import LocalCheckpoint
 from lightning_megatron.trainer.dynamic_context.prefetch import DynamicContext
 from lightning_megatron.trainer.fault_tolerance.failure_watch import FailureWatch
@@ -56,6 +57,8 @@ class ActiveRun:
     connections: Connections
     ambient: Token[Mesh | None]
     """Token by which the ambient mesh is reset at the end."""
+    owned_folders: list[FolderOwner] = field(default_factory=list)
+    """Folders of checkpoints that no other run saves into meanwhile; of the first rank."""
     local_checkpoint: LocalCheckpoint | None = None
     preemption: Preemption | None = None
     watch: FailureWatch | None = None
@@ -162,7 +165,11 @@ class ActiveRun:
                 trainer.callbacks.remove(callback)
         if trainer is not None and self.cuts_loaders:
             trainer._accelerator_connector.use_distributed_sampler = True
-        self.connections.saver.end(is_failed=is_interrupted)
+        try:
+            self.connections.saver.end(is_failed=is_interrupted)
+        finally:
+            for owner in self.owned_folders:
+                owner.release()
         if self.document_prefetch is not None:
             self.document_prefetch.stop(is_failed=is_interrupted and not is_leaving)
         reset_ambient_mesh(self.ambient)

@@ -46,11 +46,20 @@ from lightning_megatron.pipeline.step_hooks import StepHook
 from lightning_megatron.planner.balanced_batch import BalancedBatch
 from lightning_megatron.precision.fp8 import Fp8Config
 from lightning_megatron.rules import cross_config
-from lightning_megatron.trainer.checkpointing import checkpoint_dict, last_checkpoint, run_history
-from lightning_megatron.trainer.checkpointing.checkpoint_dict import MasterSlots
+from lightning_megatron.trainer.checkpointing import (
+    checkpoint_dict,
+    contents,
+    hyper_parameters,
+    last_checkpoint,
+    owned_folders,
+    run_history,
+    single_file,
+)
 from lightning_megatron.trainer.checkpointing.checkpoint_saver import CheckpointSaver
+from lightning_megatron.trainer.checkpointing.contents import MasterSlots
 from lightning_megatron.trainer.checkpointing.local_checkpoint import LocalCheckpoint
 from lightning_megatron.trainer.checkpointing.local_state import LocalState
+from lightning_megatron.trainer.checkpointing.single_file import FileIO
 from lightning_megatron.trainer.config import ConfigurationError, PipelineConfig
 from lightning_megatron.trainer.dynamic_context import measured_cost
 from lightning_megatron.trainer.dynamic_context.prefetch import DynamicContext
@@ -151,14 +160,14 @@ class MegatronStrategy(ParallelStrategy):
             accelerator: Lightning's accelerator; the Trainer sets it.
             parallel_devices: Devices of this machine, one a process; the Trainer sets them.
             cluster_environment: Lightning's description of the launcher; the Trainer detects it.
-            checkpoint_io: Lightning's plugin by which single-file checkpoints are read.
+            checkpoint_io: Lightning's plugin by which checkpoints that are one file are read and written.
             precision_plugin: Lightning's precision plugin; the Trainer makes it from its `precision`.
         """
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
+            checkpoint_io=checkpoint_io if checkpoint_io is not None else FileIO(),
             precision_plugin=precision_plugin,
         )
         self._tp = tensor_model_parallel_size
@@ -228,10 +237,29 @@ class MegatronStrategy(ParallelStrategy):
 
     @property
     def mesh(self) -> Mesh:
-        """Mesh of this rank; raises RuntimeError before `setup_environment`."""
+        """Mesh of this rank; with several processes, raises RuntimeError before `setup_environment`."""
+        return self._require_connections().mesh
+
+    def _require_connections(self) -> Connections:
+        """Connections of this process: of the run, of the last one, or of a single process that needs no other."""
         if self._connections is None:
-            raise RuntimeError("the mesh is made when fit, validate, test or predict starts; it is not there yet")
-        return self._connections.mesh
+            if self.sizes.world != 1 or self.sizes.faults():
+                raise RuntimeError(
+                    "the mesh is made when fit, validate, test or predict starts, which connects the processes; it is "
+                    "not there yet. What needs it outside of a run (data loaders, checkpoints) works after one"
+                )
+            self._connections = self._connect()
+        return self._connections
+
+    def _connect(self) -> Connections:
+        return Connections.opened(
+            self.sizes,
+            self.global_rank,
+            self._groups,
+            self.root_device,
+            self.checkpoint,
+            routes_documents=self.dynamic_context is not None,
+        )
 
     @property
     def data_parallel_rank(self) -> int:
@@ -332,14 +360,7 @@ class MegatronStrategy(ParallelStrategy):
         watch = self._join_other_ranks(vote) if self.sizes.world > 1 else None
         try:
             if self._connections is None:
-                self._connections = Connections.opened(
-                    self.sizes,
-                    self.global_rank,
-                    self._groups,
-                    self.root_device,
-                    self.checkpoint,
-                    routes_documents=self.dynamic_context is not None,
-                )
+                self._connections = self._connect()
         except BaseException as error:
             if watch is not None:
                 watch.publish(error)
@@ -404,6 +425,8 @@ class MegatronStrategy(ParallelStrategy):
         assert self.accelerator is not None
         run, module = self._require_run(), self._require_module()
         run.agree_to_load(None)
+        if trainer.state.fn == TrainerFn.FITTING:
+            run.owned_folders = owned_folders.take_folders(trainer, self._saver.world)
         self.accelerator.setup(trainer)
         trainer.callbacks.extend(run.own_callbacks)  # type: ignore[attr-defined]
         if trainer.state.fn == TrainerFn.FITTING and self._layer_sync is not None and self.is_distributed:
@@ -494,9 +517,7 @@ class MegatronStrategy(ParallelStrategy):
 
     @property
     def _saver(self) -> CheckpointSaver:
-        if self._connections is None:
-            raise RuntimeError("checkpoints are saved and loaded between the start and the end of a run")
-        return self._connections.saver
+        return self._require_connections().saver
 
     @property
     def _master_slots(self) -> MasterSlots:
@@ -519,6 +540,9 @@ class MegatronStrategy(ParallelStrategy):
         if run.cuts_loaders and run.loader_sync is not None and isinstance(dataloader, DataLoader):
             dataloader = run.loader_sync.cut(dataloader, trainer, is_planned=run.document_prefetch is not None)
         dataloader = initial_sync.seed_workers_by_dp_rank(dataloader, self.mesh.dp)
+        if self._run is None:
+            # Loaders that are set up by hand belong to no run.
+            return dataloader
         if trainer.state.fn == TrainerFn.FITTING:
             dataloader = run_state.wrap(
                 dataloader, trainer, self.mesh, self._last_fit.resume_state, run.document_prefetch
@@ -705,8 +729,11 @@ class MegatronStrategy(ParallelStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
-        if storage_options is not None:
-            raise TypeError("MegatronStrategy.save_checkpoint takes no storage_options; a checkpoint is a directory")
+        if storage_options is not None and self.checkpoint.kind == "directory":
+            raise TypeError(
+                "MegatronStrategy.save_checkpoint takes no storage_options for a directory, which its path alone says "
+                'where to write; a CheckpointIO plugin takes them for files: CheckpointConfig(kind="file")'
+            )
         self._refuse_to_save_alone()
         if self._dp_comm is not None:
             self._dp_comm.synchronize()
@@ -718,8 +745,14 @@ class MegatronStrategy(ParallelStrategy):
         if local_checkpoint is not None and local_checkpoint.is_own(filepath):
             local_checkpoint.save(filepath, LocalState.of(checkpoint, module, self.optimizers, self._master_slots))
             return
-        path = self.broadcast(str(filepath))
-        checkpoint_dict.save(path, checkpoint, module, self.optimizers, self._master_slots, self.mesh, self._saver)
+        path, world = self.broadcast(str(filepath)), self._saver.world
+        optimizers, slots, mesh = self.optimizers, self._master_slots, self.mesh
+        contents.name_classes(checkpoint)
+        if self.checkpoint.kind == "file":
+            io = self.checkpoint_io
+            single_file.save(path, checkpoint, module, optimizers, slots, mesh, world, io, storage_options)
+        else:
+            checkpoint_dict.save(path, checkpoint, module, optimizers, slots, mesh, self._saver)
 
     def wait_for_checkpoint(self) -> None:
         """Returns when no checkpoint is being written any more. Raises RuntimeError where the last one could not be.
@@ -742,8 +775,11 @@ class MegatronStrategy(ParallelStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        module = self._require_module()
-        self._require_run().agree_to_load(str(checkpoint_path))
+        module, run = self.lightning_module, self._run
+        if module is None:
+            return single_file.load_alone(str(checkpoint_path), self.checkpoint_io, weights_only)
+        if run is not None:
+            run.agree_to_load(str(checkpoint_path))
         pipelined_models.pipeline_late_sequential(module, self.mesh)
         model_checks.require_own_mesh(module, self.mesh)
         if compute_dtype(str(self.precision_plugin.precision)) == torch.float64:
@@ -754,7 +790,7 @@ class MegatronStrategy(ParallelStrategy):
         self._saver.wait()
         strict = module.strict_loading
         try:
-            checkpoint = self._newest_local(path)
+            checkpoint = self._newest_local(path, weights_only)
             if checkpoint is None:
                 io = self.checkpoint_io
                 checkpoint = checkpoint_dict.load(
@@ -763,21 +799,30 @@ class MegatronStrategy(ParallelStrategy):
         except ValueError as error:
             # What is there is no checkpoint, is damaged, or is of another module: all ranks find the same.
             raise ConfigurationError(str(error)) from error
+        contents.know_classes(checkpoint, module.trainer.callbacks)  # type: ignore[attr-defined]
+        if run is None:
+            return checkpoint
         if module.trainer.state.fn == TrainerFn.FITTING:
             checkpoint_dict.require_optimizers(checkpoint, path)
             self._last_fit.history = run_history.begun(
                 run_history.fits_of(checkpoint), checkpoint["global_step"], world
             )
         self._last_fit.resume_state = run_state.ResumeState.from_checkpoint(checkpoint, module.trainer, self.mesh)
+        if not single_file.is_file(path, world):
+            hyper_parameters.warn_after_cli(module, checkpoint, path)
         return checkpoint
 
-    def _newest_local(self, path: str) -> dict[str, Any] | None:
+    def _newest_local(self, path: str, weights_only: bool | None) -> dict[str, Any] | None:
         """Local checkpoint of a fit that is newer than the one at the path; None where there is none."""
-        module, is_file = self._require_module(), self.broadcast(Path(path).is_file())
-        local_checkpoint = self._require_run().local_checkpoint
-        if local_checkpoint is None or module.trainer.state.fn != TrainerFn.FITTING or is_file:
+        module = self._require_module()
+        local_checkpoint = None if self._run is None else self._run.local_checkpoint
+        if local_checkpoint is None or module.trainer.state.fn != TrainerFn.FITTING:
             return None
-        meta = read_on_first_rank(partial(read_meta, path), self._saver.world)
+        world = self._saver.world
+        if single_file.is_file(path, world):
+            meta = single_file.read_progress(path, self.checkpoint_io, weights_only, world)
+        else:
+            meta = read_on_first_rank(partial(read_meta, path), world)
         return local_checkpoint.newest(path, meta, self._last_fit.history, module)
 
     @override
@@ -792,7 +837,7 @@ class MegatronStrategy(ParallelStrategy):
         if isinstance(local := checkpoint["optimizer_states"], LocalState):
             local.load_optimizers(module, self.optimizers, self._master_slots)
             return
-        checkpoint_dict.load_optimizers(checkpoint, module, self.optimizers, self._master_slots, world)
+        checkpoint_dict.load_optimizers(checkpoint, module, self.optimizers, self._master_slots, self.mesh, world)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import json
 import os
 import pickle
 import random
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from lightning_megatron.checkpoint import DamagedError, load, read_meta, save
 from lightning_megatron.checkpoint.chunk_file import read_bytes
 from lightning_megatron.checkpoint.manifest import MANIFEST_FILE, read_manifest
+from lightning_megatron.checkpoint.verify import verify
 from lightning_megatron.mesh import Sizes
 from tests.checkpoint.small_model import mesh_of
 from tests.checkpoint.steps import ALONE, meta_of
@@ -285,16 +287,29 @@ def test_made_up_bytes_with_right_checksums_end_in_an_error_that_names_the_file(
     assert all(name in message for message in messages)
 
 
-def test_a_manifest_that_leaves_a_part_of_a_tensor_out_is_reported(checkpoint: Path) -> None:
-    manifest = read_manifest(checkpoint)
+@pytest.mark.parametrize(
+    ("shape", "offset", "words"),
+    [
+        ([4, 3], 0, r"tensor w: its chunks have 6 of the 12 elements of \(4, 3\)"),
+        # As many elements as the tensor has, and not where the tensor is.
+        ([2, 3], 1, r"tensor w: the chunk at \[1, 0\] of \[2, 3\].* is not within its shape \(2, 3\)"),
+    ],
+)
+def test_a_manifest_that_leaves_a_part_of_a_tensor_out_is_reported_before_a_weight_is_read(
+    checkpoint: Path, shape: list[int], offset: int, words: str
+) -> None:
+    manifest, w = read_manifest(checkpoint), torch.full(tuple(shape), -1.0)
     body = json.loads(manifest.to_bytes())
     del body["checksum"]
-    body["tensors"]["w"]["shape"] = [4, 3]
+    body["tensors"]["w"]["shape"] = shape
+    body["tensors"]["w"]["chunks"][0][0][0] = offset
     text = json.dumps(body, separators=(",", ":")).encode()
     whole = json.dumps(body | {"checksum": f"{crc32(text):08x}"}, separators=(",", ":")).encode()
     (checkpoint / MANIFEST_FILE).write_bytes(whole)
-    with pytest.raises(DamagedError, match=r"manifest\.json has chunks of 6 elements for the 12 of w"):
-        load(checkpoint, {"w": torch.zeros(4, 3)}, world=ALONE, strict=False)
+    with pytest.raises(DamagedError, match=words):
+        load(checkpoint, {"w": w}, world=ALONE, strict=False)
+    assert (w == -1).all()
+    assert re.search(words, "\n".join(verify(checkpoint)))
 
 
 @on_ranks(2)

@@ -55,10 +55,14 @@ def test_plain_data_comes_back_as_it_was(tmp_path: Path) -> None:
 
 
 def test_every_value_that_is_not_plain_is_named(tmp_path: Path) -> None:
-    meta = {"ok": 1, "callbacks": {"mine": [0, {"path": Path("x")}]}, "best": np.float64(1), "f": lambda: 0}
+    meta = {"ok": 1, "callbacks": {"mine": [0, {"path": slice(1)}]}, "best": np.array([[]], object), "f": lambda: 0}
     with pytest.raises(ValueError) as error:
         save(tmp_path / "m.ckpt", {}, meta, world=WORLD)
-    for where in ("meta['callbacks']['mine'][1]['path'] is a pathlib", "meta['best'] is a numpy", "meta['f'] is a "):
+    for where in (
+        "meta['callbacks']['mine'][1]['path'] is a builtins.slice",
+        "meta['best'] is a numpy",
+        "meta['f'] is a builtins.function",
+    ):
         assert where in str(error.value)
     assert "ok" not in str(error.value)
     assert os.listdir(tmp_path) == []

@@ -15,8 +15,8 @@ from tests.harness.ranks import on_ranks
 def killed_folder(folder: Path) -> Path:
     """The link was made before the save of step 9 was in place; step 6 was to be replaced just then."""
     saved(folder / "step=3.ckpt", 3)
-    left(folder / "step=9.ckpt", UNFINISHED, "9", is_complete=False)
     os.renames(saved(folder / "step=6.ckpt", 6), folder / REPLACED / "6" / "step=6.ckpt")
+    left(folder / "step=9.ckpt", UNFINISHED, "9", is_complete=False)
     (folder / "last.ckpt").symlink_to("step=9.ckpt")
     return folder
 

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from lightning_megatron.checkpoint import save_plan
 from lightning_megatron.checkpoint import verify as module
 from lightning_megatron.checkpoint.chunk_file import ChunkLocation
-from lightning_megatron.checkpoint.manifest import MANIFEST_FILE, Chunk, Manifest, TensorEntry, read_manifest
-from lightning_megatron.checkpoint.verify import cover_faults, verify
+from lightning_megatron.checkpoint.manifest import MANIFEST_FILE, Manifest, read_manifest
+from lightning_megatron.checkpoint.tensor_entry import Chunk, TensorEntry, cover_faults
+from lightning_megatron.checkpoint.verify import verify
 from lightning_megatron.sharding import Box
 from tests.checkpoint.folders import saved
 
@@ -100,7 +101,7 @@ def test_chunks_that_do_not_make_full_tensors_are_a_fault_though_every_byte_is_s
 
 
 def entry_of(shape: tuple[int, ...], *boxes: tuple[tuple[int, ...], tuple[int, ...]]) -> TensorEntry:
-    chunks = [Chunk(Box(*box), ChunkLocation("f", 10 * number, 10, 0)) for number, box in enumerate(boxes)]
+    chunks = [Chunk(Box(*box), ChunkLocation("f", 1000 * number, 1000, 0)) for number, box in enumerate(boxes)]
     return TensorEntry(shape, torch.float32, tuple(chunks))
 
 
@@ -116,6 +117,9 @@ def entry_of(shape: tuple[int, ...], *boxes: tuple[tuple[int, ...], tuple[int, .
         (entry_of((4, 4), ((0,), (4,))), "not within its shape"),
         (entry_of(()), "0 of the 1 elements"),
         (entry_of((), ((), ()), ((), ())), "overlap"),
+        (entry_of((4, 4), ((0, 0), (4, 4)), ((0, 0), (-1, 4))), "not within its shape"),
+        # Less in the file than a reader would allocate.
+        (entry_of((10**6, 10**6), ((0, 0), (10**6, 10**6))), "fewer in the file"),
     ],
 )
 def test_holes_overlaps_and_chunks_that_stand_out_are_reported(entry: TensorEntry, words: str) -> None:

@@ -55,7 +55,7 @@ def prepared(trainer: pl.Trainer, arguments: tuple[Any, ...]) -> tuple[Any, ...]
                 names = ", ".join(map(str, repairs.unfinished))
                 rank_zero_warn(
                     f"the save of {names} ended before it was complete and is left out; "
-                    f"`lightning-megatron checkpoint prune {folder}` removes what is left of it"
+                    f"the next save into {folder} removes what is left of it, or `lightning-megatron checkpoint prune`"
                 )
         for path in on_exception:
             _warn([] if is_remote(path) else bring_back(Path(path).parent))

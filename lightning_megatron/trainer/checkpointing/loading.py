@@ -1,26 +1,21 @@
-"""A LightningModule from a checkpoint directory: what `LightningModule.load_from_checkpoint` does with a file.
-
-Hyper-parameters are plain data in a checkpoint. Their classes come from the module's own constructor, by the
-annotations of its parameters; no name in a checkpoint is ever imported.
-"""
+"""A LightningModule from a checkpoint: what `LightningModule.load_from_checkpoint` does, with directories too."""
 
 import inspect
 import os
-import types
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
 from functools import partial
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.plugins import TorchCheckpointIO
 
 from lightning_megatron.checkpoint import read_meta
 from lightning_megatron.comm.raise_on_all_ranks import read_on_first_rank
 from lightning_megatron.mesh import Mesh, ambient, ambient_mesh
-from lightning_megatron.trainer.checkpointing import checkpoint_dict
-from lightning_megatron.trainer.checkpointing.checkpoint_dict import MasterSlots
+from lightning_megatron.trainer.checkpointing import checkpoint_dict, single_file
+from lightning_megatron.trainer.checkpointing.contents import MasterSlots
+from lightning_megatron.trainer.checkpointing.hyper_parameters import rebuilt
+from lightning_megatron.trainer.checkpointing.single_file import FileIO
 from lightning_megatron.trainer.setup import model_checks, pipelined_models
 
 _Module = TypeVar("_Module", bound=pl.LightningModule)
@@ -28,25 +23,32 @@ _Module = TypeVar("_Module", bound=pl.LightningModule)
 
 def load_from_checkpoint(
     cls: type[_Module],
-    path: str | os.PathLike[str],
     /,
+    checkpoint_path: str | os.PathLike[str],
+    map_location: torch.device | str | None = None,
     *,
     mesh: Mesh | None = None,
-    map_location: torch.device | str | None = None,
     strict: bool | None = None,
+    weights_only: bool | None = None,
     **kwargs: Any,
 ) -> _Module:
-    """A module of the class with the weights of the checkpoint directory, or this rank's part of it on a mesh.
+    """A module of the class with the weights of the checkpoint, a directory or a file, or this rank's part on a mesh.
 
-    The constructor gets the hyper-parameters that `save_hyperparameters` saved, overridden by `kwargs`; then
-    `configure_model` and `on_load_checkpoint` are called. With no mesh it is the full module, or the part of the mesh
-    that a running strategy set up; every rank of the mesh calls it. Weights are read on `map_location`, on the CPU if
-    there is none. Without `strict`, or `strict_loading` of the module, what does not fit is left, with a warning.
-    Raises ValueError where the path is no checkpoint, or does not fit.
+    It may be a module's own method too: `load_from_checkpoint = classmethod(lightning_megatron.load_from_checkpoint)`
+    in the body of the class. The constructor gets the hyper-parameters that `save_hyperparameters` saved, overridden by
+    `kwargs`; then `configure_model` and `on_load_checkpoint` are called. With no mesh it is the full module, or the
+    part of the mesh that a running strategy set up; every rank of the mesh calls it. Weights are read on
+    `map_location`, on the CPU if there is none. Without `strict`, or `strict_loading` of the module, what does not fit
+    is left, with a warning. `weights_only=False` lets a file, never a directory, run code. Raises ValueError where the
+    path is no checkpoint, or does not fit.
     """
-    path = os.fspath(path)
+    path, io = os.fspath(checkpoint_path), FileIO()
     mesh = mesh if mesh is not None else ambient_mesh()
-    meta = read_on_first_rank(partial(read_meta, path), mesh.world)
+    meta: Mapping[str, Any]
+    if single_file.is_file(path, mesh.world):
+        meta = io.load_checkpoint(path, weights_only=weights_only)
+    else:
+        meta = read_on_first_rank(partial(read_meta, path), mesh.world)
     module = cls(**_arguments(cls, meta, kwargs))
     if strict is None:
         strict = module.strict_loading
@@ -56,30 +58,12 @@ def load_from_checkpoint(
         model_checks.require_own_mesh(module, mesh)
         if map_location is not None:
             module.to(map_location)
-        world = mesh.world
         checkpoint = checkpoint_dict.load(
-            path, module, MasterSlots(), mesh, world, TorchCheckpointIO(), True, strict=strict
+            path, module, MasterSlots(), mesh, mesh.world, io, weights_only, strict=strict
         )
         module.on_load_checkpoint(checkpoint)
         module.load_state_dict(checkpoint["state_dict"], strict=strict)
     return module
-
-
-def rebuilt(kind: Any, value: Any) -> Any:
-    """The value, or the dataclass that `kind` (an annotation) asks for where the value is a mapping of its fields."""
-    choices = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
-    if isinstance(value, (list, tuple)) and get_origin(kind) is tuple and get_args(kind)[1:] == (...,):
-        return tuple(rebuilt(get_args(kind)[0], part) for part in value)
-    wanted = next((choice for choice in choices if isinstance(choice, type) and is_dataclass(choice)), None)
-    if wanted is None or not isinstance(value, Mapping):
-        return value
-    hints = get_type_hints(wanted)
-    known = {field.name: field.init for field in fields(wanted)}
-    if strangers := [name for name in value if name not in known]:
-        raise ValueError(
-            f"{wanted.__name__} has no fields {strangers}, which the checkpoint has; give the argument that takes it"
-        )
-    return wanted(**{name: rebuilt(hints[name], part) for name, part in value.items() if known[name]})
 
 
 def _arguments(cls: type[pl.LightningModule], meta: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Checkpoint
@@ -57,6 +57,10 @@ class LocalCheckpoint(Checkpoint):
         self._layout = dict(layout)
         self._saver = Saver(Mesh.single().world)
         self._last_step = 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        # A copy of the Trainer's callbacks is of the same run, which has one of it.
+        return self
 
     # --- saving -----------------------------------------------------------------------------------------------------
 

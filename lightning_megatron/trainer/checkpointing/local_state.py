@@ -21,15 +21,15 @@ from torch.optim import Optimizer
 from lightning_megatron import checkpoint as directory
 from lightning_megatron.checkpoint import Slot, TensorEntry
 from lightning_megatron.mesh import Mesh
-from lightning_megatron.trainer.checkpointing.checkpoint_dict import (
+from lightning_megatron.trainer.checkpointing.contents import (
     OPTIMIZER_STATES,
     WEIGHTS,
     MasterSlots,
     is_state_of,
     live_of,
     names_of,
-    plain,
 )
+from lightning_megatron.trainer.checkpointing.hyper_parameters import plain_hyper_parameters
 
 # Keys of the metadata.
 _SETS = "local_sets"
@@ -59,12 +59,13 @@ class LocalState:
                 tensors |= {f"sets/{key}/{name}": one for name, one in value.items() if isinstance(one, Tensor)}
                 meta[_SETS].append(key)
             elif key != OPTIMIZER_STATES:
-                meta[key] = plain(value, key)
+                meta[key] = value
         tensors |= dict(_master_weights(master_slots))
         for index, optimizer in enumerate(optimizers):
             tensors |= dict(_states(optimizer, names, index))
             meta[_RESTS].append(directory.pieces_of_optimizer(optimizer, names, index)[1])
-        return LocalState({name: tensor.detach() for name, tensor in tensors.items()}, meta)
+        plain = plain_hyper_parameters(meta)
+        return LocalState({name: tensor.detach() for name, tensor in tensors.items()}, plain)
 
     @staticmethod
     def read(path: Path) -> "LocalState":

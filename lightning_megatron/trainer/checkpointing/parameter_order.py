@@ -3,32 +3,56 @@
 torch numbers an optimizer's parameters; a checkpoint names them, in this order, so that one device can number them.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from torch import nn
 
+from lightning_megatron.comm.collectives import gather_objects
+from lightning_megatron.mesh import Axis
 from lightning_megatron.pipeline.module import PipelineModule
 from lightning_megatron.trainer.setup import pipelined_models
 
+TensorNames = Collection[tuple[str, ...]]
+"""Names of all tensors of a rank, in the order that its module has them, for each of the ranks that differ."""
 
-def in_module_order(names: Iterable[str], module: nn.Module) -> list[str]:
-    """The names of parameters, of this rank and of others, as `module.named_parameters()` has them on one device.
 
-    Those of one part of a pipelined model are in that order already, for one rank has them all.
+def names_on_ranks(module: nn.Module, world: Axis) -> TensorNames:
+    """Names of the tensors of all ranks. Collective.
+
+    A rank has every tensor of its stages, but its optimizer may step only some of them.
+    """
+    return dict.fromkeys(gather_objects(tuple(module.state_dict(keep_vars=True)), world)).keys()
+
+
+def in_module_order(names: Iterable[str], module: nn.Module, on_ranks: TensorNames) -> list[str]:
+    """The names of tensors, of this rank and of others, as the state of `module` has them on one device.
+
+    `on_ranks` is what `names_on_ranks` gives.
     """
     # A rank has every module outside the pipelined models, so that positions among its own modules compare.
     positions = {name: position for position, (name, _) in enumerate(module.named_modules())}
     parts = {name: _part_order(model) for name, model in pipelined_models.pipelined_modules(module).items()}
+    inside: dict[str, dict[str, int]] = {}
 
-    def key(name: str) -> tuple[int, int]:
+    def key(name: str) -> tuple[int, int, int]:
         for model, order in parts.items():
             prefix = f"{model}." if model else ""
             if name.startswith(prefix):
-                inside = name.removeprefix(prefix)
-                part = max((part for part in order if inside.startswith(f"{part}.")), key=len, default="")
-                return positions[model], order.get(part, -1)
-        return positions[name.rpartition(".")[0]], -1
+                within = name.removeprefix(prefix)
+                part = max((part for part in order if within.startswith(f"{part}.")), key=len, default="")
+                return positions[model], order.get(part, -1), place(name, f"{prefix}{part}." if part else prefix)
+        parent = name.rpartition(".")[0]
+        return positions[parent], -1, place(name, f"{parent}." if parent else "")
+
+    def place(name: str, prefix: str) -> int:
+        """Position of a name among those with the prefix."""
+        if prefix not in inside:
+            having = [[one for one in on_rank if one.startswith(prefix)] for on_rank in on_ranks]
+            # A rank that has a tied weight alone does not know its place.
+            longest = max(having, key=len) if having else []
+            inside[prefix] = {one: position for position, one in enumerate(longest)}
+        return inside[prefix].get(name, -1)
 
     return sorted(names, key=key)
 

@@ -19,7 +19,7 @@ import signal
 import threading
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import lightning.pytorch as pl
 import torch
@@ -58,6 +58,10 @@ class Preemption(Checkpoint):
         self._before: dict[signal.Signals, Any] = {}
         self._stop_point = 0
         self._first_step = 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        # A copy of the Trainer's callbacks is of the same run, which has one of it.
+        return self
 
     # --- signals ----------------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -299,15 +300,16 @@ def wrap(
     watch: Watch = unwatched
     if trainer.training and mesh.dp.size > 1 and is_stream(loader):
         watch = training_watch(loader, mesh.dp, trainer.strategy.root_device, trainer.limit_train_batches)
-
-    def epoch() -> int:
-        progress: Any = trainer.fit_loop.epoch_progress.current
-        return int(progress.processed)
-
-    wrapped = positioned(loader, mesh.dp, epoch, resume_state, ahead if trainer.training else None, watch)
+    ahead = ahead if trainer.training else None
+    wrapped = positioned(loader, mesh.dp, partial(_current_epoch, trainer), resume_state, ahead, watch)
     if trainer.training and resume_state is not None:
         resume_state.restore_position(wrapped.reader)
     return wrapped
+
+
+def _current_epoch(trainer: pl.Trainer) -> int:
+    progress: Any = trainer.fit_loop.epoch_progress.current
+    return int(progress.processed)
 
 
 def _readers(trainer: pl.Trainer) -> list[Reader]:

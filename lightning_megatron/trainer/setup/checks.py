@@ -1,6 +1,7 @@
 """Checks of a run before a process is started or a batch is read; all errors are reported at once."""
 
 import os
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -13,9 +14,11 @@ from torch.utils.data import DataLoader
 
 from lightning_megatron.checkpoint import is_checkpoint
 from lightning_megatron.checkpoint.folder import is_remote
+from lightning_megatron.checkpoint.safe_metadata import faults_of
 from lightning_megatron.data.batch_ramp import BatchRamp
 from lightning_megatron.mesh import Sizes
 from lightning_megatron.rules import cross_config
+from lightning_megatron.trainer.checkpointing.hyper_parameters import plain
 from lightning_megatron.trainer.config import ConfigurationError, PipelineConfig
 from lightning_megatron.trainer.setup.early_model_checks import early_model_faults
 from lightning_megatron.trainer.setup.launch_checks import launch_faults, num_started
@@ -125,6 +128,9 @@ def faults(trainer: pl.Trainer, arguments: tuple[Any, ...]) -> list[str]:
     if context.kernel == "flex" and (device := strategy.root_device.type) != "cuda":
         found.append(f"kernel ('flex') of ContextConfig is one of CUDA, and this run is on {device}; use 'fused'")
     found += data.faults() if data is not None else []
+    if trainer.training and trainer.checkpoint_callbacks and strategy.checkpoint.kind == "directory":
+        data_modules = [argument for argument in arguments if isinstance(argument, pl.LightningDataModule)]
+        found += _hyper_parameter_faults([trainer.lightning_module, *data_modules])
     if (
         isinstance(data, HidesPadding)
         and data.hides_padding
@@ -210,6 +216,16 @@ def _dynamic_faults(module: pl.LightningModule, pipeline: PipelineConfig) -> lis
             "dynamic_context once for each microbatch of its plan; use automatic_optimization=True"
         )
     return faults
+
+
+def _hyper_parameter_faults(owners: Iterable[pl.LightningModule | pl.LightningDataModule]) -> list[str]:
+    """Errors of hyper-parameters that no checkpoint could keep: the first save would fail."""
+    return [
+        f"{line}, which a checkpoint does not keep: it has plain data alone, so that reading it runs no code. Leave it "
+        'out by save_hyperparameters(ignore=[...]), or save files: CheckpointConfig(kind="file")'
+        for owner in owners
+        for line in faults_of(plain(dict(owner.hparams)), f"the hyper-parameters of {type(owner).__name__}")
+    ]
 
 
 def _link_faults(callback: pl.Callback) -> list[str]:

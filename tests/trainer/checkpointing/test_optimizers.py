@@ -1,7 +1,7 @@
 """Weights and moments saved under any optimizer configuration come back on any other bit by bit."""
 
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import lightning as L
 import pytest
@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_megatron import MegatronStrategy
+from lightning_megatron import CheckpointConfig, MegatronStrategy
 from lightning_megatron.checkpoint import Piece, pieces_of_optimizer
 from lightning_megatron.models import GPTConfig, GPTModel
 from lightning_megatron.optim.config import OptimizerConfig
-from lightning_megatron.trainer.checkpointing import checkpoint_dict
+from lightning_megatron.trainer.checkpointing.contents import names_of
 from tests.harness.ranks import run_on_ranks
 from tests.trainer.layouts import Layout, make_trainer
 
@@ -82,7 +82,7 @@ class State(L.Callback):
 def parts(trainer: L.Trainer) -> Parts:
     master_slots = cast(MegatronStrategy, trainer.strategy)._master_slots
     [optimizer] = trainer.optimizers
-    names = checkpoint_dict.names_of(trainer.lightning_module, master_slots)
+    names = names_of(trainer.lightning_module, master_slots)
     pieces: dict[str, list[Piece]] = pieces_of_optimizer(optimizer, names)[0]
     for group in optimizer.param_groups:
         for stepped in group["params"]:
@@ -102,6 +102,7 @@ def run(
     saves: str,
     is_after: bool,
     module: type[Language] = Language,
+    kind: Literal["directory", "file"] = "directory",
 ) -> tuple[Parts, Parts]:
     # Three batches, an epoch: from its end a checkpoint resumes on any data-parallel size, whatever the loader.
     tokens = torch.randint(0, 37, (12, 9), generator=torch.Generator().manual_seed(0))
@@ -114,7 +115,9 @@ def run(
                 trainer.save_checkpoint(folder / saves)
 
     options = {"max_steps": 4 if resumes else 3, "max_epochs": -1}
-    trainer = make_trainer(layout, precision=precision, callbacks=[state, Saves()], **options)
+    strategy = cast(MegatronStrategy, layout.strategy())
+    strategy.checkpoint = CheckpointConfig(kind=kind)
+    trainer = make_trainer(layout, strategy=strategy, precision=precision, callbacks=[state, Saves()], **options)
     trainer.fit(module(), loader, ckpt_path=folder / resumes if resumes else None)
     if saves and is_after:
         trainer.save_checkpoint(folder / saves)
@@ -184,22 +187,21 @@ def test_states_of_another_shape_than_their_weight_are_resumed_where_none_is_cut
     require_same(joined([began for began, _ in resumed]), saved)
 
 
-def plain_file(folder: Path) -> None:
-    tokens = torch.zeros(4, 9, dtype=torch.long)
-    trainer = make_trainer(Layout(is_plain=True), precision="32-true", max_epochs=1)
-    trainer.fit(Language(), DataLoader(TensorDataset(tokens[:, :-1], tokens[:, 1:]), batch_size=4))
-    trainer.save_checkpoint(folder / "plain.ckpt")
-
-
-def resumes_a_file(folder: Path) -> str:
-    try:
-        run(LAYOUTS["distributed dp2"], "32-true", folder, "plain.ckpt", "", False)
-    except ValueError as error:
-        return str(error)
-    return "not refused"
-
-
-def test_the_states_of_a_single_file_are_not_taken_for_those_of_shards(tmp_path: Path) -> None:
-    run_on_ranks(1, plain_file, tmp_path, init=False)
-    for found in run_on_ranks(2, resumes_a_file, tmp_path, init=False):
-        assert "single file with the state of whole parameters" in found
+@pytest.mark.parametrize(
+    ("first", "precision", "seconds"),
+    [
+        ("distributed dp2 pp2", "bf16-mixed", ("one", "tp2", "distributed dp2")),
+        ("distributed dp2", "bf16-mixed", ("pp2",)),
+        ("tp2", "32-true", ("distributed dp3", "pp2")),
+        ("one", "32-true", ("distributed dp2 tp2",)),
+    ],
+)
+def test_states_in_one_file_are_resumed_by_any_layout(
+    first: str, precision: str, seconds: tuple[str, ...], tmp_path: Path
+) -> None:
+    saved = joined([ended for _, ended in go(first, precision, tmp_path, "", "saved.ckpt", False, Language, "file")])
+    assert (tmp_path / "saved.ckpt").is_file()
+    assert [path.name for path in tmp_path.iterdir()] == ["saved.ckpt"]
+    for second in seconds:
+        resumed = go(second, precision, tmp_path, "saved.ckpt", "", False, Language, "file")
+        require_same(joined([began for began, _ in resumed]), saved)

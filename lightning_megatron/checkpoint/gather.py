@@ -1,0 +1,53 @@
+"""Gathering of sharded tensors in the host memory of the first rank, for a checkpoint that is one file.
+
+The ranks agree who sends which box, as they agree who writes it in a directory; then the first rank receives one box
+after the other. No other rank holds more than its own pieces.
+"""
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.checkpoint.save_plan import SavePlanner
+from lightning_megatron.checkpoint.state import Pieces, as_pieces
+from lightning_megatron.comm.collectives import gather_objects, receive_, send
+from lightning_megatron.mesh import Axis
+from lightning_megatron.sharding import Box
+
+
+def gather_on_first_rank(pieces: Pieces, world: Axis) -> dict[str, Tensor]:
+    """The unsharded tensors on the first rank, nothing on the others. Collective over `world`, in host memory.
+
+    Raises ValueError, on all ranks, where the pieces do not make full tensors.
+    """
+    planner = SavePlanner(world)
+    chunks = planner.chunks(pieces)
+    by_rank = gather_objects([(chunk.name, chunk.box) for chunk in chunks], world)
+    shapes = {name: (tuple(held[0].global_shape), held[0].tensor.dtype) for name, held in as_pieces(pieces).items()}
+    # No rank sends a tensor without elements.
+    without = gather_objects({name: one for name, one in shapes.items() if 0 in one[0]}, world)
+    if not world.is_first:
+        for chunk in chunks:
+            send(_bytes_of(chunk.tensor.cpu()), world, target=0)
+        return {}
+    named = {name: one for empties in without for name, one in empties.items()} | dict(planner.tensors)
+    full = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in named.items()}
+    for chunk in chunks:
+        part_of(full[chunk.name], chunk.box).copy_(chunk.tensor)
+    for rank, boxes in enumerate(by_rank[1:], start=1):
+        for name, box in boxes:
+            received = torch.empty(box.sizes, dtype=full[name].dtype)
+            receive_(_bytes_of(received), world, source=rank)
+            part_of(full[name], box).copy_(received)
+    return full
+
+
+def part_of(tensor: Tensor, box: Box) -> Tensor:
+    """The box of a tensor, which shares its memory."""
+    for dim, (start, length) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+        tensor = tensor.narrow(dim, start, length)
+    return tensor
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    # Messages know fewer dtypes than checkpoints.
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)

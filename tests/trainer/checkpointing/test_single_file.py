@@ -1,0 +1,111 @@
+"""A checkpoint of kind "file" is what Lightning writes on one device, whatever layout saves it."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_megatron import CheckpointConfig, MegatronStrategy
+from lightning_megatron.models import GPTModel
+from lightning_megatron.optim.config import OptimizerConfig
+from lightning_megatron.trainer.checkpointing import run_history
+from lightning_megatron.trainer.resume import run_state
+from tests.harness.ranks import run_on_ranks
+from tests.trainer.checkpointing.test_checkpoint_dict import CONFIG, TOLERANCE, Language, Texts
+from tests.trainer.fits import parts_apart, weights
+from tests.trainer.layouts import PLAIN, Layout, make_trainer
+
+pytestmark = pytest.mark.filterwarnings("ignore:The dirpath has changed from:UserWarning")
+ZERO = OptimizerConfig(kind="distributed", bucket_size=700)
+LAYOUTS = {
+    "one": Layout(),
+    "pp2 vp2": Layout(world=2, pp=2, vp=2, microbatches=2),
+    "zero dp2 tp2": Layout(world=4, tp=2, sp=True, optimizer=ZERO),
+}
+# Keys by which a run goes on exactly, besides those of Lightning.
+OWN_KEYS = {run_state.KEY, run_history.KEY}
+
+
+class Plain(Language):
+    """Without dropout, because plain Lightning tells no model its step; with plain data as hyper-parameters."""
+
+    def __init__(self, rate: float = 0.01, sizes: tuple[int, ...] = (1, 2)) -> None:
+        super().__init__(rate, cast(Any, None))
+        self.save_hyperparameters(ignore=["note"])
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            self.model = GPTModel(replace(CONFIG, hidden_dropout=0.0, attention_dropout=0.0), seed=2)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        # Tensors under the module's names, as callbacks that average weights save them.
+        checkpoint["averages"] = {name: tensor * 2 for name, tensor in self.state_dict().items()}
+
+
+def fitted(layout: Layout, folder: Path, resumes: str = "") -> dict[str, Any]:
+    """Eight steps in two epochs, or what is left of them, with saves after the third and the sixth."""
+    strategy = layout.strategy()
+    if isinstance(strategy, MegatronStrategy):
+        strategy.checkpoint = CheckpointConfig(kind="file")
+    saving = ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=3)
+    trainer = make_trainer(layout, strategy=strategy, callbacks=[saving], enable_checkpointing=True)
+    module = Plain()
+    trainer.fit(module, Texts(), ckpt_path=resumes or None)
+    return {"weights": weights(module), "best": saving.best_model_path, "seen": int(module.seen)}
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """What Lightning itself writes, and where it ends without a break."""
+    folder = tmp_path_factory.mktemp("plain")
+    [found] = run_on_ranks(1, fitted, PLAIN, folder, init=False)
+    return folder / "step=3.ckpt", found
+
+
+def same(ours: Any, theirs: Any, where: str) -> list[str]:
+    """Places in two checkpoints that differ in type, order, shape, or by more than rounding."""
+    if type(ours) is not type(theirs) and not (isinstance(ours, dict) and isinstance(theirs, dict)):
+        return [f"{where}: {type(ours).__name__} and {type(theirs).__name__}"]
+    if isinstance(ours, dict):
+        # An optimizer's state has its keys in any order; weights are shown in that of the module.
+        if set(ours) != set(theirs) or (where == "state_dict" and list(ours) != list(theirs)):
+            return [f"{where}: {list(ours)} and {list(theirs)}"]
+        return [line for key in ours for line in same(ours[key], theirs[key], f"{where}[{key!r}]")]
+    if isinstance(ours, torch.Tensor):
+        is_near = ours.shape == theirs.shape and torch.allclose(ours.double(), theirs.double(), rtol=0, atol=TOLERANCE)
+        return [] if is_near and ours.dtype == theirs.dtype else [f"{where}: {ours} and {theirs}"]
+    if isinstance(ours, (list, tuple)):
+        pairs = enumerate(zip(ours, theirs, strict=True))
+        return [line for place, pair in pairs for line in same(*pair, f"{where}[{place}]")]
+    return [] if ours == pytest.approx(theirs, abs=TOLERANCE) else [f"{where}: {ours} and {theirs}"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_writes_the_file_that_lightning_writes_and_any_goes_on_from_it(
+    layout: str, plain: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    expected, path = torch.load(plain[0], weights_only=True), tmp_path / "step=3.ckpt"
+    for found in run_on_ranks(LAYOUTS[layout].world, fitted, LAYOUTS[layout], tmp_path, init=False):
+        assert os.path.isfile(found["best"])
+    saved = torch.load(path, weights_only=True)
+    assert saved.keys() - expected.keys() == OWN_KEYS and expected.keys() <= saved.keys()
+    # Paths, the loader's position (which is among the package's own keys), and the class of the precision.
+    for checkpoint in (saved, expected):
+        [(_, state)] = checkpoint["callbacks"].items()
+        for key in ("dirpath", "best_model_path", "last_model_path", "kth_best_model_path", "best_k_models"):
+            state.pop(key)
+        checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader")
+    assert [line for key in expected for line in same(saved[key], expected[key], key)] == []
+    # It would be noticed: after six steps almost all of it is another number.
+    later = torch.load(plain[0].with_name("step=6.ckpt"), weights_only=True)
+    assert len(same(saved["optimizer_states"], later["optimizer_states"], "")) > 50
+    # Another layout goes on from it, and plain Lightning too where it needs no masks of dropout.
+    other = LAYOUTS["pp2 vp2" if layout != "pp2 vp2" else "zero dp2 tp2"]
+    for found in run_on_ranks(other.world, fitted, other, tmp_path / "again", str(path), init=False):
+        assert parts_apart(found["weights"], plain[1]["weights"]) < TOLERANCE and found["seen"] == 8
+    module = Plain.load_from_checkpoint(path, map_location="cpu")
+    assert module.hparams["sizes"] == (1, 2) and torch.equal(module.seen, torch.tensor(3))
