@@ -13,6 +13,7 @@ COMMANDS = {
     "schedule": "show a pipeline schedule: its order, its bubble, its activations",
     "checkpoint": "inspect, verify, consolidate and prune checkpoints",
     "convert": "convert between a Hugging Face folder and a checkpoint directory",
+    "certify": "your own module on one device, beside itself under every layout: what differs first, and why",
     "prepare-data": "turn text into the token files that training reads",
 }
 

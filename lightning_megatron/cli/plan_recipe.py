@@ -73,10 +73,10 @@ def run_of_recipe(path: Path, data: dict[str, Any], options: argparse.Namespace)
     if bad := [name for name in ("trainer", "model", "data") if not isinstance(data.get(name) or {}, dict)]:
         raise ValueError("\n".join(f"{name} ({data[name]!r}) must be a table of options" for name in bad))
     errors: list[str] = []
-    section = _module_section(data)
+    section = module_section(data)
     model, kind, kind_from = _model_of_folder(path, section, options, errors), "", "model.path"
     if model is None:
-        kind, kind_from = _kind_of(data, section, options.model_kind)
+        kind, kind_from = kind_of(data, section, options.model_kind)
         recipe = PRETRAINING[kind]
     else:
         kind = next(name for name, known in KINDS.items() if type(model) is known)
@@ -145,7 +145,7 @@ def run_of_recipe(path: Path, data: dict[str, Any], options: argparse.Namespace)
     )
 
 
-def _module_section(data: dict[str, Any]) -> dict[str, Any]:
+def module_section(data: dict[str, Any]) -> dict[str, Any]:
     """The options of the module, which are under init_args where the file names its class."""
     section = data.get("model") or {}
     if "class_path" in section:
@@ -191,7 +191,7 @@ def _model_of_folder(
     )
 
 
-def _kind_of(data: dict[str, Any], section: Mapping[str, Any], option: str | None) -> tuple[str, str]:
+def kind_of(data: dict[str, Any], section: Mapping[str, Any], option: str | None) -> tuple[str, str]:
     """The kind of model that a file with a model.config describes, and the option that shows it; "" for a plain GPT."""
     if option is not None:
         return option, "--model-kind"

@@ -52,7 +52,9 @@ class RecipeCLI(LightningCLI):
         links: Mapping[str, str],
         callbacks: Mapping[str, type[L.Callback]],
         args: Sequence[str] | None,
+        run: bool = True,
     ) -> None:
+        """Without `run` the options have no subcommand, and module, data and Trainer are made and left alone."""
         given = list(sys.argv[1:] if args is None else args)
         self._subcommand = given[0] if given and given[0] in LightningCLI.subcommands() else None
         self._links = links
@@ -77,6 +79,7 @@ class RecipeCLI(LightningCLI):
             # Options must be spelled out: a part of a name might become that of a new option.
             parser_kwargs={**_PARSER, **dict.fromkeys(self.subcommands(), _PARSER)},
             args=list(args) if args is not None else None,
+            run=run,
         )
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]

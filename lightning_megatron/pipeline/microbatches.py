@@ -75,23 +75,32 @@ def split(batch: Any, num_microbatches: int) -> list[Any]:
     sizes = sorted((b - a for a, b in pairwise(bounds)), reverse=True)
     starts = [sum(sizes[:i]) for i in range(count)]
 
+    return [_narrowed(batch, rows, start, size) for start, size in zip(starts, sizes, strict=True)]
+
+
+def narrowed(batch: Any, start: int, size: int) -> Any:
+    """Some rows of a batch, cut as `split` cuts it. Raises ValueError when its tensors differ in their first dim."""
+    return _narrowed(batch, num_rows(batch), start, size)
+
+
+def _narrowed(batch: Any, rows: int, start: int, size: int) -> Any:
     def is_row_list(value: Any) -> bool:
         return isinstance(value, list) and len(value) == rows and not any(isinstance(v, Tensor) for v in value)
 
-    def cut(value: Any, start: int, size: int) -> Any:
+    def cut(value: Any) -> Any:
         if is_row_list(value):
             return value[start : start + size]
         if isinstance(value, Ragged):
             return value.narrow(start, size)
         entries = _entries(value)
         if entries is not None:
-            return _with_entries(value, cut_all(entries, start, size))
+            return _with_entries(value, cut_all(entries))
         return value.narrow(0, start, size) if isinstance(value, Tensor) and value.dim() > 0 else value
 
-    def cut_all(values: Any, start: int, size: int) -> Any:
-        return tree_map(lambda value: cut(value, start, size), values, is_leaf=is_row_list)
+    def cut_all(values: Any) -> Any:
+        return tree_map(cut, values, is_leaf=is_row_list)
 
-    return [cut_all(batch, start, size) for start, size in zip(starts, sizes, strict=True)]
+    return cut_all(batch)
 
 
 def combine(outputs: Sequence[Any], weights: Sequence[Tensor]) -> Any:

@@ -1,0 +1,140 @@
+"""Global batches of a user's data, and the share of a data-parallel rank.
+
+Each is made once, in one process, and read by all: data that is shuffled or augmented at random is the same then.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_megatron.pipeline import microbatches
+from lightning_megatron.pipeline.ragged import Ragged
+from lightning_megatron.testing.subject import Subject, SubjectError
+
+
+class _Listed(Dataset[Any]):
+    """Whole batches, in order."""
+
+    def __init__(self, batches: Sequence[Any]) -> None:
+        self._batches = batches
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._batches[index]
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def loader_of(batches: Sequence[Any], *, rank: int = 0, size: int = 1) -> DataLoader[Any]:
+    """A loader of one data-parallel rank's share of each global batch."""
+    shares = [microbatches.split(batch, size)[rank] for batch in batches]
+    return DataLoader(_Listed(shares), batch_size=None, collate_fn=_as_it_is)
+
+
+def read_global_batches(subject: Subject, trainer: pl.Trainer, *, number: int, rows: int) -> list[Any]:
+    """The first global batches of the subject's data, each of `rows` rows or, where it has no rows, as it is.
+
+    Small batches are joined and large ones cut. Raises SubjectError where there are too few.
+    """
+    loader = iter(_loader(subject, trainer))
+    batches: list[Any] = []
+    while len(batches) < number:
+        joined: list[Any] = []
+        while not joined or ((joined_rows := _rows(joined)) is not None and joined_rows < rows):
+            following = next(loader, None)
+            if following is None:
+                break
+            joined.append(following)
+        if not joined or (_rows(joined) or rows) < rows:
+            break
+        batches.append(_cut(join(joined), rows))
+    if len(batches) < number:
+        raise SubjectError(
+            f"the data ends after {len(batches)} global batches of {rows} rows, and {number} are needed; give more "
+            "data, or ask for fewer steps (steps, --steps) or rows (rows, --rows)"
+        )
+    return batches
+
+
+def _loader(subject: Subject, trainer: pl.Trainer) -> Iterable[Any]:
+    """The loader that Lightning would train from."""
+    module, data = subject.module, subject.data
+    module.trainer = trainer
+    if data is None and not is_overridden("train_dataloader", module):
+        raise SubjectError(
+            f"{type(module).__name__} has no train_dataloader, and no data is given; name some "
+            "(--data module.py:MyData, make_batches=...)"
+        )
+    if data is None or isinstance(data, pl.LightningDataModule):
+        hooks: Any = module if data is None else data
+        if hooks is not module:
+            hooks.trainer = trainer
+        hooks.prepare_data()
+        hooks.setup("fit")
+        loader: Any = hooks.train_dataloader()
+    else:
+        loader = data
+    if isinstance(loader, Mapping) or not isinstance(loader, Iterable):
+        raise SubjectError(f"the training data must be one loader of batches, and is a {type(loader).__name__}")
+    return loader
+
+
+def _rows(batches: Sequence[Any]) -> int | None:
+    """Rows of several batches; None where they have none."""
+    try:
+        counts = [microbatches.num_rows(batch) for batch in batches]
+    except ValueError:
+        return None
+    return sum(counts) or None
+
+
+def _cut(batch: Any, rows: int) -> Any:
+    there = _rows([batch])
+    if there is None or there <= rows:
+        return batch
+    return microbatches.narrowed(batch, 0, rows)
+
+
+def join(batches: Sequence[Any]) -> Any:
+    """One batch of the rows of several: tensors are joined along dim 0, lists and Raggeds likewise.
+
+    Raises SubjectError where shapes differ.
+    """
+    if len(batches) == 1:
+        return batches[0]
+    first = batches[0]
+    try:
+        if isinstance(first, Tensor):
+            return torch.cat(list(batches)) if first.dim() else first
+        if isinstance(first, Ragged):
+            return Ragged(
+                torch.cat([one.values for one in batches]), [count for one in batches for count in one.counts]
+            )
+        if isinstance(first, Mapping):
+            return type(first)({key: join([one[key] for one in batches]) for key in first})  # type: ignore[call-arg]
+        if isinstance(first, tuple):
+            parts = [join(list(values)) for values in zip(*batches, strict=True)]
+            return type(first)(*parts) if hasattr(first, "_fields") else tuple(parts)
+        if isinstance(first, list) and any(isinstance(value, Tensor) for value in first):
+            return [join(list(values)) for values in zip(*batches, strict=True)]
+        if isinstance(first, list):
+            return [value for one in batches for value in one]
+        if is_dataclass(first) and not isinstance(first, type):
+            joined = {field.name: join([getattr(one, field.name) for one in batches]) for field in fields(first)}
+            return type(first)(**joined)
+    except (RuntimeError, ValueError, TypeError) as error:
+        raise SubjectError(
+            f"batches of the data cannot be joined to one of more rows ({error}); give a loader with a larger "
+            "batch_size, or fewer rows (rows, --rows)"
+        ) from error
+    return first

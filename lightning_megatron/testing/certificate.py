@@ -1,0 +1,37 @@
+"""`Certificate`: what came of `certify`, for a test to assert and a person to read."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_megatron.testing.outcome import LayoutResult, Outcome
+from lightning_megatron.testing.report import record_of, text_of
+
+__all__ = ["Certificate", "LayoutResult"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Certificate(Outcome):
+    """A module on one device beside itself under layouts; true where nothing differs."""
+
+    @property
+    def text(self) -> str:
+        """The table, and what differs, with causes and mends."""
+        return text_of(self)
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """The same for a program: numbers, texts, lists and dictionaries."""
+        return record_of(self)
+
+    def __bool__(self) -> bool:
+        return not self.differing
+
+    def __str__(self) -> str:
+        return self.text
+
+    def assert_equal(self) -> None:
+        """Raises AssertionError with the whole text where something differs, or where no layout ran."""
+        if self.differing:
+            raise AssertionError(self.text)
+        if not any(result.verdict == "equal" for result in self.results):
+            raise AssertionError(f"no layout ran:\n{self.text}")

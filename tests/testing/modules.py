@@ -1,0 +1,270 @@
+"""Small ordinary modules that certify looks at: right ones, and one for each thing that goes wrong under a layout."""
+
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_megatron.mesh import ambient_mesh
+from lightning_megatron.pipeline.module import Part, PipelineModule
+from lightning_megatron.sharding import Initial
+from lightning_megatron.tensor.linear import ColumnParallelLinear, RowParallelLinear
+from lightning_megatron.transformer.init import initialise
+
+WIDTH, NUM_CLASSES = 6, 4
+
+
+def rows() -> DataLoader[Any]:
+    """Inputs [4, 6] and classes [4] in small batches, shuffled."""
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(40, WIDTH, generator=generator)
+    classes = torch.randint(NUM_CLASSES, (40,), generator=generator)
+    return DataLoader(TensorDataset(inputs, classes), batch_size=4, shuffle=True)
+
+
+class Right(L.LightningModule):
+    """A chain that stages divide. SGD, because Adam hides a gradient wrong by a factor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net: nn.Module = nn.Sequential(
+            nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, NUM_CLASSES)
+        )
+
+    def loss(self, inputs: Tensor, classes: Tensor) -> Tensor:
+        return functional.cross_entropy(self.net(inputs), classes)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(*batch)
+        self.log("train_loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.3, momentum=0.9)
+
+
+class _Cut(nn.Module):
+    """Two linears of the package, cut over tp."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        mesh = ambient_mesh()
+        tp, sp, initial = mesh.tp, mesh.sp, Initial(std=0.5)
+        self.up = ColumnParallelLinear(WIDTH, 8, tp=tp, sp=sp, bias=True, initial=initial)
+        self.down = RowParallelLinear(8, NUM_CLASSES, tp=tp, sp=sp, bias=True, initial=initial)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        output: Tensor = self.down(torch.tanh(self.up(inputs)))
+        return output
+
+
+class TensorParallel(Right):
+    """Its weights are cut over tensor-parallel ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.net
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "net"):
+            self.net = _Cut()
+            initialise(self.net, 5)
+
+
+class Summed(Right):
+    """Its loss is a sum over rows."""
+
+    def loss(self, inputs: Tensor, classes: Tensor) -> Tensor:
+        return functional.cross_entropy(self.net(inputs), classes, reduction="sum")
+
+
+class ClassWeights(Right):
+    """Its loss is a mean weighted by classes, and it does not say so."""
+
+    def loss(self, inputs: Tensor, classes: Tensor) -> Tensor:
+        weights = torch.tensor([1.0, 5.0, 0.2, 0.0], dtype=inputs.dtype)
+        return functional.cross_entropy(self.net(inputs), classes, weight=weights)
+
+
+class SaysItsWeight(ClassWeights):
+    """The same, and it says what its loss is a mean over."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        weights = torch.tensor([1.0, 5.0, 0.2, 0.0], dtype=batch[0].dtype)
+        return {"loss": super().training_step(batch, batch_idx), "loss_weight": weights[batch[1]].sum()}
+
+
+class Negatives(Right):
+    """Each row is to be told from all others of the batch."""
+
+    def loss(self, inputs: Tensor, classes: Tensor) -> Tensor:
+        found = self.net(inputs)
+        return functional.cross_entropy(found @ found.T, torch.arange(len(found)))
+
+
+class Norms(Right):
+    """Batch norm in the chain."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(WIDTH, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, NUM_CLASSES))
+
+
+class Penalty(Right):
+    """A term over the weights in the loss."""
+
+    def loss(self, inputs: Tensor, classes: Tensor) -> Tensor:
+        squares = torch.stack([parameter.square().sum() for parameter in self.parameters()])
+        return super().loss(inputs, classes) + 0.1 * squares.sum()
+
+
+class ClipsByItself(Right):
+    """Clips by the norm of the gradients that it sees."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+
+
+class LogsNorm(Right):
+    """Logs the norm of the gradients that it sees."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log("norm", torch.stack([p.grad.norm() for p in self.parameters() if p.grad is not None]).norm())
+
+
+class LogsCount(Right):
+    """Logs how many rows a batch has, as a mean."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("rows", float(len(batch[0])))
+        return super().training_step(batch, batch_idx)
+
+
+class Counts(Right):
+    """A buffer that moves in each call of the step."""
+
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.calls += 1
+        return super().training_step(batch, batch_idx)
+
+
+class Drifts(Right):
+    """Ranks change their weights by different numbers."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.mul_(1 + 1e-3 * self.global_rank)
+
+
+class DrawsNumbers(Right):
+    """A dropout that no module tells of."""
+
+    def loss(self, inputs: Tensor, classes: Tensor) -> Tensor:
+        return functional.cross_entropy(functional.dropout(self.net(inputs), 0.3), classes)
+
+
+class DropsInModule(Right):
+    """A dropout that is a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(WIDTH, 8), nn.Dropout(0.5), nn.Tanh(), nn.Linear(8, NUM_CLASSES))
+
+
+class _Parts(PipelineModule):
+    def __init__(self) -> None:
+        sizes = [(WIDTH, 8), (8, 8), (8, NUM_CLASSES)]
+        super().__init__([Part(name=f"blocks.{i}", build=_Linear(*size)) for i, size in enumerate(sizes)])
+
+
+class _Linear:
+    """Builds a linear from the default generator."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        self.sizes = inputs, outputs
+
+    def __call__(self) -> nn.Module:
+        return nn.Linear(*self.sizes)
+
+
+class DrawsPartsLate(Right):
+    """A rank builds its own parts alone, from the default generator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.net
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "net"):
+            self.net = _Parts()
+
+
+class NeedsFloat32(Right):
+    """Casts to float32 by hand, so that float64 fails."""
+
+    def loss(self, inputs: Tensor, classes: Tensor) -> Tensor:
+        return super().loss(inputs.float(), classes)
+
+
+class CallsTwice(Right):
+    """Calls its chain twice, which a schedule refuses."""
+
+    def loss(self, inputs: Tensor, classes: Tensor) -> Tensor:
+        return super().loss(inputs, classes) + super().loss(-inputs, classes)
+
+
+class Fails(Right):
+    """Fails on one device."""
+
+    def loss(self, inputs: Tensor, classes: Tensor) -> Tensor:
+        return functional.cross_entropy(self.net(inputs[:, :3]), classes)
+
+
+class FailsOnARank(Right):
+    """Ends a rank in the middle of a step."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.global_rank == 1:
+            raise ZeroDivisionError("on purpose")
+
+
+class Data(L.LightningDataModule):
+    """The rows, changed by a hook of the data module."""
+
+    def setup(self, stage: str) -> None:
+        self.scale = 2.0
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return rows()
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch[0] * self.scale, batch[1]
+
+
+class UsesDataModule(Right):
+    """Looks at its data module in the step."""
+
+    def loss(self, inputs: Tensor, classes: Tensor) -> Tensor:
+        return super().loss(inputs, classes) * self.trainer.datamodule.scale  # type: ignore[attr-defined]
+
+
+class NeedsArguments(Right):
+    """Cannot be made without arguments."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+
+
+def few_rows() -> list[tuple[Tensor, Tensor]]:
+    """Two batches, which are not enough."""
+    return [(torch.zeros(8, WIDTH), torch.zeros(8, dtype=torch.long))] * 2

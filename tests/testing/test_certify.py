@@ -1,0 +1,123 @@
+"""certify finds nothing in a right module, and names what is wrong with a wrong one, with the cause."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from lightning_megatron.testing import Certificate, CertifyError, certify
+from tests.testing import modules
+
+
+def certificate_of(module: Callable[[], Any], *layouts: str, **settings: Any) -> Certificate:
+    return certify(module, settings.pop("data", modules.rows), layouts=layouts, **({"steps": 2} | settings))
+
+
+def causes_of(certificate: Certificate, layout: str) -> list[tuple[str, str]]:
+    """Quantity and cause of what differs first on a layout."""
+    result = next(result for result in certificate.results if result.layout.name == layout)
+    return [(one.deviation.quantity, one.cause) for one in result.differences]
+
+
+def verdicts(certificate: Certificate) -> dict[str, str]:
+    return {result.layout.name: result.verdict for result in certificate.results}
+
+
+def test_a_right_module_is_equal_on_every_layout_that_it_has() -> None:
+    found = certificate_of(modules.Right, "m2", "dp2", "dp2-zero", "pp2", "pp2-collective", "dp2pp2")
+    found.assert_equal()
+    assert found and set(verdicts(found).values()) == {"equal"}
+    assert all(value < 1e-12 for result in found.results for value in result.largest.values())
+    # Everything was looked at, and the weights moved.
+    assert all(len(result.largest) == 9 for result in found.results)
+    certificate_of(modules.TensorParallel, "tp2", "dp2tp2-zero", trainer={"gradient_clip_val": 0.1}).assert_equal()
+
+
+def test_a_module_that_says_what_its_loss_is_a_mean_over_is_equal() -> None:
+    certificate_of(modules.SaysItsWeight, "m2", "dp2pp2").assert_equal()
+
+
+@pytest.mark.parametrize(
+    ("module", "layout", "quantity", "cause"),
+    [
+        (
+            modules.Summed,
+            "m2",
+            "loss",
+            "a sum over rows, .* the mean over 2 microbatches: a factor of 1/2",
+        ),
+        (modules.Summed, "dp2", "loss", "the mean over 2 data-parallel ranks: a factor of 1/2"),
+        (modules.ClassWeights, "dp2", "loss", "a mean of means"),
+        (modules.Negatives, "m2", "loss", "rows of the batch are coupled"),
+        (modules.Norms, "pp2", "loss", r"batch norm \(net.1\) takes its statistics from each of 2 microbatches"),
+        (modules.Penalty, "pp2", "loss", r"a term over self.parameters\(\).*a pipeline stage has only a part"),
+        (modules.ClipsByItself, "pp2", "stepped by", "the norm of its own gradients is not the model's"),
+        (modules.LogsNorm, "pp2", "logged", "'norm' is read off gradients or weights, of which a rank has only a part"),
+        (modules.LogsCount, "m2", "logged", "'rows' is a sum or a count"),
+        (modules.Counts, "m2", "buffers", "calls: a buffer .* moves once for each of 2 microbatches"),
+        (modules.Drifts, "dp2", "weights", "ranks drift apart"),
+        (modules.DrawsNumbers, "dp2", "loss", "the step draws random numbers"),
+    ],
+)
+def test_a_wrong_module_is_told_its_cause(module: Callable[[], Any], layout: str, quantity: str, cause: str) -> None:
+    found = certificate_of(module, layout)
+    assert not found
+    [(first, said)] = causes_of(found, layout)
+    assert first == quantity
+    assert re.search(cause, said), said
+    with pytest.raises(AssertionError, match="cause"):
+        found.assert_equal()
+
+
+def test_parts_that_ranks_draw_for_themselves_are_told_and_the_rest_is_compared_from_one_devices_weights() -> None:
+    found = certificate_of(modules.DrawsPartsLate, "pp2")
+    [result] = found.results
+    assert [quantity for quantity, _ in causes_of(found, "pp2")] == ["initial weights"]
+    assert result.largest["initial weights"] > 0.1
+    assert max(value for name, value in result.largest.items() if name != "initial weights") < 1e-12
+
+
+def test_what_a_layout_refuses_is_no_difference_and_what_fails_is_one() -> None:
+    found = certificate_of(modules.CallsTwice, "pp2", "pp2-collective", "pp2cp2ep2sp")
+    assert verdicts(found) == {"pp2": "refused", "pp2-collective": "equal", "pp2cp2ep2sp": "refused"}
+    assert "calls a pipelined model more than once" in found.results[0].message
+    assert found
+    found = certificate_of(modules.FailsOnARank, "dp2", "m2")
+    assert verdicts(found) == {"dp2": "failed", "m2": "equal"}
+    assert "ZeroDivisionError: on purpose" in found.results[0].message
+    assert not found
+
+
+def test_dropout_modules_are_turned_off_and_float32_is_told() -> None:
+    found = certificate_of(modules.DropsInModule, "m2")
+    found.assert_equal()
+    assert "dropout was turned off in net.1" in found.text
+    found = certificate_of(modules.NeedsFloat32, "dp2")
+    found.assert_equal()
+    assert found.facts.precision == "32-true"
+    assert "run in float32, because float64 fails" in found.text
+    assert 0 < max(found.results[0].largest.values()) < 1e-5
+
+
+def test_a_data_module_keeps_its_hooks_and_its_attributes() -> None:
+    found = certificate_of(modules.UsesDataModule, "dp2", data=modules.Data)
+    found.assert_equal()
+    assert found.record["equal"] and found.record["layouts"][0]["verdict"] == "equal"
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: certificate_of(modules.Fails, "m2"), r"does not train on one device: RuntimeError: mat1.*modules\.py"),
+        (lambda: certificate_of(modules.Right, "m2", data=modules.few_rows, steps=3), "ends after 2 global batches"),
+        (lambda: certificate_of(modules.Right, "tp2x", "dp16", rows=6), "layout 'tp2x' must be made of(.|\n)*16 ranks"),
+        (lambda: certificate_of(modules.Right, "dp2pp2", rows=6), r"rows \(6\) must be a multiple of"),
+        (lambda: certificate_of(lambda: modules.Right(), "m2"), "no lambda"),
+        (lambda: certify(modules.Right, layouts=["m2"]), "Right has no train_dataloader"),
+        (lambda: certificate_of(modules.rows, "m2"), "a LightningModule is needed, and what was made is a DataLoader"),
+    ],
+)
+def test_a_mistake_is_told_in_words(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(CertifyError, match=message):
+        make()
