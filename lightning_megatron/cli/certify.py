@@ -14,6 +14,7 @@ from lightning_megatron.cli.usage import UsageError
 from lightning_megatron.testing.layout_name import DEFAULT, WORDS
 from lightning_megatron.testing.proof import LIMIT_SECONDS, ROWS, STEPS, CertifyError, certified
 from lightning_megatron.testing.subject import MakeSubject
+from lightning_megatron.testing.tiny import TinyTwin
 from lightning_megatron.testing.user_file import FromFiles
 
 _EPILOG = f"""\
@@ -76,6 +77,12 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         help="accumulate_grad_batches of the Trainer (default: the recipe's)",
     )
     parser.add_argument(
+        "--tiny",
+        action="store_true",
+        help="train the small twin of the model: few layers, small sizes, a small vocabulary; for a model that is "
+        "built in configure_model from a configuration that is an attribute of the module",
+    )
+    parser.add_argument(
         "--limit-seconds",
         type=float,
         default=LIMIT_SECONDS,
@@ -90,7 +97,7 @@ def run_certify(options: argparse.Namespace) -> int:
     names = [name for name in (options.layouts or "").split(",") if name.strip()]
     try:
         certificate = certified(
-            _subject(options),
+            TinyTwin(make=_subject(options)) if options.tiny else _subject(options),
             layouts=[name.strip() for name in names],
             steps=options.steps,
             rows=options.rows,

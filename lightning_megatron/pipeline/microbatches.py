@@ -1,6 +1,6 @@
 """Split of a batch into microbatches along its rows, and combination of their results."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import fields, is_dataclass
 from itertools import pairwise
@@ -81,6 +81,18 @@ def split(batch: Any, num_microbatches: int) -> list[Any]:
 def narrowed(batch: Any, start: int, size: int) -> Any:
     """Some rows of a batch, cut as `split` cuts it. Raises ValueError when its tensors differ in their first dim."""
     return _narrowed(batch, num_rows(batch), start, size)
+
+
+def map_tensors(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The batch with each of its tensors changed, inside of dataclasses and mappings too."""
+
+    def changed(value: Any) -> Any:
+        entries = _entries(value)
+        if entries is not None:
+            return _with_entries(value, {name: map_tensors(one, change) for name, one in entries.items()})
+        return change(value) if isinstance(value, Tensor) else value
+
+    return tree_map(changed, batch)
 
 
 def _narrowed(batch: Any, rows: int, start: int, size: int) -> Any:

@@ -54,7 +54,7 @@ def read_global_batches(subject: Subject, trainer: pl.Trainer, *, number: int, r
             following = next(loader, None)
             if following is None:
                 break
-            joined.append(following)
+            joined.append(following if subject.change_batch is None else subject.change_batch(following))
         if not joined or (_rows(joined) or rows) < rows:
             break
         batches.append(_cut(join(joined), rows))

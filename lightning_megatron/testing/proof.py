@@ -17,6 +17,7 @@ from lightning_megatron.testing.processes import Ended, Task, free_port, run_pro
 from lightning_megatron.testing.quantities import NUMBERS, Deviation
 from lightning_megatron.testing.run import Facts, Place, Plan, RankReport, run_one_device, run_rank
 from lightning_megatron.testing.subject import FromFunctions, MakeSubject
+from lightning_megatron.testing.tiny import TinyTwin
 
 STEPS, ROWS, LIMIT_SECONDS = 3, 8, 180.0
 """Defaults: steps, rows of a global batch, and seconds that one layout may take."""
@@ -36,6 +37,7 @@ def certify(
     steps: int = STEPS,
     rows: int = ROWS,
     trainer: Mapping[str, Any] | None = None,
+    tiny: bool = False,
     limit_seconds: float = LIMIT_SECONDS,
 ) -> Certificate:
     """The certificate of a module: what it does under each layout, beside what it does on one device.
@@ -43,10 +45,13 @@ def certify(
     `make_module` and `make_batches` stand at the top level of a file, because other processes import and call them;
     `make_batches` makes a data module, a loader or a list of batches, and without it the module's own
     `train_dataloader` is used. `layouts` are names such as "tp2" or "dp2pp2"; none are all of 1, 2 and 4 ranks.
-    `trainer` are further options of the Trainer that change the numbers, such as `gradient_clip_val`. A layout that is
+    `trainer` are further options of the Trainer that change the numbers, such as `gradient_clip_val`. `tiny` trains the
+    small twin of a model that is built in `configure_model` from a configuration of the module's. A layout that is
     not done after `limit_seconds` has failed. Raises CertifyError where the module does not train on one device.
     """
-    make = FromFunctions(make_module=make_module, make_batches=make_batches, trainer=dict(trainer or {}))
+    make: MakeSubject = FromFunctions(make_module=make_module, make_batches=make_batches, trainer=dict(trainer or {}))
+    if tiny:
+        make = TinyTwin(make=make)
     found_in = [make_module, *([make_batches] if make_batches is not None else [])]
     return certified(make, layouts=layouts, steps=steps, rows=rows, limit_seconds=limit_seconds, found_in=found_in)
 

@@ -20,6 +20,8 @@ class Subject:
     """A data module, or batches; None: the module's own `train_dataloader`."""
     trainer: Mapping[str, Any] = field(default_factory=dict)
     """Options of the Trainer that change the numbers, such as `gradient_clip_val`."""
+    change_batch: Callable[[Any], Any] | None = None
+    """What is done to each batch that is read; None: nothing."""
     notes: tuple[str, ...] = ()
     """What a reader of the certificate must know about the module, one sentence each."""
 

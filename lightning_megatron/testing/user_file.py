@@ -69,7 +69,7 @@ def module_of_file(path: Path, name: str | None = None) -> ModuleType:
     for known in (name, f"user_{name}"):
         if known not in sys.modules:
             break
-        if str(path) == (sys.modules[known].__spec__.origin if sys.modules[known].__spec__ else None):
+        if str(path) == getattr(sys.modules[known], "__file__", None):
             return sys.modules[known]
     name = known
     if str(path.parent) not in sys.path:

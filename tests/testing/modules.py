@@ -9,6 +9,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_megatron.mesh import ambient_mesh
+from lightning_megatron.models import GPTConfig, GPTModel
 from lightning_megatron.pipeline.module import Part, PipelineModule
 from lightning_megatron.sharding import Initial
 from lightning_megatron.tensor.linear import ColumnParallelLinear, RowParallelLinear
@@ -236,6 +237,29 @@ class FailsOnARank(Right):
     def on_train_batch_end(self, *_: Any) -> None:
         if self.global_rank == 1:
             raise ZeroDivisionError("on purpose")
+
+
+class Language(Right):
+    """A language model far too large for a test, built from a configuration."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.net
+        self.config = GPTConfig(num_layers=96, hidden_size=12288, num_attention_heads=96, vocab_size=50257)
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "net"):
+            self.net = GPTModel(self.config)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.net(batch["tokens"], labels=batch["labels"])
+
+
+def texts() -> list[dict[str, Tensor]]:
+    """Tokens and labels [8, 100]."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = [torch.randint(50257, (8, 101), generator=generator) for _ in range(2)]
+    return [{"tokens": rows[:, :-1], "labels": rows[:, 1:]} for rows in tokens]
 
 
 class Data(L.LightningDataModule):

@@ -100,6 +100,15 @@ def test_dropout_modules_are_turned_off_and_float32_is_told() -> None:
     assert 0 < max(found.results[0].largest.values()) < 1e-5
 
 
+def test_the_small_twin_of_a_large_model_is_trained() -> None:
+    found = certificate_of(modules.Language, "tp2", "dp2-zero", data=modules.texts, tiny=True)
+    found.assert_equal()
+    assert found.facts.num_parameters < 200_000
+    assert "a small twin was trained: 4 layers of 32 features at most, 1031 tokens" in found.text
+    with pytest.raises(CertifyError, match="--tiny shrinks a configuration among the attributes of Right"):
+        certificate_of(modules.Right, "m2", tiny=True)
+
+
 def test_a_data_module_keeps_its_hooks_and_its_attributes() -> None:
     found = certificate_of(modules.UsesDataModule, "dp2", data=modules.Data)
     found.assert_equal()

@@ -1,0 +1,63 @@
+"""`lightning-megatron certify`: exit codes, JSON, and the module of a recipe's file."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lightning_megatron.cli.certify_recipe import FromRecipe
+from lightning_megatron.cli.main import main
+from lightning_megatron.lightning_modules import GPTDataModule, GPTModule, T5Module
+from lightning_megatron.testing.subject import SubjectError
+
+ROOT = Path(__file__).resolve().parents[2]
+# The command line of the tests' own process.
+pytestmark = pytest.mark.filterwarnings("ignore:LightningCLI's args parameter:UserWarning")
+MODULES = ROOT / "tests/testing/modules.py"
+
+
+def test_the_exit_code_says_whether_something_differs(capsys: pytest.CaptureFixture[str]) -> None:
+    data = ["--data", f"{MODULES}:rows", "--steps", "1", "--layouts", "m2"]
+    assert main(["certify", f"{MODULES}:Right", *data, "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["equal"] and record["layouts"][0]["largest"]["loss"] < 1e-12
+    assert main(["certify", f"{MODULES}:Summed", *data]) == 1
+    assert "a factor of 1/2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere.py:Module"], "nowhere.py is no file"),
+        ([f"{MODULES}:Wrong"], "modules.py has no Wrong; it has "),
+        ([f"{MODULES}:NeedsArguments"], "is called without arguments, and needs width; write a function"),
+        ([f"{MODULES}:WIDTH"], "must be a class or a function without arguments, and is a int"),
+        (["Module"], "'Module' must be a file and a name in it"),
+        (["no_such_package:Module"], "no_such_package cannot be imported"),
+        ([f"{MODULES}:Right", "--layouts", "tp3x,dp32"], "layout 'tp3x' must be made of"),
+        ([f"{MODULES}:Right", "--steps", "0"], "steps (0) must be at least 1"),
+        (["nowhere.yaml"], "nowhere.yaml cannot be read"),
+        (["nowhere.yaml", "--data", "x.py:y"], "--data (x.py:y) is for a module of your own"),
+    ],
+)
+def test_a_mistake_is_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["certify", *arguments]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("error: ") and message in said
+
+
+def test_a_recipes_file_names_module_data_and_clipping() -> None:
+    subject = FromRecipe(path=ROOT / "recipes/configs/gpt3_175b.yaml", trainer={"accumulate_grad_batches": 2})()
+    assert isinstance(subject.module, GPTModule) and isinstance(subject.data, GPTDataModule)
+    assert subject.trainer == {"gradient_clip_val": 1.0, "accumulate_grad_batches": 2}
+    assert "callbacks" in subject.notes[0]
+    assert isinstance(FromRecipe(path=ROOT / "recipes/configs/t5_11b.yaml", trainer={})().module, T5Module)
+
+
+def test_a_file_that_is_no_recipe_is_refused(tmp_path: Path) -> None:
+    wrong = tmp_path / "wrong.yaml"
+    wrong.write_text(
+        "trainer: {max_stepz: 3}\nmodel: {config: {num_layers: 2, hidden_size: 8, num_attention_heads: 2, vocab_size: 9}}\n"
+    )
+    with pytest.raises(SubjectError, match="max_stepz"):
+        FromRecipe(path=wrong, trainer={})()
