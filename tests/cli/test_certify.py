@@ -56,8 +56,7 @@ def test_a_recipes_file_names_module_data_and_clipping() -> None:
 
 def test_a_file_that_is_no_recipe_is_refused(tmp_path: Path) -> None:
     wrong = tmp_path / "wrong.yaml"
-    wrong.write_text(
-        "trainer: {max_stepz: 3}\nmodel: {config: {num_layers: 2, hidden_size: 8, num_attention_heads: 2, vocab_size: 9}}\n"
-    )
+    sizes = "num_layers: 2, hidden_size: 8, num_attention_heads: 2, vocab_size: 9"
+    wrong.write_text(f"trainer: {{max_stepz: 3}}\nmodel: {{config: {{{sizes}}}}}\n")
     with pytest.raises(SubjectError, match="max_stepz"):
         FromRecipe(path=wrong, trainer={})()
