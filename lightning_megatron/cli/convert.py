@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 from lightning_megatron.checkpoint import is_checkpoint
 from lightning_megatron.checkpoint.folder import store_errors_as_os_errors
@@ -23,6 +22,7 @@ from lightning_megatron.hf.convert import Converted, to_checkpoint, to_folder
 from lightning_megatron.hf.folder import on_disk, read_config
 from lightning_megatron.hf.shards import MAX_SHARD_BYTES
 from lightning_megatron.hf.weights import in_checkpoint, in_folder, moe_config
+from lightning_megatron.text_files import read_table
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 _EPILOG = """\
@@ -165,15 +165,8 @@ def _unused(options: argparse.Namespace, defaults: Mapping[str, Any], needed: st
 
 def _fields(option: str, file: Path) -> Mapping[str, Any]:
     """The fields in a YAML or JSON file."""
-    try:
-        # JSON is YAML.
-        fields = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        why = (error.strerror if isinstance(error, OSError) else None) or error
-        raise ValueError(f"--{option} ({file}) cannot be read: {why}; give a file of YAML or JSON") from error
-    except yaml.YAMLError as error:
-        raise ValueError(f"--{option} ({file}) is neither YAML nor JSON: {error}") from error
     example = "num_layers: 2" if option == "config" else "router: {num_experts: 8}"
-    if not isinstance(fields, Mapping):
-        raise ValueError(f"--{option} ({file}) must be a table of fields, as in '{example}'")
-    return fields
+    try:
+        return read_table(file, name=f"--{option} ({file})")
+    except ValueError as error:
+        raise ValueError(f"{error}; give a file of YAML or JSON, as '{example}'") from error

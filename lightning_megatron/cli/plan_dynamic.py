@@ -14,6 +14,7 @@ from lightning_megatron.planner.constants import fitted
 from lightning_megatron.planner.hardware import Gpu
 from lightning_megatron.planner.run import Run
 from lightning_megatron.rules.cross_config import Facts, faults, with_context_groups
+from lightning_megatron.text_files import read_text
 
 ONE_A_ROW = "each row of packed documents counts as one: attention within shorter ones takes fewer FLOPs and less time"
 """Note on a recipe that packs documents, unless their lengths are given."""
@@ -111,10 +112,7 @@ def _lengths_of(option: str) -> LogNormal | list[int]:
 
 def _lengths_in(path: Path) -> list[int]:
     """Lengths in a file with a number a line."""
-    try:
-        words = path.read_text().split()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--document-lengths ({path}) cannot be read as text: {error}") from error
+    words = read_text(path, name=f"--document-lengths ({path})").split()
     bad = [word for word in words if not word.isdecimal() or len(word) > _MOST_DIGITS or int(word) < 1]
     if bad or not words:
         what = f"has {bad[0][:40]!r}" if bad else "has none"

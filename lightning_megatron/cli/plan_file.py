@@ -1,16 +1,13 @@
 """Files and folders that describe a model, or a run of one."""
 
-import json
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from lightning_megatron.hf.families import family_of_file
 from lightning_megatron.hf.folder import read_config
 from lightning_megatron.models import BertConfig, GPTConfig, LlavaConfig, T5Config
 from lightning_megatron.planner.model_parts import Model
-from lightning_megatron.planner.yaml_table import yaml_of
+from lightning_megatron.text_files import read_table
 
 KINDS: dict[str, type[Model]] = {"gpt": GPTConfig, "bert": BertConfig, "t5": T5Config, "llava": LlavaConfig}
 """Configurations of models by the names of `--model-kind`."""
@@ -30,14 +27,4 @@ def model_of_folder(path: Path) -> Model:
 
 def table_of(path: Path) -> dict[str, Any]:
     """The table in a file of YAML or JSON. Raises ValueError for one that cannot be read, or is no table."""
-    try:
-        text = path.read_text(encoding="utf-8")
-        # YAML's own reader takes seconds for a long JSON.
-        data = json.loads(text) if text.lstrip().startswith("{") else yaml_of(text)
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror or error}") from error
-    except (yaml.YAMLError, ValueError) as error:
-        raise ValueError(f"{path} is no YAML and no JSON: {' '.join(str(error).split())}") from error
-    if not isinstance(data, dict):
-        raise ValueError(f"{path} is no table of fields; give a recipe's file or a Hugging Face config.json")
-    return data
+    return read_table(path)

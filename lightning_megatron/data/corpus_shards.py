@@ -16,6 +16,7 @@ from lightning_megatron.data.megatron_files import megatron_writer, token_dtype
 from lightning_megatron.data.sentences import split_sentences
 from lightning_megatron.data.sources import HeldDocument, document_places, held_documents
 from lightning_megatron.data.tokenizer import Tokenizer
+from lightning_megatron.text_files import read_json
 
 if TYPE_CHECKING:
     from lightning_megatron.data.sources import Documents
@@ -210,7 +211,7 @@ def counts_path(prefix: Path) -> Path:
 
 def read_counts(prefix: Path) -> Counts:
     """The counts of a complete shard."""
-    written = json.loads(counts_path(prefix).read_text(encoding="utf-8"))
+    written = read_json(counts_path(prefix))
     return Counts(**{**written, "bad": [BadDocument(**one) for one in written["bad"]]})
 
 

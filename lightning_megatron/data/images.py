@@ -8,7 +8,7 @@ or holds all of it, padded with the mean's colour ("pad", as LLaVA 1.5 does). Nu
 2310.03744, section 3.2.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from io import BytesIO
@@ -29,8 +29,17 @@ if TYPE_CHECKING:
 ImageFit = Literal["crop", "pad"]
 """Ways to make an image a square."""
 
+MOST_PIXELS = 2**26
+"""Largest image in pixels: a file of a few bytes may unpack to any size."""
+MOST_SIDE = 2**14
+"""Largest width or height of an image."""
+
 # Threads that open files at a time: they wait for the disk.
 _THREADS = 16
+# Pixels that are worked on at a time where a whole image would take several copies of it.
+_STRIP_PIXELS = 2**22
+# Longest image for its width that is scaled as it is; of a longer one next to nothing is in the square.
+_MOST_RATIO = 64
 
 
 class UnreadableImage(ValueError):
@@ -52,8 +61,8 @@ class ImageConfig:
 
     def __post_init__(self) -> None:
         faults = []
-        if self.size < 1:
-            faults.append(f"size of images ({self.size}) must be at least 1")
+        if not 1 <= self.size <= MOST_SIDE:
+            faults.append(f"size of images ({self.size}) must be at least 1 and at most {MOST_SIDE}")
         if self.fit not in get_args(ImageFit):
             faults.append(f"fit of images ({self.fit!r}) must be one of {', '.join(map(repr, get_args(ImageFit)))}")
         if min(self.std) <= 0:
@@ -112,26 +121,59 @@ def _fault(source: ImageSource) -> str:
 
 
 def _opened(source: ImageSource) -> "Image.Image":
+    if not isinstance(source, TableImage) and not Path(source).is_file():
+        raise ValueError("it is no file")
     opened: Image.Image = _pil().open(BytesIO(source.content) if isinstance(source, TableImage) else source)
+    if opened.width * opened.height > MOST_PIXELS or max(opened.size) > MOST_SIDE:
+        size = f"{opened.width} x {opened.height}"
+        opened.close()
+        raise ValueError(
+            f"it has {size} pixels, and may have {MOST_PIXELS:,} in all and {MOST_SIDE:,} on a side; make it smaller"
+        )
     return opened
 
 
 def _on_white(image: "Image.Image") -> "Image.Image":
     if "A" not in image.getbands() and image.info.get("transparency") is None:
         return image.convert("RGB")
-    image = image.convert("RGBA")
-    white = _pil().new("RGBA", image.size, (255, 255, 255, 255))
-    on_white: Image.Image = _pil().alpha_composite(white, image).convert("RGB")
+    on_white: Image.Image = _pil().new("RGB", image.size)
+    for top, bottom in _strips(image.width, image.height):
+        strip = image.crop((0, top, image.width, bottom)).convert("RGBA")
+        white = _pil().new("RGBA", strip.size, (255, 255, 255, 255))
+        on_white.paste(_pil().alpha_composite(white, strip).convert("RGB"), (0, top))
     return on_white
 
 
+def _strips(width: int, height: int) -> Iterator[tuple[int, int]]:
+    """First and last row, not included, of each strip of an image."""
+    rows = max(1, _STRIP_PIXELS // width)
+    return ((top, min(top + rows, height)) for top in range(0, height, rows))
+
+
 def _square(image: "Image.Image", config: ImageConfig) -> "Image.Image":
-    if config.fit == "pad":
-        side = max(image.size)
-        padded: Image.Image = _pil().new("RGB", (side, side), tuple(int(255 * value) for value in config.mean))
-        padded.paste(image, ((side - image.width) // 2, (side - image.height) // 2))
-        image = padded
-    size, short, long = config.size, min(image.size), max(image.size)
+    return _padded(image, config) if config.fit == "pad" else _cut_out(image, config.size)
+
+
+def _padded(image: "Image.Image", config: ImageConfig) -> "Image.Image":
+    """The whole image on a square, in the two passes that a resize makes: a square of its longer edge may be huge."""
+    size, side, mean = config.size, max(image.size), tuple(int(255 * value) for value in config.mean)
+    left, above = (side - image.width) // 2, (side - image.height) // 2
+    narrow: Image.Image = _pil().new("RGB", (size, side), mean)
+    for top, bottom in _strips(side, image.height):
+        strip = _pil().new("RGB", (side, bottom - top), mean)
+        strip.paste(image.crop((0, top, image.width, bottom)), (left, 0))
+        narrow.paste(strip.resize((size, bottom - top), _pil().Resampling.BICUBIC), (0, above + top))
+    return narrow.resize((size, size), _pil().Resampling.BICUBIC)
+
+
+def _cut_out(image: "Image.Image", size: int) -> "Image.Image":
+    """The square in the middle of the image, whose shorter edge becomes `size`."""
+    longest = _MOST_RATIO * min(image.size)
+    if max(image.size) > longest:
+        # Scaled, it would be as many times the size of the square.
+        left, top = max(0, image.width - longest) // 2, max(0, image.height - longest) // 2
+        image = image.crop((left, top, image.width - left, image.height - top))
+    short, long = min(image.size), max(image.size)
     # Rounded down, as they do.
     scaled = int(size * long / short)
     width, height = (size, scaled) if image.width <= image.height else (scaled, size)

@@ -12,13 +12,16 @@ special tokens. A JSON of the same name and `.json` after it has them:
 import base64
 import binascii
 import hashlib
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lightning_megatron.data.optional_packages import optional_package
 from lightning_megatron.data.tokenizer import END_OF_TEXT, Tokenizer, known_end_of_text, named_end_of_text
+from lightning_megatron.text_files import read_json_table
+
+# Ids have 32 bits.
+_MOST_IDS = 2**32
 
 PATTERN = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]"
@@ -104,7 +107,18 @@ def _settings_of(file: Path) -> Mapping[str, Any]:
     path = Path(f"{file}.json")
     if not path.is_file():
         return {}
-    settings = json.loads(path.read_text(encoding="utf-8"))
+    settings = read_json_table(path)
     if unknown := sorted(set(settings) - {"pattern", "special_tokens"}):
         raise ValueError(f"{path} has {', '.join(unknown)}; it may have pattern and special_tokens")
-    return dict(settings)
+    pattern, special = settings.get("pattern", ""), settings.get("special_tokens", {})
+    if (
+        not isinstance(pattern, str)
+        or not isinstance(special, dict)
+        or not all(_is_id(one) for one in special.values())
+    ):
+        raise ValueError(f"{path} must have its pattern as text, and its special_tokens as a table of names and ids")
+    return settings
+
+
+def _is_id(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _MOST_IDS

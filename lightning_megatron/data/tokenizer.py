@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_megatron.data.atomic_file import atomic_write
 from lightning_megatron.data.long_texts import PART_CHARACTERS, is_cuttable, parts_of
 from lightning_megatron.data.optional_packages import optional_package
+from lightning_megatron.text_files import read_json_table, read_text
 
 if TYPE_CHECKING:
     import tokenizers
@@ -25,6 +26,9 @@ END_OF_TEXT = "<|endoftext|>"
 
 KNOWN_ENDS_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[SEP]")
 """Names of the end of text in well-known tokenizers, tried in this order."""
+
+# Longest tokenizer.json; those of models have up to some 40 MB.
+_MOST_BYTES = 2**29
 
 SMALLEST_VOCABULARY = 257
 """Fewest tokens of a trained tokenizer: the 256 bytes and the end of text."""
@@ -204,7 +208,7 @@ def read_fast_tokenizer(file: Path, end_of_text: str | None = None) -> FastToken
     """The tokenizer of a tokenizer.json; the end of text is as in `tokenizer_files.load_tokenizer`."""
     tokenizers = optional_package("tokenizers", "turning text into tokens")
     try:
-        engine = tokenizers.Tokenizer.from_str(file.read_text(encoding="utf-8"))
+        engine = tokenizers.Tokenizer.from_str(read_text(file, _MOST_BYTES))
     except Exception as error:  # `tokenizers` raises nothing narrower for a file that it cannot parse
         raise ValueError(f"tokenizer ({str(file)!r}) is not a tokenizer.json: {error}; give one") from error
     name = end_of_text if end_of_text is not None else configured_end_of_text(file.parent)
@@ -237,6 +241,6 @@ def configured_end_of_text(directory: Path) -> str | None:
     config = directory / "tokenizer_config.json"
     if not config.is_file():
         return None
-    token = json.loads(config.read_text(encoding="utf-8")).get("eos_token")
-    name = token["content"] if isinstance(token, dict) else token
+    token = read_json_table(config).get("eos_token")
+    name = token.get("content") if isinstance(token, dict) else token
     return None if name is None else str(name)

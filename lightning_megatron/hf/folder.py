@@ -7,9 +7,7 @@
 | `model.safetensors.index.json` | which file holds which |
 """
 
-import json
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,6 +18,7 @@ from torch import Tensor
 from lightning_megatron.checkpoint.folder import Address, is_remote
 from lightning_megatron.hf.blocks import Shape
 from lightning_megatron.sharding import Box
+from lightning_megatron.text_files import json_of, read_json_table
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
@@ -60,10 +59,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{folder} is no folder; give one with {CONFIG} and {SINGLE}, as save_pretrained writes it")
     if not (folder / CONFIG).is_file():
         raise ValueError(f"{folder} has no {CONFIG}; give a folder with a Hugging Face model")
-    raw = _read_json(folder / CONFIG)
-    if not isinstance(raw, dict):
-        raise ValueError(f"{folder / CONFIG} is no table of fields")
-    return raw
+    return read_json_table(folder / CONFIG)
 
 
 class WeightFiles:
@@ -105,9 +101,8 @@ class WeightFiles:
 def _files_by_name(folder: Path) -> dict[str, Path]:
     """File that holds each weight, by the name of the weight."""
     if (folder / INDEX).is_file():
-        index = _read_json(folder / INDEX)
-        by_name = index.get("weight_map") if isinstance(index, dict) else None
-        if not isinstance(by_name, Mapping) or not by_name:
+        by_name = read_json_table(folder / INDEX).get("weight_map")
+        if not isinstance(by_name, dict) or not by_name or not all(isinstance(one, str) for one in by_name.values()):
             raise ValueError(f"{folder / INDEX} has no weight_map; fetch the file again")
         missing = sorted({file for file in by_name.values() if not (folder / file).is_file()})
         if missing:
@@ -133,7 +128,7 @@ def _header(file: Path) -> dict[str, Any]:
         length = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
         text = stream.read(length) if length <= min(size, _LONGEST_HEADER_BYTES) else b""
     try:
-        entries: dict[str, Any] = json.loads(text)
+        entries: dict[str, Any] = json_of(text, str(file))
         entries.pop("__metadata__", None)
         end = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
         is_complete = size == _LENGTH_BYTES + length + end
@@ -146,10 +141,3 @@ def _header(file: Path) -> dict[str, Any]:
             "damaged; fetch it again"
         )
     return entries
-
-
-def _read_json(file: Path) -> Any:
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file} is no JSON: {error}") from error

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from lightning_megatron.hf.blocks import Shape
 from lightning_megatron.hf.folder import CONFIG, DTYPES, INDEX, SINGLE
+from lightning_megatron.text_files import read_json_table
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 # A header is padded to a multiple of this, so that tensors begin aligned.
@@ -167,7 +168,7 @@ def finish_draft(draft: Path, path: Path, config: Mapping[str, Any], tokenizer_f
         for file in tokenizer_from.glob("chat_template.*"):
             shutil.copyfile(file, draft / file.name)
         if (tokenizer_from / CONFIG).is_file():
-            theirs = json.loads((tokenizer_from / CONFIG).read_text(encoding="utf-8"))
+            theirs = read_json_table(tokenizer_from / CONFIG)
             known |= {name: theirs[name] for name in (*TOKEN_IDS, START_ID) if name in theirs}
     write_json(draft / CONFIG, known)
     os.rename(draft, path)

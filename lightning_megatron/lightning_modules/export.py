@@ -1,6 +1,5 @@
 """A callback that writes the trained model as a Hugging Face directory, which transformers loads."""
 
-import json
 from pathlib import Path
 
 import lightning as L
@@ -12,6 +11,7 @@ from lightning_megatron.hf.folder import on_disk
 from lightning_megatron.hf.shards import has_tokenizer
 from lightning_megatron.lightning_modules.finetune import FinetuneModule
 from lightning_megatron.lightning_modules.t5_finetune import T5FinetuneModule
+from lightning_megatron.text_files import read_json_table
 from lightning_megatron.trainer.config import ConfigurationError
 from lightning_megatron.transformer.lora import merged_lora
 
@@ -73,4 +73,4 @@ def _family(module: FinetuneModule | T5FinetuneModule) -> str | None:
     """The model_type of the trained model's directory; None for an upcycled model."""
     if _is_upcycled(module):
         return None
-    return str(json.loads(Path(module.path, "config.json").read_text(encoding="utf-8"))["model_type"])
+    return str(read_json_table(Path(module.path, "config.json"))["model_type"])

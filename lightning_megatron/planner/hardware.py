@@ -13,9 +13,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
-from lightning_megatron.planner.yaml_table import yaml_of
+from lightning_megatron.text_files import read_text, yaml_of
 
 GIGA, TERA = 1e9, 1e12
 
@@ -185,11 +183,9 @@ def gpu_of_device(device_name: str) -> Gpu | None:
 
 def _read(path: Path) -> Gpu:
     try:
-        record = yaml_of(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"GPU file {path} cannot be read: {error.strerror or error}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"GPU file {path} is no YAML: {' '.join(str(error).split())}") from error
+        record = yaml_of(read_text(path), str(path))
+    except ValueError as error:
+        raise ValueError(f"GPU file {error}") from error
     if not isinstance(record, dict):
         raise ValueError(f"GPU file {path} must be a table of fields: {', '.join(_needed())}")
     return _made_of({"name": path.stem, **record}, str(path))

@@ -120,8 +120,8 @@ def test_mistakes_are_one_line_with_the_way_out(capsys: pytest.CaptureFixture[st
         (("model.ckpt", "x", "--submodule", "net"), "--submodule ('net') must be one of 'model'"),
         (("model.ckpt", "x", "--family", "llama", "--tokenizer-from", "empty"), "--tokenizer-from (empty) has none"),
         (("bare.ckpt", "x"), "--config model.yaml"),
-        (("bare.ckpt", "x", "--config", "broken.yaml"), "is neither YAML nor JSON"),
-        (("bare.ckpt", "x", "--config", "list.yaml"), "must be a table of fields"),
+        (("bare.ckpt", "x", "--config", "broken.yaml"), "--config (broken.yaml) is no YAML"),
+        (("bare.ckpt", "x", "--config", "list.yaml"), "is no table of fields; give a file of YAML or JSON"),
         (("bare.ckpt", "x", "--config", "none.yaml"), "--config (none.yaml) cannot be read: No such file or directory"),
         (("bare.ckpt", "x", "--config", "empty"), "--config (empty) cannot be read: Is a directory"),
         (("theirs", "x.ckpt", "--dtype", "int8"), "invalid choice: 'int8'"),
@@ -164,7 +164,10 @@ def test_mistakes_of_upcycling_are_one_line_with_the_way_out(capsys: pytest.Capt
     for options, words in (
         (("theirs", "x", "--upcycle", "none.yaml"), "--upcycle (none.yaml) cannot be read: No such file or directory"),
         (("theirs", "x.ckpt", "--upcycle", "none.yaml", "--family", "mixtral"), "--upcycle (none.yaml) cannot be"),
-        (("theirs", "x", "--upcycle", "list.yaml"), "--upcycle (list.yaml) must be a table of fields, as in 'router:"),
+        (
+            ("theirs", "x", "--upcycle", "list.yaml"),
+            "--upcycle (list.yaml) is no table of fields; give a file of YAML or JSON, as 'router:",
+        ),
         (("theirs", "x", "--upcycle", "odd.yaml"), "MoEConfig has no field experts"),
         (("theirs", "x", "--upcycle", "wide.yaml"), "ffn_hidden_size of an expert (7) must divide the dense (48)"),
         (("biased", "x", "--upcycle", "moe.yaml"), "add_bias_linear (True) must be False"),
