@@ -22,10 +22,8 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 from lightning_megatron.cli.commands import COMMANDS
-from lightning_megatron.cli.usage import UsageError
+from lightning_megatron.cli.usage import USAGE_ERROR, UsageError, mistake_of, shortened
 from lightning_megatron.version import VERSION
-
-_USAGE_ERROR = 2
 
 
 class _Parser(argparse.ArgumentParser):
@@ -62,14 +60,23 @@ def main(args: Sequence[str] | None = None) -> int:
         options = command_line(called).parse_args(called)
         code: int | None = options.run(options)
         sys.stdout.flush()
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return _USAGE_ERROR
     except BrokenPipeError:
         # The reader of the pipe, such as `head`, has closed it. Python would complain when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except UsageError as error:
+        return _told(str(error))
+    except Exception as error:
+        # By the rule of this package a ValueError is about what a user can set, too.
+        if not (message := mistake_of(error) or (str(error) if isinstance(error, ValueError) else "")):
+            raise
+        return _told(" ".join(message.split()))
     return code or 0
+
+
+def _told(message: str) -> int:
+    print(f"error: {shortened(message)}", file=sys.stderr)
+    return USAGE_ERROR
 
 
 def command_line(called: Collection[str] = tuple(COMMANDS)) -> argparse.ArgumentParser:

@@ -2,7 +2,7 @@
 
 | exit code | |
 |---|---|
-| 2 | the configuration cannot run: every error is printed, no process is left, no traceback shown |
+| 2 | the configuration cannot run, or a file or the memory is not to be had: errors are printed, without a traceback |
 | 1 | anything else that fails, with its traceback |
 """
 
@@ -13,7 +13,7 @@ import time
 from argparse import ArgumentError
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import is_dataclass
-from typing import Any, get_args
+from typing import Any, NoReturn, get_args
 
 import lightning as L
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -22,18 +22,23 @@ from lightning.pytorch.plugins.precision import TransformerEnginePrecision
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 
 from lightning_megatron.checkpoint import is_checkpoint, read_meta
+from lightning_megatron.cli.bounded_yaml import BOUNDED_YAML, require_readable_configs
 from lightning_megatron.cli.option_errors import STRATEGY, about_option, error_lines, settings_faults
-from lightning_megatron.cli.usage import UsageError
+from lightning_megatron.cli.usage import USAGE_ERROR, UsageError, mistake_of, shortened
 from lightning_megatron.lightning_modules.data_module import config_of
+from lightning_megatron.mesh import Sizes
 from lightning_megatron.precision.fp8 import Fp8Config, engine_faults
+from lightning_megatron.rules.limits import model_limit_faults, shown
 from lightning_megatron.trainer import ConfigurationError, MegatronStrategy
 from lightning_megatron.trainer.checkpointing.hyper_parameters import warn_of_other_hyper_parameters
-from lightning_megatron.trainer.setup.checks import is_named_checkpoint
+from lightning_megatron.trainer.setup.checks import architecture_of, is_named_checkpoint
+from lightning_megatron.trainer.setup.memory_checks import memory_faults
 
-_PARSER = {"exit_on_error": False, "allow_abbrev": False}
+_PARSER = {"exit_on_error": False, "allow_abbrev": False, "parser_mode": BOUNDED_YAML}
 # Beginning of torch's own reason in its message.
 _UNPICKLER = "WeightsUnpickler error:"
-_USAGE_ERROR = 2
+# Seeds of torch, NumPy and Python alike.
+_MOST_SEED = 2**32 - 1
 # Seconds that the rank which reports an error gets to end before the others do.
 _SECONDS_TO_REPORT = 10.0
 
@@ -105,9 +110,18 @@ class RecipeCLI(LightningCLI):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         try:
+            require_readable_configs(sys.argv[1:] if args is None else [str(word) for word in args])
             super().parse_arguments(parser, args)
         except ArgumentError as error:
             raise UsageError([about_option(str(error), self._names)]) from error
+        except ValueError as error:
+            raise UsageError([str(error)]) from error
+
+    def _set_seed(self) -> None:
+        seed = self._get(self.config, "seed_everything")
+        if not isinstance(seed, bool) and seed is not None and not 0 <= seed <= _MOST_SEED:
+            raise UsageError([f"--seed_everything ({shown(seed)}) must be at least 0 and at most {_MOST_SEED}"])
+        super()._set_seed()
 
     def instantiate_classes(self) -> None:
         try:
@@ -140,17 +154,22 @@ class RecipeCLI(LightningCLI):
     def after_instantiate_classes(self) -> None:
         path = self._get(self.config, "ckpt_path")
         # MegatronStrategy reports this with all other errors of the run.
-        if path is None:
+        if isinstance(self.trainer.strategy, MegatronStrategy):
+            if path is not None and not is_named_checkpoint(str(path)) and is_checkpoint(path):
+                try:
+                    meta = read_meta(path)
+                except ValueError as error:
+                    raise ConfigurationError(str(error)) from error
+                # The options of a run count, as those of its optimizer and sampling must; but not in silence.
+                warn_of_other_hyper_parameters(self.model, meta, path)
             return
-        if not isinstance(self.trainer.strategy, MegatronStrategy):
+        if path is not None:
             _require_checkpoint(str(path), self.trainer.strategy)
-        elif not is_named_checkpoint(str(path)) and is_checkpoint(path):
-            try:
-                meta = read_meta(path)
-            except ValueError as error:
-                raise ConfigurationError(str(error)) from error
-            # The options of a run count, as those of its optimizer and of its sampling must; but not in silence.
-            warn_of_other_hyper_parameters(self.model, meta, path)
+        if self.trainer.strategy.root_device.type == "cpu":
+            model, precision = architecture_of(self.model), str(self.trainer.precision)
+            faults = [] if model is None else list(model_limit_faults(model))
+            if found := faults + memory_faults(model, Sizes(), num_processes=1, precision=precision):
+                raise ConfigurationError(found)
 
     def _parse_ckpt_path(self) -> None:
         # LightningCLI looks into a checkpoint for options, before anything has checked that it is one.
@@ -185,12 +204,20 @@ def _exit_on_mistake(run: Callable[[], Any]) -> None:
     try:
         run()
     except (ConfigurationError, MisconfigurationException, UsageError) as error:
-        # Ranks find the same error together; one on each machine prints it.
-        if os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0":
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        else:
-            _wait_for_the_parent()
-        sys.exit(_USAGE_ERROR)
+        _exit_with(str(error))
+    except Exception as error:
+        if not (message := mistake_of(error)):
+            raise
+        _exit_with(message)
+
+
+def _exit_with(message: str) -> NoReturn:
+    # Ranks find the same error together; one on each machine prints it.
+    if os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0":
+        print(f"error: {shortened(message)}", file=sys.stderr, flush=True)
+    else:
+        _wait_for_the_parent()
+    sys.exit(USAGE_ERROR)
 
 
 def _wait_for_the_parent() -> None:

@@ -14,6 +14,7 @@ import lightning as L
 from jsonargparse import Namespace
 from lightning.pytorch.cli import LightningArgumentParser
 
+from lightning_megatron.cli.bounded_yaml import BOUNDED_YAML
 from lightning_megatron.cli.option_errors import STRATEGY, about_option, error_lines, settings_of
 from lightning_megatron.lightning_modules import (
     BertDataModule,
@@ -149,7 +150,7 @@ def sample_errors(recipe: Recipe, data: Namespace, model: Model, lengths: Sequen
 def _parser(module: str, own: tuple[str, ...]) -> tuple[LightningArgumentParser, list[str]]:
     """A parser of the sections of the recipe with that module but for the user's own, and the names of all options."""
     recipe = next(one for one in (*PRETRAINING.values(), *FINETUNING.values()) if one.module.__name__ == module)
-    parser = LightningArgumentParser(exit_on_error=False)
+    parser = LightningArgumentParser(exit_on_error=False, parser_mode=BOUNDED_YAML)
     owners: dict[str, Any] = {"trainer": L.Trainer, "model": recipe.module, **recipe.callbacks}
     for name, owner in owners.items():
         if name not in own:

@@ -13,6 +13,7 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any
 
+from lightning_megatron.rules.limits import MOST, MOST_LAYERS, limit_faults
 from lightning_megatron.transformer.config import TransformerConfig
 from lightning_megatron.transformer.rotary import RopeScaling
 
@@ -89,6 +90,10 @@ class ConfigReader:
         if value is not None and usual is not None and not _is_like(value, usual):
             self.faults.append(f"{key} ({value!r}) must be of the kind of {usual!r}")
             return usual
+        if isinstance(value, int) and abs(value) > (most := MOST_LAYERS if "layer" in key else MOST):
+            # Before anything is counted up to it.
+            self.faults += limit_faults({key: abs(value)}, most)
+            return default if usual is None else usual
         return default if value is None else value
 
     def choose(self, key: str, choices: Mapping[str, str]) -> str:

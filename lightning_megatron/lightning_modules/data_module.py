@@ -28,6 +28,7 @@ from lightning_megatron.lightning_modules.loaders import (
     training_loader,
 )
 from lightning_megatron.lightning_modules.stream_loader import StreamLoader
+from lightning_megatron.rules.limits import MOST_PROCESSES, limit_faults
 from lightning_megatron.trainer.config import ConfigurationError
 from lightning_megatron.trainer.setup.replica import Replica
 
@@ -135,6 +136,7 @@ class ParallelDataModule(L.LightningDataModule):
             )
             if value < least
         ]
+        faults += limit_faults({"num_workers": self.config.num_workers}, MOST_PROCESSES)
         if self.batch_ramp is not None and self.batch_ramp.last_size != self.global_batch_size:
             faults.append(
                 f"batch_ramp ends with last_size ({self.batch_ramp.last_size}), which must be global_batch_size"

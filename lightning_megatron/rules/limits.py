@@ -18,6 +18,8 @@ MOST_STAGES = 16_384
 """Largest number of ranks of a pipeline x chunks on each."""
 MOST_MICROBATCHES = 100_000
 """Largest number of microbatches in a batch on a data-parallel rank."""
+MOST_PROCESSES = 1024
+"""Largest number of processes of a machine, and of workers of one of them."""
 MOST_TOKENS = 10**8
 """Largest number of tokens in a sample."""
 

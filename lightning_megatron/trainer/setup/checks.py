@@ -18,10 +18,12 @@ from lightning_megatron.checkpoint.safe_metadata import faults_of
 from lightning_megatron.data.batch_ramp import BatchRamp
 from lightning_megatron.mesh import Sizes
 from lightning_megatron.rules import cross_config
+from lightning_megatron.rules.limits import MOST_PROCESSES, limit_faults
 from lightning_megatron.trainer.checkpointing.hyper_parameters import plain
 from lightning_megatron.trainer.config import ConfigurationError, PipelineConfig
 from lightning_megatron.trainer.setup.early_model_checks import early_model_faults
 from lightning_megatron.trainer.setup.launch_checks import launch_faults, num_started
+from lightning_megatron.trainer.setup.memory_checks import memory_faults
 from lightning_megatron.trainer.setup.process_groups import timeout_faults
 from lightning_megatron.transformer.config import TransformerConfig
 
@@ -118,6 +120,11 @@ def faults(trainer: pl.Trainer, arguments: tuple[Any, ...]) -> list[str]:
         uses_schedule=pipeline.mode == "auto" and trainer.lightning_module.automatic_optimization,
         spreads_documents=trainer.training and strategy.dynamic_context is not None,
     )
+    if not found:
+        found += limit_faults({"devices": strategy.num_processes}, MOST_PROCESSES)
+        if strategy.root_device.type == "cpu":
+            count, precision = strategy.num_processes, facts.precision
+            found += memory_faults(facts.model, sizes, num_processes=count, precision=precision)
     if trainer.training:
         found += _uncut_faults(trainer.lightning_module, sizes, num_microbatches, microbatch_size, pipeline)
         if strategy.dynamic_context is not None:
