@@ -1,4 +1,4 @@
-"""YAML of options, read within the bounds of `text_files`: a mode of jsonargparse's parsers, and a look at config files.
+"""YAML of options, read within the bounds of `text_files`: a mode of jsonargparse, and a look at config files.
 
 jsonargparse reads every value of an option as YAML, and a config file whole, wherever that ends.
 """

@@ -28,10 +28,10 @@ from lightning_megatron.cli.usage import USAGE_ERROR, UsageError, mistake_of, sh
 from lightning_megatron.lightning_modules.data_module import config_of
 from lightning_megatron.mesh import Sizes
 from lightning_megatron.precision.fp8 import Fp8Config, engine_faults
-from lightning_megatron.rules.limits import model_limit_faults, shown
+from lightning_megatron.rules.limits import MOST_PROCESSES, limit_faults, model_limit_faults, shown
 from lightning_megatron.trainer import ConfigurationError, MegatronStrategy
 from lightning_megatron.trainer.checkpointing.hyper_parameters import warn_of_other_hyper_parameters
-from lightning_megatron.trainer.setup.checks import architecture_of, is_named_checkpoint
+from lightning_megatron.trainer.setup.checks import architecture_of, is_named_checkpoint, trainer_faults
 from lightning_megatron.trainer.setup.memory_checks import memory_faults
 
 _PARSER = {"exit_on_error": False, "allow_abbrev": False, "parser_mode": BOUNDED_YAML}
@@ -134,12 +134,23 @@ class RecipeCLI(LightningCLI):
             # Dataclasses check themselves, and so does the Trainer. The first error hides the others.
             settings, first = self._faults_of_settings(), error_lines(str(error))
             raise ConfigurationError(settings + [fault for fault in first if fault not in settings]) from error
-        except (ImportError, OSError, RuntimeError) as error:
-            # Lightning makes its own plugin before it calls the strategy.
+
+    def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
+        devices = self._get(self.config, "trainer.devices")
+        if isinstance(devices, int) and (faults := limit_faults({"trainer.devices": devices}, MOST_PROCESSES)):
+            # Lightning makes an object for each.
+            raise ConfigurationError(faults)
+        try:
+            return super().instantiate_trainer(**kwargs)
+        except (TypeError, ImportError, OverflowError, OSError, RuntimeError) as error:
+            # Lightning makes its own plugin of Transformer Engine before it calls the strategy.
             is_by_precision = self._get(self.config, "trainer.precision") == TransformerEnginePrecision.precision
             if is_by_precision and (faults := engine_faults(Fp8Config(engine="transformer_engine"))):
                 raise ConfigurationError(faults) from error
-            raise
+            if isinstance(error, (OSError, RuntimeError)):
+                raise
+            # A number of devices that is none, an accelerator that is not installed.
+            raise ConfigurationError(f"the Trainer cannot be made: {' '.join(str(error).split())}") from error
 
     def _faults_of_settings(self) -> list[str]:
         """Errors of the dataclasses that the module, the data and the strategy take, about their values."""
@@ -167,7 +178,7 @@ class RecipeCLI(LightningCLI):
             _require_checkpoint(str(path), self.trainer.strategy)
         if self.trainer.strategy.root_device.type == "cpu":
             model, precision = architecture_of(self.model), str(self.trainer.precision)
-            faults = [] if model is None else list(model_limit_faults(model))
+            faults = trainer_faults(self.trainer) + ([] if model is None else list(model_limit_faults(model)))
             if found := faults + memory_faults(model, Sizes(), num_processes=1, precision=precision):
                 raise ConfigurationError(found)
 

@@ -35,6 +35,10 @@ def mistake_of(error: BaseException) -> str:
 def shortened(message: str) -> str:
     """A message with the middle of each very long line left out: it may quote a value of any length."""
     half = _LONGEST_LINE // 2
-    return "\n".join(
-        line if len(line) <= _LONGEST_LINE else f"{line[:half]} ... {line[-half:]}" for line in message.splitlines()
-    ).encode(errors="backslashreplace").decode()
+    return (
+        "\n".join(
+            line if len(line) <= _LONGEST_LINE else f"{line[:half]} ... {line[-half:]}" for line in message.splitlines()
+        )
+        .encode(errors="backslashreplace")
+        .decode()
+    )

@@ -65,6 +65,9 @@ def moe_from_hf(
 ) -> dict[str, Any]:
     """Field `moe` of a GPTConfig; `width` is that of an expert, `layers` are those with experts, where they differ."""
     top_k, coefficient = reader.take("num_experts_per_tok"), reader.take("router_aux_loss_coef", 0.0)
+    if not reader.take("output_router_logits", False):
+        # transformers then has no logits to take a balance loss of, whatever its coefficient.
+        coefficient = 0.0
     if top_k == 1 and norm_topk_prob:
         reader.faults.append(
             "num_experts_per_tok (1) must be at least 2 where the weights of a token's experts are made to sum up to "
@@ -90,7 +93,7 @@ def moe_to_hf(moe: MoEConfig) -> dict[str, Any]:
     return {
         "num_experts_per_tok": moe.router.top_k,
         "router_aux_loss_coef": math.fsum(loss.coefficient for loss in moe.router.aux_losses),
-        "output_router_logits": False,
+        "output_router_logits": bool(moe.router.aux_losses),
     }
 
 

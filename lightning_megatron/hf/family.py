@@ -19,6 +19,7 @@ from lightning_megatron.models.gpt import GPTConfig, GPTModel
 from lightning_megatron.models.llava import LlavaConfig, LlavaModel
 from lightning_megatron.models.t5 import T5Model
 from lightning_megatron.models.t5_config import T5Config
+from lightning_megatron.rules.limits import model_limit_faults
 from lightning_megatron.sharding import shard_of
 
 Config = GPTConfig | BertConfig | T5Config
@@ -124,6 +125,8 @@ class Family:
         except ValueError as error:
             # Errors in theirs cause errors in ours too.
             faults = faults or str(error).splitlines()
+        else:
+            faults = faults or list(model_limit_faults(config))
         if faults:
             raise ValueError("\n  ".join([f"config.json of model_type {self.name!r} cannot be used:", *faults]))
         return config

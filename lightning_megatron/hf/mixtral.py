@@ -17,6 +17,7 @@ DEFAULTS = {
     "rope_theta": 1e6,
     "num_local_experts": 8,
     "num_experts_per_tok": 2,
+    "output_router_logits": False,
     "router_aux_loss_coef": 0.001,
     "router_jitter_noise": 0.0,
 }
@@ -65,7 +66,7 @@ FAMILY = gated_decoder.family(
     rows=gated_decoder.ROWS + rows_apart("block_sparse_moe", "w1", "w3", "w2"),
     other_rows=gated_decoder.ROWS + ROWS_TOGETHER,
     defaults=DEFAULTS,
-    harmless=HARMLESS | {"output_router_logits"},
+    harmless=HARMLESS,
     config_from_hf=config_from_hf,
     config_to_hf=config_to_hf,
     rules=rules,

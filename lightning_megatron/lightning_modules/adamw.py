@@ -39,13 +39,13 @@ class AdamWConfig:
 
     def __post_init__(self) -> None:
         faults = [
-            f"{name} ({value}) must be at least 0"
+            f"{name} ({value}) must be at least 0, and finite"
             for name, value in (("lr", self.lr), ("weight_decay", self.weight_decay), ("total_steps", self.total_steps))
-            if value < 0
+            if not 0 <= value < math.inf
         ]
         faults += [f"betas ({beta}) must be at least 0 and below 1" for beta in self.betas if not 0 <= beta < 1]
-        if self.epsilon <= 0:
-            faults.append(f"epsilon ({self.epsilon}) must be above 0")
+        if not 0 < self.epsilon < math.inf:
+            faults.append(f"epsilon ({self.epsilon}) must be above 0, and finite")
         if faults:
             raise ValueError("\n".join(faults))
 

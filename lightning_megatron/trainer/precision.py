@@ -148,7 +148,7 @@ class MegatronPrecision(Precision):
         if needs_closure(optimizer):
             return super().optimizer_step(optimizer, model, closure, **kwargs)
         assert self.dp_comm is not None and isinstance(optimizer, Optimizer)
-        result, gradients = closure(), self.dp_comm.gradients
+        returned, gradients = closure(), self.dp_comm.gradients
         with hooked(self.step_hook, CLIP):
             self.dp_comm.take_gradients()
             self.has_skipped = self._is_to_skip(model, list(self.main_params(optimizer)))
@@ -156,9 +156,11 @@ class MegatronPrecision(Precision):
         # Without new gradients training_step chose to skip the batch. The closure does not tell: it may be an empty
         # one, after a hook of the user's has run the step's own. Under manual optimization optimizers share gradients.
         if not self.has_skipped and (gradients.are_new or not model.automatic_optimization):
-            optimizer.step(**kwargs)
+            stepped = optimizer.step(**kwargs)
+            # An optimizer of torch's returns what its closure does.
+            returned = returned if stepped is None else stepped
         gradients.are_new = False
-        return result
+        return returned
 
     def _prepare_step(self, optimizer: Optimizer, *_: Any) -> None:
         assert self.dp_comm is not None

@@ -190,7 +190,11 @@ SCALING = {"type": "linear", "factor": 2.0}
         ("mixtral", {"num_experts_per_tok": 9}, "top_k (9) must be at most num_experts (8)"),
         ("mixtral", {"num_local_experts": "8"}, "num_local_experts ('8') must be of the kind of 8"),
         ("mixtral", {"router_jitter_noise": 1.5}, "jitter (1.5) must be from 0 to below 1"),
-        ("mixtral", {"router_aux_loss_coef": -1.0}, "coefficient of the balance loss per sequence (-1.0)"),
+        (
+            "mixtral",
+            {"router_aux_loss_coef": -1.0, "output_router_logits": True},
+            "coefficient of the balance loss per sequence (-1.0)",
+        ),
         ("qwen3_moe", {"norm_topk_prob": True, "num_experts_per_tok": 1}, "num_experts_per_tok (1) must be"),
         ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step (0) must be at least 1"),
         ("qwen3_moe", {"mlp_only_layers": list(range(24))}, "leave none of 24 layers with experts"),
@@ -326,13 +330,16 @@ def test_both_names_of_the_number_of_experts_are_read() -> None:
 
 
 def test_what_balances_experts_is_read_and_written() -> None:
-    fields = {"router_aux_loss_coef": 0.05, "router_jitter_noise": 0.1}
+    fields = {"router_aux_loss_coef": 0.05, "router_jitter_noise": 0.1, "output_router_logits": True}
     config = FAMILIES["mixtral"].config(fields)
     assert config.moe is not None
     assert config.moe.router.aux_losses == (AuxLoss(coefficient=0.05),) and config.moe.router.jitter == 0.1
     assert fields.items() <= FAMILIES["mixtral"].config_to_hf(config).items()
-    without = FAMILIES["mixtral"].config({"router_aux_loss_coef": 0.0}).moe
-    assert without is not None and without.router.aux_losses == ()
+    for family in ("mixtral", "qwen3_moe"):
+        for fields in ({"router_aux_loss_coef": 0.0, "output_router_logits": True}, {"router_aux_loss_coef": 0.05}):
+            without = FAMILIES[family].config(fields)
+            assert without.moe is not None and without.moe.router.aux_losses == ()
+            assert FAMILIES[family].config_to_hf(without)["output_router_logits"] is False
 
 
 def test_an_unknown_family_is_refused_with_the_known_ones() -> None:

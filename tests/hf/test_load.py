@@ -16,6 +16,7 @@ from lightning_megatron.hf.folder import WeightFiles
 from lightning_megatron.mesh import Mesh, Sizes
 from lightning_megatron.sharding import Box, sharded_parameters
 from tests.hf.tiny import default_dtype, logits, ours, saved
+from tests.hf.tiny import tokens as sample
 
 LAYOUTS = {
     "one": Sizes(),
@@ -263,3 +264,26 @@ def test_a_model_that_was_read_trains(tmp_path: Path) -> None:
     tokens = torch.randint(131, (2, 20))
     model(tokens, labels=tokens).backward()
     assert all(p.grad is not None and p.grad.abs().max() > 0 for p in model.parameters())
+
+
+@pytest.mark.parametrize("case", ["mixtral", "qwen3_moe"])
+def test_a_router_without_router_logits_is_trained_as_in_transformers(case: str, tmp_path: Path) -> None:
+    theirs = saved(case, tmp_path)
+    theirs.config.router_aux_loss_coef = 10.0
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert not config["output_router_logits"]
+    # Theirs is in evaluation, where there is no jitter.
+    gradients, fields = [], {"router_aux_loss_coef": 10.0} | ({"router_jitter_noise": 0.0} if case == "mixtral" else {})
+    for is_balanced in (False, True):
+        (tmp_path / "config.json").write_text(json.dumps({**config, **fields, "output_router_logits": is_balanced}))
+        model, tokens = ours(tmp_path).train(), sample()
+        # Each position's label is the next token here, and transformers shifts by itself.
+        model(tokens[:, :-1], labels=tokens[:, 1:]).backward()
+        router = model.get_parameter("layers.0.moe.router.weight").grad
+        assert router is not None
+        gradients.append(router)
+    theirs(sample(), labels=sample()).loss.backward()
+    [wanted] = [p.grad for n, p in theirs.named_parameters() if n.endswith("layers.0.mlp.gate.weight")]
+    # Both are in float32, and sum up in other orders.
+    torch.testing.assert_close(gradients[0], wanted, rtol=1e-4, atol=1e-6)
+    assert (gradients[1] - wanted).abs().max() > 1e-3

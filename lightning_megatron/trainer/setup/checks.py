@@ -114,6 +114,7 @@ def faults(trainer: pl.Trainer, arguments: tuple[Any, ...]) -> list[str]:
         dynamic_context=strategy.dynamic_context,
     )
     found += cross_config.faults(facts)
+    found += trainer_faults(trainer)
     found += early_model_faults(
         trainer.lightning_module,
         sizes,
@@ -155,6 +156,17 @@ def faults(trainer: pl.Trainer, arguments: tuple[Any, ...]) -> list[str]:
         if isinstance(argument, (str, Path)) and not is_named_checkpoint(str(argument)):
             found += _checkpoint_faults(str(argument))
     return found
+
+
+def trainer_faults(trainer: pl.Trainer) -> list[str]:
+    """Errors of the Trainer's own numbers that it does not look at, one sentence each."""
+    faults = []
+    if trainer.accumulate_grad_batches < 1:
+        faults.append(f"accumulate_grad_batches ({trainer.accumulate_grad_batches}) must be at least 1")
+    clip = trainer.gradient_clip_val
+    if clip is not None and not clip >= 0:
+        faults.append(f"gradient_clip_val ({clip}) must be at least 0, or None for no clipping")
+    return faults
 
 
 def architecture_of(module: pl.LightningModule) -> TransformerConfig | None:

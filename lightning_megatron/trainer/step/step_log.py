@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from numbers import Number
 from typing import Any, Literal
 
 import torch
@@ -180,6 +181,10 @@ class StepLog:
         bound = _SIGNATURE.bind(self._module, *args, **kwargs).arguments
         name, value = bound.pop("name"), bound.pop("value")
         bound.pop("self")
+        if not isinstance(value, (Number, Metric, Tensor)):
+            # A nested table, None and the like: Lightning's own method says what is wrong with it.
+            LightningModule.log(self._module, name, value)
+            raise ValueError(f"self.log({name!r}) takes a number, a tensor of one or a Metric, not {value!r}")
         batch_size = bound.pop("batch_size", None)
         entry = self._entries.setdefault(name, _LogEntry(dict(bound), is_sized=batch_size is not None))
         if batch_size is not None:

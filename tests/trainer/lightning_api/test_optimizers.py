@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tests.harness.sample import diagonal
-from tests.trainer.layouts import Layout, make_trainer
+from tests.trainer.layouts import PLAIN, Layout, make_trainer
 from tests.trainer.lightning_api.test_ledger import LAYOUTS, Case, Record, discrepancies, fit, ran
 from tests.trainer.modules import NUM_CLASSES, Data, Parallel, Scheduled, Small
 
@@ -349,3 +349,44 @@ def test_an_optimizer_that_needs_more_than_a_rank_holds_is_refused(layout: str, 
     for found in ran(__name__, list(refused), LAYOUTS[layout]):
         for case, message in refused.items():
             assert message in found[case]["raised"]
+
+
+class Answers(torch.optim.SGD):
+    """Returns something of its own from its step."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        return 5.0
+
+
+class KeepsAnswers(ManualClosure):
+    """Steps by hand, with a closure and without, and keeps what each step returned."""
+
+    def __init__(self, kind: type[torch.optim.SGD]) -> None:
+        super().__init__()
+        self.kind, self.kept = kind, list[Any]()
+
+    def configure_optimizers(self) -> Any:
+        return self.kind(self.parameters(), lr=0.1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+
+        def closure() -> Tensor:
+            loss = functional.cross_entropy(self.logits(batch[0]), batch[1])
+            self.manual_backward(loss)
+            return loss
+
+        self.kept += [float(torch.as_tensor(optimizer.step(closure=closure)).detach()), optimizer.step()]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, Answers])
+def test_a_step_by_hand_returns_what_it_returns_on_one_device(kind: type[torch.optim.SGD]) -> None:
+    kept = []
+    for layout in (PLAIN, Layout(world=1)):
+        torch.manual_seed(0)
+        module = KeepsAnswers(kind)
+        make_trainer(layout, max_steps=2).fit(module, Data())
+        kept.append(module.kept)
+    assert kept[0] == kept[1]
+    assert kept[0][1] == (5.0 if kind is Answers else None)

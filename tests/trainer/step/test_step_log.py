@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torchmetrics
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.nn import functional
 
 from lightning_megatron.comm import collectives
@@ -210,3 +211,26 @@ def test_all_extremes_of_a_step_go_in_one_message() -> None:
         # All six names of a step are in one message, where each had one of its own.
         assert sent and set(sent) == {6}
         assert rows == [pytest.approx(row, abs=1e-10) for row in wanted]
+
+
+class LogsTables(modules.Small):
+    """Logs what is no number."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        self.value = value
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = functional.cross_entropy(self.logits(batch[0]), batch[1])
+        self.log("odd", self.value)
+        return loss
+
+
+@pytest.mark.parametrize("value", [{"a": {"b": None}}, {"a": None}, None, "x", [1.0]])
+def test_what_is_no_number_is_refused_in_lightnings_words(value: Any) -> None:
+    texts = []
+    for layout in (PLAIN, Layout(world=1, microbatches=2)):
+        with pytest.raises((ValueError, MisconfigurationException), match="odd") as refused:
+            make_trainer(layout, max_steps=1).fit(LogsTables(value), Data())
+        texts.append(str(refused.value))
+    assert texts[0] == texts[1]
