@@ -26,6 +26,10 @@ MOST_VALUES = 100_000
 _MOST_DIGITS = 4300
 
 
+class UnreadableFile(ValueError):
+    """A file, or a text of one, that cannot be read; the message names it."""
+
+
 def read_text(file: str | os.PathLike[str], most_bytes: int = MOST_BYTES, *, name: str = "") -> str:
     """The text of a UTF-8 file. Raises ValueError that names the file, by `name` if given, and why it is not read."""
     path = os.fspath(file)
@@ -35,17 +39,19 @@ def read_text(file: str | os.PathLike[str], most_bytes: int = MOST_BYTES, *, nam
         status = os.stat(path)
         if not stat.S_ISREG(status.st_mode):
             what = "Is a directory" if stat.S_ISDIR(status.st_mode) else "it is a pipe or a device, and no file"
-            raise ValueError(f"{name} cannot be read: {what}")
+            raise UnreadableFile(f"{name} cannot be read: {what}")
         if status.st_size > most_bytes:
-            raise ValueError(f"{name} cannot be read: it has {status.st_size:,} bytes, and may have {most_bytes:,}")
+            raise UnreadableFile(f"{name} cannot be read: it has {status.st_size:,} bytes, and may have {most_bytes:,}")
         return Path(path).read_text(encoding="utf-8")
     except OSError as error:
-        raise ValueError(f"{name} cannot be read: {error.strerror or error}") from error
+        raise UnreadableFile(f"{name} cannot be read: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
-        raise ValueError(f"{name} cannot be read: byte {error.start} is no UTF-8; save it as UTF-8") from error
+        raise UnreadableFile(f"{name} cannot be read: byte {error.start} is no UTF-8; save it as UTF-8") from error
+    except UnreadableFile:
+        raise
     except ValueError as error:
         if "null byte" in str(error):
-            raise ValueError(f"{name!r} cannot be read: a path has no zero byte") from error
+            raise UnreadableFile(f"{name!r} cannot be read: a path has no zero byte") from error
         raise
 
 
@@ -64,9 +70,9 @@ def json_of(text: str | bytes, name: str) -> Any:
     try:
         value = json.loads(text)
     except ValueError as error:
-        raise ValueError(f"{name} is no JSON: {error}") from error
+        raise UnreadableFile(f"{name} is no JSON: {error}") from error
     except RecursionError:
-        raise ValueError(_too_deep(name)) from None
+        raise UnreadableFile(_too_deep(name)) from None
     _require_shallow(value, name)
     return value
 
@@ -78,17 +84,17 @@ def yaml_of(text: str, name: str) -> Any:
         return yaml.load(text, Loader=_Loader)
     except (yaml.YAMLError, ValueError, TypeError, LookupError) as error:
         # Values of a tag that are none, a date of month 99 for instance, end in errors of Python.
-        raise ValueError(f"{name} is no YAML: {' '.join(str(error).split())}") from error
+        raise UnreadableFile(f"{name} is no YAML: {' '.join(str(error).split())}") from error
 
 
 def require_yaml(text: str, name: str) -> None:
     """Raises ValueError for a YAML text that a loader would take too long for, too deeply or not at all."""
     if len(text) > MOST_YAML_BYTES:
-        raise ValueError(f"{name} has {len(text):,} characters, and YAML may have {MOST_YAML_BYTES:,}")
+        raise UnreadableFile(f"{name} has {len(text):,} characters, and YAML may have {MOST_YAML_BYTES:,}")
     try:
         _require_bounded(yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)), name)
     except yaml.YAMLError as error:
-        raise ValueError(f"{name} is no YAML: {' '.join(str(error).split())}") from error
+        raise UnreadableFile(f"{name} is no YAML: {' '.join(str(error).split())}") from error
 
 
 def read_table(file: str | os.PathLike[str], *, name: str = "") -> dict[str, Any]:
@@ -106,7 +112,7 @@ def read_table(file: str | os.PathLike[str], *, name: str = "") -> dict[str, Any
 
 def _table(value: Any, name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise ValueError(f"{name} is no table of fields")
+        raise UnreadableFile(f"{name} is no table of fields")
     return value
 
 
@@ -119,11 +125,11 @@ def _require_bounded(events: Iterator[Any], name: str) -> None:
     for event in events:
         if isinstance(event, yaml.AliasEvent):
             if any(event.anchor == anchor for anchor, _ in opened):
-                raise ValueError(f"{name} has the alias *{event.anchor} within what it stands for; write it out")
+                raise UnreadableFile(f"{name} has the alias *{event.anchor} within what it stands for; write it out")
             size = sizes.get(event.anchor, 0)
             count, aliased = count + size, aliased + size
             if aliased > MOST_VALUES:
-                raise ValueError(
+                raise UnreadableFile(
                     f"{name} has aliases that stand for more than {MOST_VALUES:,} values (at *{event.anchor}); write "
                     "out what they stand for, or use fewer"
                 )
@@ -131,7 +137,7 @@ def _require_bounded(events: Iterator[Any], name: str) -> None:
             opened.append((event.anchor, count))
             count += 1
             if len(opened) > MOST_DEPTH:
-                raise ValueError(_too_deep(name))
+                raise UnreadableFile(_too_deep(name))
         elif isinstance(event, yaml.CollectionEndEvent):
             anchor, before = opened.pop()
             if anchor is not None:
@@ -141,7 +147,7 @@ def _require_bounded(events: Iterator[Any], name: str) -> None:
             if event.anchor is not None:
                 sizes[event.anchor] = 1
             if len(event.value) > _MOST_DIGITS and event.implicit[0] and event.value.lstrip("+-")[:1].isdigit():
-                raise ValueError(f"{name} has a number of {len(event.value)} characters ({event.value[:20]}...)")
+                raise UnreadableFile(f"{name} has a number of {len(event.value)} characters ({event.value[:20]}...)")
 
 
 def _require_shallow(value: Any, name: str) -> None:
@@ -156,7 +162,7 @@ def _require_shallow(value: Any, name: str) -> None:
         ]
         if not level:
             return
-    raise ValueError(_too_deep(name))
+    raise UnreadableFile(_too_deep(name))
 
 
 def _too_deep(name: str) -> str:

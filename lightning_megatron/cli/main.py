@@ -67,8 +67,7 @@ def main(args: Sequence[str] | None = None) -> int:
     except UsageError as error:
         return _told(str(error))
     except Exception as error:
-        # By the rule of this package a ValueError is about what a user can set, too.
-        if not (message := mistake_of(error) or (str(error) if isinstance(error, ValueError) else "")):
+        if not (message := mistake_of(error)):
             raise
         return _told(" ".join(message.split()))
     return code or 0

@@ -137,7 +137,9 @@ class RecipeCLI(LightningCLI):
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         devices = self._get(self.config, "trainer.devices")
-        if isinstance(devices, int) and (faults := limit_faults({"trainer.devices": devices}, MOST_PROCESSES)):
+        # A number is text here, for the option takes names too.
+        devices = int(devices) if str(devices).isdecimal() else 1
+        if faults := limit_faults({"trainer.devices": devices}, MOST_PROCESSES):
             # Lightning makes an object for each.
             raise ConfigurationError(faults)
         try:

@@ -5,6 +5,8 @@ Beside it what else counts as one, wherever it comes from: files that cannot be 
 
 from collections.abc import Sequence
 
+from lightning_megatron.text_files import UnreadableFile
+
 USAGE_ERROR = 2
 """The exit code of a user's mistake."""
 _LONGEST_LINE = 2000
@@ -25,6 +27,8 @@ def mistake_of(error: BaseException) -> str:
         names = " -> ".join(str(name) for name in (error.filename, error.filename2) if name is not None)
         return f"{names} cannot be read or written: {error.strerror or error}"
     text = " ".join(str(error).split())
+    if isinstance(error, UnreadableFile):
+        return text
     if isinstance(error, MemoryError) or any(words in text for words in _OUT_OF_MEMORY):
         return f"the memory of this machine is not enough{f': {text}' if text else ''}; use a smaller model or batch"
     if isinstance(error, UnicodeError) or "null byte" in text:

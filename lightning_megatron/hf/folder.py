@@ -7,7 +7,6 @@
 | `model.safetensors.index.json` | which file holds which |
 """
 
-import math
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -132,7 +131,7 @@ def _header(file: Path) -> dict[str, Any]:
         entries.pop("__metadata__", None)
         end = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
         is_complete = size == _LENGTH_BYTES + length + end
-        is_complete &= all(math.prod(entry["shape"]) >= 0 for entry in entries.values())
+        is_complete &= all(_is_entry(entry) for entry in entries.values())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{file} is no safetensors file, or is cut off: its header cannot be read") from error
     if not is_complete:
@@ -141,3 +140,17 @@ def _header(file: Path) -> dict[str, Any]:
             "damaged; fetch it again"
         )
     return entries
+
+
+def _is_entry(entry: Any) -> bool:
+    """Whether an entry of a header has a dtype, a shape and the offsets of its bytes."""
+    shape, offsets = entry["shape"], entry["data_offsets"]
+    numbers = [*shape, *offsets]
+    return (
+        isinstance(entry["dtype"], str)
+        and isinstance(shape, list)
+        and isinstance(offsets, list)
+        and len(offsets) == 2
+        and all(type(number) is int and number >= 0 for number in numbers)
+        and offsets[0] <= offsets[1]
+    )

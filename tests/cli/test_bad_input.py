@@ -1,0 +1,215 @@
+"""Bad input of every kind ends a command or a recipe with one message and exit code 2, in bounded time and memory."""
+
+import json
+import os
+import resource
+import signal
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_megatron.cli.main import main
+from lightning_megatron.trainer.setup import memory_checks
+from tests.cli.test_recipe import ALONE, AUTO, folder, run
+
+assert folder, "the fixture of a recipe's folder is used here"
+# A bad input that is not stopped takes all of it.
+_MOST_BYTES = 2 * 2**30
+_MOST_SECONDS = 60
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 131,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+
+
+@pytest.fixture(autouse=True)
+def bounds(folder: Path) -> Iterator[None]:
+    """Little memory and time, in the folder of a recipe."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + _MOST_BYTES, before[1]))
+    handler = signal.signal(signal.SIGALRM, _late)
+    signal.alarm(_MOST_SECONDS)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, handler)
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def _late(*_: Any) -> None:
+    raise TimeoutError(f"a bad input takes more than {_MOST_SECONDS} s")
+
+
+def message_of(capfd: pytest.CaptureFixture[str], call: Callable[[], int | None]) -> str:
+    """The one message that a call prints, which ends with exit code 2."""
+    try:
+        code = call()
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else None
+    printed = capfd.readouterr().err
+    assert code == 2 and "Traceback" not in printed and printed.count("error: ") == 1, printed
+    return printed[printed.index("error: ") :]
+
+
+# --- files of text ----------------------------------------------------------------------------------------------------
+
+BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 9)
+)
+MERGES = "a0: &a0 {x: 1}\n" + "".join(f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 9)}]}}\n" for n in range(1, 12))
+
+
+def text(written: str) -> Callable[[Path], None]:
+    return lambda path: path.write_text(written) and None
+
+
+def sparse(path: Path) -> None:
+    path.touch()
+    os.truncate(path, 8 * 2**30)
+
+
+FILES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "nested JSON": (text("[" * 100_000), "nested more than 100 deep"),
+    "nested tables of JSON": (text('{"model":' * 100_000 + "1" + "}" * 100_000), "nested more than 100 deep"),
+    "nested YAML": (text("\n".join(" " * depth + "a:" for depth in range(200)) + " 1"), "nested more than 100 deep"),
+    "aliases": (text(BOMB), "aliases that stand for more than 100,000 values"),
+    "merged aliases": (text(MERGES), "aliases that stand for more than 100,000 values"),
+    "an alias of itself": (text("model: &a\n  config: *a\n"), "the alias *a within what it stands for"),
+    "no UTF-8": (lambda path: path.write_bytes(b"a: \xff\xfe\n") and None, "byte 3 is no UTF-8"),
+    "UTF-16": (lambda path: path.write_text("a: 1\n", encoding="utf-16") and None, "byte 0 is no UTF-8"),
+    "zero bytes": (lambda path: path.write_bytes(b"\0" * 100) and None, "is no YAML"),
+    "a pipe": (os.mkfifo, "it is a pipe or a device"),
+    "a device": (lambda path: path.symlink_to("/dev/zero"), "it is a pipe or a device"),
+    "links in a ring": (lambda path: path.symlink_to(path), "Too many levels of symbolic links"),
+    "gigabytes of nothing": (sparse, "8,589,934,592 bytes"),
+    "a long comment": (text("#" * 3_000_000), "YAML may have 1,048,576"),
+    "a number of base 60": (text("model: " + "1:" * 50_000 + "1\n"), "has a number of 100001 characters"),
+    "a word for a number": (text("model: !!int abc\n"), "is no YAML"),
+    "a tag of Python": (text("!!python/object/apply:os.system ['true']\n"), "is no YAML"),
+}
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_a_bad_file_of_text_is_named_with_what_is_wrong(kind: str, capfd: pytest.CaptureFixture[str]) -> None:
+    make, words = FILES[kind]
+    Path("llama").mkdir()
+    Path("llama/config.json").write_text(json.dumps(LLAMA))
+    make(Path("bad.yaml"))
+    for args in (
+        ("plan", "bad.yaml", "--gpu", "h100"),
+        ("plan", "llama3_8b", "--gpu", "bad.yaml", "--num-gpus", "8"),
+        ("convert", "llama", "experts.ckpt", "--upcycle", "bad.yaml"),
+    ):
+        told = message_of(capfd, lambda args=args: main(args))  # type: ignore[misc]
+        assert words in told and "bad.yaml" in told and told.count("\n") == 1, told
+    if kind != "a word for a number":
+        # A mode of the parser's takes it for text, and then for no table.
+        assert "config" in message_of(capfd, lambda: run("--config", "bad.yaml"))
+
+
+# --- sizes, seeds, devices, folders -----------------------------------------------------------------------------------
+
+HUGE = {"num_hidden_layers": 10**9, "hidden_size": 10**12 + 1, "vocab_size": 10**13, "num_attention_heads": 10**9}
+OPTIONS: dict[str, tuple[tuple[str, ...], str]] = {
+    "a seed beyond 32 bits": (("--seed_everything=4294967296",), "--seed_everything (4294967296) must be"),
+    "a seed below zero": (("--seed_everything=-1",), "--seed_everything (-1) must be at least 0"),
+    "a value that is nested": (("--model.config", "[" * 100_000), "--model.config"),
+    "a value of any length": (("--data.path", "x" * 200_000), "xxx ... xxx"),
+    "a zero byte in a path": (("--data.path=a\0b",), "a"),
+    "devices below zero": (("--trainer.devices=-5",), "should be an int > 0"),
+    "devices by a word": (("--trainer.devices=x",), "should be an int > 0"),
+    "a million devices": (("--trainer.devices=1000000",), "devices (1000000) must be at most 1,024"),
+    "an accelerator that is not there": (("--trainer.accelerator=tpu",), "the Trainer cannot be made"),
+    "a million workers": (("--data.num_workers=1000000",), "num_workers (1000000) must be at most 1,024"),
+    "no batch to a step": (("--trainer.accumulate_grad_batches=0",), "accumulate_grad_batches (0) must be at least 1"),
+    "a norm below zero": (("--trainer.gradient_clip_val=-1",), "gradient_clip_val (-1) must be at least 0"),
+    "a rate without end": (("--model.optimizer.lr=1e400",), "lr (inf) must be at least 0, and finite"),
+    "a hidden size of 1e8": (("--model.config.hidden_size=100000000",), "GiB of this machine"),
+    "1e9 layers": (("--model.config.num_layers=1000000000",), "num_layers (1000000000) must be at most 4,096"),
+    "a cache that cannot be made": (("--data.cache_directory=tiny.yaml/x",), "tiny.yaml"),
+    "a cache in a place of the kernel's": (("--data.cache_directory=/proc/x",), "/proc/x"),
+    "a name that is too long": (("--data.cache_directory=" + "a" * 300,), "File name too long"),
+    "an output that cannot be made": (
+        ("--trainer.logger=lightning.pytorch.loggers.CSVLogger", "--trainer.logger.save_dir=tiny.yaml/x"),
+        "tiny.yaml/x",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+@pytest.mark.parametrize("strategy", [AUTO, ALONE], ids=["auto", "megatron"])
+def test_a_bad_option_of_a_recipe_ends_it(
+    case: str, strategy: tuple[str, ...], capfd: pytest.CaptureFixture[str]
+) -> None:
+    options, words = OPTIONS[case]
+    assert words in message_of(capfd, lambda: run(*strategy, *options))
+
+
+@pytest.mark.parametrize("field", HUGE)
+def test_sizes_of_a_config_that_no_model_has_are_refused(field: str, capfd: pytest.CaptureFixture[str]) -> None:
+    Path("llama").mkdir()
+    for kind in ("llama", "qwen3_moe"):
+        written = {**LLAMA, "model_type": kind, field: HUGE[field]}
+        Path("llama/config.json").write_text(json.dumps(written))
+        for args in (("convert", "llama", "a.ckpt"), ("plan", "llama", "--gpu", "h100", "--num-gpus", "8")):
+            message_of(capfd, lambda args=args: main(args))  # type: ignore[misc]
+
+
+def test_a_model_that_this_machine_cannot_hold_is_refused_and_one_that_it_can_is_not(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(memory_checks, "machine_memory_bytes", lambda: 1000)
+    assert "it has 0.0 GiB" in message_of(capfd, lambda: run(*ALONE, "--data.path=nowhere"))
+    monkeypatch.undo()
+    assert "GiB" not in message_of(capfd, lambda: run(*ALONE, "--data.path=nowhere"))
+
+
+# --- weights ----------------------------------------------------------------------------------------------------------
+
+
+def safetensors(header: Any, length: int | None = None) -> bytes:
+    written = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(written) if length is None else length) + written
+
+
+HEADERS = {
+    "nothing": b"",
+    "nested": safetensors(b"[" * 100_000),
+    "a length beyond the file": safetensors({}, length=2**63),
+    "a list": safetensors([1]),
+    "an entry that is none": safetensors({"a": [1]}),
+    "a shape that is none": safetensors({"a": {"dtype": "F32", "shape": "ab", "data_offsets": [0, 0]}}),
+    "a shape below zero": safetensors({"a": {"dtype": "F32", "shape": [-1, -1], "data_offsets": [0, 0]}}),
+    "offsets that are none": safetensors({"a": {"dtype": "F32", "shape": [0], "data_offsets": "ab"}}),
+    "offsets that are swapped": safetensors({"a": {"dtype": "F32", "shape": [0], "data_offsets": [4, 0]}}),
+    "a dtype that is a list": safetensors({"a": {"dtype": [1], "shape": [0], "data_offsets": [0, 0]}}),
+}
+INDICES = {
+    "a list": [1],
+    "files that are numbers": {"weight_map": {"a": 5}},
+    "a zero byte": {"weight_map": {"a": "a\0b"}},
+}
+
+
+@pytest.mark.parametrize("damage", [*HEADERS, *(f"index: {name}" for name in INDICES)])
+def test_weights_that_are_none_are_refused(damage: str, capfd: pytest.CaptureFixture[str]) -> None:
+    Path("llama").mkdir()
+    Path("llama/config.json").write_text(json.dumps(LLAMA))
+    if damage in HEADERS:
+        Path("llama/model.safetensors").write_bytes(HEADERS[damage])
+    else:
+        index = json.dumps(INDICES[damage.removeprefix("index: ")])
+        Path("llama/model.safetensors.index.json").write_text(index)
+    message_of(capfd, lambda: main(("convert", "llama", "a.ckpt")))
+    assert not Path("a.ckpt").exists()
