@@ -100,7 +100,7 @@ def config_from_hf(reader: ConfigReader) -> dict[str, Any]:
     reader.require("add_cross_attention", False)
     reader.require("position_embedding_type", "absolute")
     reader.require("tie_word_embeddings", True)
-    is_alone = _ALONE in (reader.take("architectures", None) or ())
+    is_alone = _ALONE in (reader.take_list("architectures", str))
     return {**reader.take_all(_NAMES, _CHOICES), "add_binary_head": not is_alone}
 
 

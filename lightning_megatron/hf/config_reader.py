@@ -90,11 +90,22 @@ class ConfigReader:
         if value is not None and usual is not None and not _is_like(value, usual):
             self.faults.append(f"{key} ({value!r}) must be of the kind of {usual!r}")
             return usual
+        if isinstance(value, float) and not math.isfinite(value):
+            self.faults.append(f"{key} ({value!r}) must be a finite number")
+            return default if usual is None else usual
         if isinstance(value, int) and abs(value) > (most := MOST_LAYERS if "layer" in key else MOST):
             # Before anything is counted up to it.
             self.faults += limit_faults({key: abs(value)}, most)
             return default if usual is None else usual
         return default if value is None else value
+
+    def take_list(self, key: str, kind: type) -> list[Any]:
+        """The field, a list of values of that type; empty where it is null or not there."""
+        value = self.take(key, [])
+        if isinstance(value, list) and all(type(one) is kind for one in value):
+            return value
+        self.faults.append(f"{key} ({value!r}) must be a list of {kind.__name__}")
+        return []
 
     def choose(self, key: str, choices: Mapping[str, str]) -> str:
         """Value of ours for the field's text."""
@@ -164,8 +175,8 @@ class ConfigReader:
         # Where both are there, transformers takes the older spelling.
         settings = {key: value for settings in given for key, value in settings.items()}
         base = settings.pop("rope_theta", None) or self.raw.get("rope_theta") or 10000.0
-        if not _is_like(base, 10000.0):
-            self.faults.append(f"rope_theta ({base!r}) must be a number")
+        if not _is_like(base, 10000.0) or not 0 < base < math.inf:
+            self.faults.append(f"rope_theta ({base!r}) must be a number above 0")
             base = 10000.0
         old_kind, kind = settings.pop("type", None), settings.pop("rope_type", None)
         kind = kind or old_kind or "default"

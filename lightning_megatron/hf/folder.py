@@ -93,7 +93,11 @@ class WeightFiles:
 
     def _handle(self, file: Path) -> Any:
         if file not in self._open:
-            self._open[file] = safetensors().safe_open(file, framework="pt", device="cpu")
+            package = safetensors()
+            try:
+                self._open[file] = package.safe_open(file, framework="pt", device="cpu")
+            except package.SafetensorError as error:
+                raise ValueError(f"{file} is no safetensors file: {error}") from error
         return self._open[file]
 
 
@@ -132,7 +136,7 @@ def _header(file: Path) -> dict[str, Any]:
         end = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
         is_complete = size == _LENGTH_BYTES + length + end
         is_complete &= all(_is_entry(entry) for entry in entries.values())
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"{file} is no safetensors file, or is cut off: its header cannot be read") from error
     if not is_complete:
         raise ValueError(

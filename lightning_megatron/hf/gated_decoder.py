@@ -120,7 +120,7 @@ def layer_windows_from_hf(reader: ConfigReader) -> dict[str, Any]:
     """Sliding windows of a GPTConfig, where layers have one each or none, as Qwen's do."""
     is_used, window = reader.take("use_sliding_window", False), reader.take("sliding_window", 0)
     num_layers, first = reader.take("num_hidden_layers"), reader.take("max_window_layers", 0)
-    kinds = reader.take("layer_types", None)
+    kinds = reader.take_list("layer_types", str) or None
     if kinds is None:
         sees_all = list(range(min(first, num_layers) if is_used and window else num_layers))
     else:

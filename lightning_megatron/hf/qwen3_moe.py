@@ -44,7 +44,7 @@ def config_from_hf(reader: ConfigReader) -> dict[str, Any]:
 def _layers_from_hf(reader: ConfigReader) -> tuple[int, ...]:
     """The layers with experts; none named: all."""
     num_layers, step = reader.take("num_hidden_layers"), reader.take("decoder_sparse_step")
-    dense = reader.take("mlp_only_layers", [])
+    dense = reader.take_list("mlp_only_layers", int)
     if step < 1:
         reader.faults.append(f"decoder_sparse_step ({step}) must be at least 1, which gives all layers experts")
         return ()

@@ -116,12 +116,15 @@ def _rebuilt(kind: type, saved: Mapping[str, Any]) -> Any:
         inner = next((option for option in (hints[name], *get_args(hints[name])) if is_dataclass(option)), None)
         if isinstance(inner, type):
             value = _rebuilt_within(inner, value)
+            parts = value if isinstance(value, (list, tuple)) else [value]
+            if not all(isinstance(part, inner) or (part is None and inner is not hints[name]) for part in parts):
+                raise ValueError(f"{name} ({value!r}) of {kind.__name__} must be a table of fields of {inner.__name__}")
         values[name] = tuple(value) if isinstance(value, list) else value
     try:
         # YAML takes 1e-5, without a point, for text.
         numbers = {n: float(v) for n, v in values.items() if hints[n] is float and isinstance(v, str)}
         return kind(**(values | numbers))
-    except TypeError as error:
+    except (TypeError, AttributeError) as error:
         raise ValueError(f"{kind.__name__} cannot be made of {', '.join(map(str, saved))}: {error}") from error
 
 
