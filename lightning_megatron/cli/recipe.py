@@ -110,7 +110,7 @@ class RecipeCLI(LightningCLI):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         try:
-            require_readable_configs(sys.argv[1:] if args is None else [str(word) for word in args])
+            require_readable_configs(args if isinstance(args, list) else sys.argv[1:])
             super().parse_arguments(parser, args)
         except ArgumentError as error:
             raise UsageError([about_option(str(error), self._names)]) from error

@@ -54,16 +54,17 @@ class _Generation(Extension):
 
 
 # Nodes whose body may run many times.
-_REPEATED = (nodes.For, nodes.Macro, nodes.CallBlock, nodes.Block)
+_REPEATED: tuple[type[Any], ...] = (nodes.For, nodes.Macro, nodes.CallBlock, nodes.Block)
 
 
 class _CountingCode(CodeGenerator):
     """Code of templates that spends from the budget in each round of a loop and each call of a macro or block."""
 
     def visit_Template(self, node: nodes.Template, frame: Any = None) -> None:
-        for one in [found for kind in _REPEATED for found in node.find_all(kind)]:
-            spend = nodes.ExprStmt(nodes.EnvironmentAttribute("spend"), lineno=one.lineno)
-            one.body.insert(0, spend.set_environment(self.environment))
+        for kind in _REPEATED:
+            for one in node.find_all(kind):
+                spend = nodes.ExprStmt(nodes.EnvironmentAttribute("spend"), lineno=one.lineno)
+                one.body.insert(0, spend.set_environment(self.environment))
         super().visit_Template(node, frame)
 
     def visit_ExprStmt(self, node: nodes.ExprStmt, frame: Any) -> None:

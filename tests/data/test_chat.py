@@ -193,3 +193,41 @@ def test_rows_that_are_not_what_their_columns_say_are_reported(tmp_path: Path) -
             row_encoder("messages", tokenizer, template)([{"messages": messages}])
     with pytest.raises(ValueError, match="'prompt' must be text"):
         row_encoder("completion", tokenizer, None)([{"prompt": [TURNS[0]], "completion": "x"}])
+
+
+# Each ends in an error of Python's, or would end in none for hours, or would take all memory.
+BAD_TEMPLATES = {
+    "{{ 1 / 0 }}": "ZeroDivisionError",
+    "{{ 'a' + 1 }}": "TypeError",
+    "{{ 2.0 ** 100000 }}": "OverflowError",
+    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}": "RecursionError",
+    "{% include 'x' %}": "no loader",
+    "{% for i in [1] %}" * 30 + "{% endfor %}" * 30: "cannot be read",
+    "{{ " + "(" * 5000 + " }}": "cannot be read",
+    "x" * 200_000: "may have 131,072",
+    "{{ 'a' * 10 ** 10 }}": "more work",
+    "{{ [1] * 10 ** 10 }}": "more work",
+    "{{ 9 ** (10 ** 8) }}": "more work",
+    "{{ 'a' | center(10 ** 10) }}": "more work",
+    "{{ 'a'.ljust(10 ** 10) }}": "more work",
+    "{{ '%10000000000d' % 1 }}": "more work",
+    "{{ '{:>{}}'.format(1, 10 ** 10) }}": "more work",
+    "{{ ('a' * 10 ** 6) | replace('a', 'b' * 10 ** 6) }}": "more work",
+    "{{ ('b,' * 10 ** 5).split(',') | join('a' * 10 ** 6) }}": "more work",
+    "{{ range(99999) | map('center', 99999) | join }}": "more work",
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}": "more work",
+    "{% set n = namespace(x='a') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}": "more work",
+    "{% set n = namespace(x=1) %}{% for i in range(60) %}{% set n.x = [n.x, n.x] %}{% endfor %}{{ n.x }}": "more work",
+}
+
+
+@pytest.mark.parametrize("source", BAD_TEMPLATES, ids=lambda source: source[:40])
+def test_a_template_that_fails_or_never_ends_is_one_error(source: str) -> None:
+    with pytest.raises(ValueError, match=BAD_TEMPLATES[source]):
+        ChatTemplate(source, {}).render([{"role": "user", "content": "a"}])
+
+
+def test_a_long_conversation_is_within_the_budget() -> None:
+    source = "{% for m in messages %}{{ m.role ~ (messages | length) }}{{ m.content.split('x') | join }}{% endfor %}"
+    text = ChatTemplate(source, {}).render([{"role": "user", "content": "axb" * 1000}] * 500)
+    assert text == ("user500" + "ab" * 1000) * 500

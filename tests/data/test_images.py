@@ -1,5 +1,6 @@
 """An image file becomes the numbers that transformers' processors make of it."""
 
+import resource
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ from PIL import Image
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 
+from lightning_megatron.data import images
 from lightning_megatron.data.images import (
     ImageConfig,
     ImageFit,
@@ -78,3 +80,39 @@ def test_faults_of_a_configuration_are_reported_together() -> None:
         ImageConfig(size=0, fit="stretch", std=(0.0, 1.0, 1.0))  # type: ignore[arg-type]
     for shown in ("size of images (0)", "fit of images ('stretch') must be one of 'crop', 'pad'", "std of images"):
         assert shown in str(raised.value)
+
+
+@pytest.mark.parametrize("fit", ["crop", "pad"])
+@pytest.mark.parametrize("size", [(1, 6000), (6000, 1)])
+def test_a_thin_image_takes_the_memory_of_its_square(fit: ImageFit, size: tuple[int, int], tmp_path: Path) -> None:
+    file = tmp_path / "thin.png"
+    Image.new("RGB", size, (255, 0, 0)).save(file)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    # Scaled before it is cut, it takes 2.7 GB.
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 2**28, before[1]))
+    try:
+        values = load_image(file, ImageConfig(size=336, fit=fit))
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+    assert values.shape == (3, 336, 336)
+
+
+def test_an_image_that_unpacks_to_too_much_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "bomb.png"
+    Image.new("1", (16000, 5000)).save(file)
+    for words in (str(unreadable_images([file])), ""):
+        with pytest.raises(UnreadableImage, match="16000 x 5000 pixels, and may have 67,108,864"):
+            load_image(file, ImageConfig(size=8))
+        assert not words or "16000 x 5000" in words
+
+
+def test_strips_of_an_image_are_the_image(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "noise.png"
+    values = np.random.default_rng(0).integers(0, 256, (90, 41, 4), dtype=np.uint8)
+    Image.fromarray(values).save(file)
+    fits: tuple[ImageFit, ...] = ("crop", "pad")
+    whole = [load_image(file, ImageConfig(size=28, fit=fit)) for fit in fits]
+    monkeypatch.setattr(images, "_STRIP_PIXELS", 500)
+    for fit, wanted in zip(fits, whole, strict=True):
+        assert torch.equal(load_image(file, ImageConfig(size=28, fit=fit)), wanted)
