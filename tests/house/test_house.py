@@ -25,7 +25,7 @@ DOORS = {
     "tokenizers": ("data/tokenizer.py",),
     "sentencepiece": ("data/sentencepiece_tokenizer.py",),
     "tiktoken": ("data/tiktoken_tokenizer.py",),
-    "jinja2": ("data/chat_template.py",),
+    "jinja2": ("data/template_sandbox.py",),
     "matplotlib": ("metrics/figure.py",),
     "transformer_engine": ("precision/fp8.py",),
     "safetensors": ("hf/",),
