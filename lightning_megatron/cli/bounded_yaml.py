@@ -20,7 +20,7 @@ _CONFIG_OPTIONS = ("-c", "--config")
 def require_readable_configs(args: Sequence[str]) -> None:
     """Raises ValueError for a config file of a command line that cannot be read as YAML."""
     for file in _config_files(args):
-        # jsonargparse says that a file does not exist, and takes YAML itself for a file, too.
+        # That a file does not exist is told by jsonargparse, which takes YAML itself for a file, too.
         is_file = len(file) < os.pathconf("/", "PC_PATH_MAX") and "\0" not in file and os.path.lexists(file)
         require_yaml(read_text(file, MOST_YAML_BYTES, name=f"--config ({file})") if is_file else file, "--config")
 
