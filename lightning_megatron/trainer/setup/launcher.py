@@ -21,12 +21,25 @@ class CheckingLauncher(_SubprocessScriptLauncher):
         super().__init__(environment, num_processes, num_nodes)
         self._prepare = prepare
 
+    @property
+    @override
+    def is_interactive_compatible(self) -> bool:
+        """Whether a notebook can run it: it can run the only process, and cannot start a script's further ones."""
+        return self._is_only_process
+
+    @property
+    def _is_only_process(self) -> bool:
+        return self.num_processes * self.num_nodes == 1 and not self.cluster_environment.creates_processes_externally
+
     @override
     def launch(
         self, function: Callable[..., Any], *args: Any, trainer: "pl.Trainer | None" = None, **kwargs: Any
     ) -> Any:
         if trainer is not None:
             args = self._prepare(trainer, args)
+        if self._is_only_process:
+            # Lightning would set the environment of further processes, and watch them from a thread.
+            return function(*args, **kwargs)
         return super().launch(function, *args, trainer=trainer, **kwargs)
 
     def end_ranks(self, ranks: Sequence[int]) -> None:

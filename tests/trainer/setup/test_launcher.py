@@ -8,13 +8,16 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning.fabric.plugins.environments import LightningEnvironment
 
 from lightning_megatron.checkpoint import is_checkpoint
+from lightning_megatron.trainer.setup.launcher import CheckingLauncher
 from tests.harness.ranks import ROOT, free_port, run_on_ranks
 from tests.trainer.layouts import PLAIN, make_trainer
 from tests.trainer.modules import Data, Small
@@ -51,3 +54,11 @@ def test_a_script_under_a_launcher_trains_as_one_device_and_saves_and_leaves_at_
     assert process.returncode == 0 or launcher, output
     assert is_checkpoint(tmp_path / "last.ckpt"), output
     assert not (tmp_path / "came to its end").exists()
+
+
+def test_the_only_process_runs_as_it_is_in_notebooks_too() -> None:
+    alone, one_of_two = (CheckingLauncher(LightningEnvironment(), num, 1, lambda _, run: run) for num in (1, 2))
+    assert alone.is_interactive_compatible
+    assert not one_of_two.is_interactive_compatible
+    before = dict(os.environ), threading.enumerate()
+    assert alone.launch(lambda: (dict(os.environ), threading.enumerate())) == before
