@@ -534,15 +534,15 @@ class MegatronStrategy(ParallelStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        run, trainer = self._require_run(), self._require_module().trainer
+        run, trainer = self._run, self._require_module().trainer
+        if run is None:
+            # Loaders that are set up by hand belong to no run; those of a run are set up again when it begins.
+            return dataloader
         checks.require_cuttable(trainer, dataloader, self.num_microbatches, self.microbatch_size)
         dataloader = data_position.unwrapped(dataloader)
         if run.cuts_loaders and run.loader_sync is not None and isinstance(dataloader, DataLoader):
             dataloader = run.loader_sync.cut(dataloader, trainer, is_planned=run.document_prefetch is not None)
         dataloader = initial_sync.seed_workers_by_dp_rank(dataloader, self.mesh.dp)
-        if self._run is None:
-            # Loaders that are set up by hand belong to no run.
-            return dataloader
         if trainer.state.fn == TrainerFn.FITTING:
             dataloader = run_state.wrap(
                 dataloader, trainer, self.mesh, self._last_fit.resume_state, run.document_prefetch

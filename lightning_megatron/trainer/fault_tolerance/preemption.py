@@ -190,6 +190,9 @@ class Preemption(Checkpoint):
         # What is in flight would be given seconds only, as after a failure.
         self._saver.wait()
         rank_zero_info(f"The run ends after step {trainer.global_step} because of {reason}: {what}")
+        if reason == signal.SIGTERM.name:
+            # What `trainer.received_sigterm` answers.
+            trainer._signal_connector.received_sigterm = True
         raise SIGTERMException
 
 

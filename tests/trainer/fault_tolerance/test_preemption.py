@@ -274,6 +274,8 @@ def signalled_in_a_run_of(what: str, folder: Path) -> None:
     trainer = trainer_of(DP2, folder, Signals({0: signal.SIGTERM}))
     with pytest.raises(SIGTERMException) as ended:
         getattr(trainer, what)(Small(), Rows(), verbose=False)
+    # Of the other rank too, which got no signal.
+    assert trainer.received_sigterm
     assert ended.value.code is None and not list(folder.glob("**/*.ckpt"))
 
 

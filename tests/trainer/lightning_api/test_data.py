@@ -192,3 +192,12 @@ CELLS = diagonal([(layout, case) for layout in ("one", "pp2") for case in CASES]
 def test_every_rank_of_a_model_replica_gets_the_batches_of_one_device(layout: str, case: str) -> None:
     names = [name for chosen, name in CELLS if chosen == layout]
     assert discrepancies(__name__, names, LAYOUTS[layout], case, list(CASES)) == []
+
+
+def test_a_loader_that_is_set_up_by_hand_outside_of_a_run_stays_as_it_is() -> None:
+    module, loader = Small(), DataLoader(ROWS)
+    trainer = make_trainer(Layout())
+    trainer.strategy.connect(module)
+    trainer._data_connector.attach_data(module, val_dataloaders=loader)
+    trainer.validate_loop.setup_data()
+    assert trainer.val_dataloaders is loader
