@@ -105,12 +105,13 @@ class Run:
         return [name for name, result in plain.items() if is_green(result) and MODES[mode] in result["chosen"]]
 
     def results(self, mode: str, place: str) -> Results:
-        """Result of each test; under several ranks, the first one that is not green."""
+        """Result of each test that all ranks have finished: the first one that is not green, if there is one."""
+        of_ranks = [_read(self._file(mode, place, rank)) for rank in range(_num_ranks(mode))]
         merged: Results = {}
-        for rank in range(_num_ranks(mode)):
-            for name, result in _read(self._file(mode, place, rank)).items():
-                if name not in merged or (is_green(merged[name]) and not is_green(result)):
-                    merged[name] = {**result, "rank": rank}
+        for name in of_ranks[0]:
+            if all(name in results for results in of_ranks):
+                found = [results[name] for results in of_ranks]
+                merged[name] = next((result for result in found if not is_green(result)), found[0])
         return merged
 
     def all(self, mode: str, places: Iterable[str]) -> Results:

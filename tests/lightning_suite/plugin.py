@@ -44,6 +44,12 @@ LOCKSTEP_MODES = ("lockstep", "control")
 # After the time limit of a test, for its teardown; then the process ends.
 GRACE_SECONDS = 20
 _PEER_IS_GONE = 71
+SLURM_VARIABLES = (
+    ("node_rank", "NODEID", "0"),
+    ("local_rank", "LOCALID", "0"),
+    ("global_rank", "PROCID", "0"),
+    ("world_size", "NTASKS", "1"),
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -73,6 +79,8 @@ class Suite:
         self._mode = str(config.getoption("--suite-mode"))
         self._rank = int(config.getoption("--suite-rank"))
         self._limit = int(config.getoption("--suite-limit"))
+        # Less than a test may take: a rank whose peer has gone another way fails by itself.
+        self._timeout = self._limit * 2 / 3
         self._folder = Path(config.getoption("--suite-folder"))
         names = Path(config.getoption("--suite-tests"))
         self._names = names.read_text().splitlines() if names.is_file() else None
@@ -86,6 +94,9 @@ class Suite:
         self._chosen: set[str] = set()
         self._reports: list[pytest.TestReport] = []
         self._put_in()
+        if self._store is not None:
+            # Tests draw the data of their parameters when they are collected.
+            _seed(0)
 
     def _put_in(self) -> None:
         choose, init = _AcceleratorConnector._choose_strategy, _AcceleratorConnector._init_strategy
@@ -96,10 +107,12 @@ class Suite:
                 return strategy
             self._chosen.add("single_device")
             if self._mode == "world1":
-                return strategies.for_one_process()
+                return strategies.for_one_process(self._timeout)
             if self._mode == "lockstep":
-                return strategies.for_lockstep(self._rank, self._port)
-            return strategies.ddp_for_lockstep(self._rank, self._port) if self._mode == "control" else strategy
+                return strategies.for_lockstep(self._rank, self._port, self._timeout)
+            if self._mode == "control":
+                return strategies.ddp_for_lockstep(self._rank, self._port, self._timeout)
+            return strategy
 
         def init_strategy(connector: _AcceleratorConnector) -> None:
             init(connector)
@@ -107,15 +120,15 @@ class Suite:
                 # In lockstep it was put in by us.
                 self._chosen.add("ddp")
                 if self._mode == "ddp":
-                    connector.strategy = strategies.in_place_of(connector.strategy)
+                    connector.strategy = strategies.in_place_of(connector.strategy, self._timeout)
 
         patch.object(_AcceleratorConnector, "_choose_strategy", choose_strategy).start()
         patch.object(_AcceleratorConnector, "_init_strategy", init_strategy).start()
         if self._mode != "plain":
             # SLURM always sets these variables, and Lightning's tests do not; DDP would ask for them too.
-            for name, variable in (("node_rank", "NODEID"), ("local_rank", "LOCALID"), ("global_rank", "PROCID")):
-                rank = partial(_rank_of_slurm, f"SLURM_{variable}")
-                patch.object(SLURMEnvironment, name, lambda _, rank=rank: rank()).start()
+            for name, variable, default in SLURM_VARIABLES:
+                value = partial(_variable, f"SLURM_{variable}", default)
+                patch.object(SLURMEnvironment, name, lambda _, value=value: value()).start()
         # Lightning's modules have nothing that tensor parallelism could cut.
         patch.object(model_checks, "warn_of_unused_axes", lambda *_: None).start()
 
@@ -171,9 +184,7 @@ class Suite:
         if self._store is None:
             return
         # Without it every rank would draw its own data.
-        seed_everything(zlib.crc32(name.encode()), verbose=False)
-        for variable in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
-            os.environ.pop(variable, None)
+        _seed(zlib.crc32(name.encode()))
         try:
             if self._rank == 0:
                 with closing(socket()) as free:
@@ -195,8 +206,14 @@ class Suite:
             shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _rank_of_slurm(variable: str) -> int:
-    return int(os.environ.get(variable, "0"))
+def _seed(seed: int) -> None:
+    seed_everything(seed, verbose=False)
+    for variable in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
+        os.environ.pop(variable, None)
+
+
+def _variable(name: str, default: str) -> int:
+    return int(os.environ.get(name, default))
 
 
 def _out_of_time(signal_number: int, frame: FrameType | None) -> None:

@@ -1,6 +1,7 @@
 """The strategies that are put in: of one process, of two in lockstep, and in place of DDP, by Lightning's launchers."""
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -13,8 +14,6 @@ from typing_extensions import override
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.checkpoint import CheckpointConfig
 
-# Less than a test may take, so that a rank whose peer has gone another way fails by itself.
-TIMEOUT_SECONDS = 20.0
 NUM_LOCKSTEP_RANKS = 2
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
@@ -106,34 +105,35 @@ class ProcessesStrategy(MegatronStrategy):
         self._launcher = ProcessesLauncher(self, self._start_method, self._prepare_run)
 
 
-def for_one_process() -> Strategy:
+def for_one_process(timeout_seconds: float) -> Strategy:
     """The strategy at world size 1."""
-    return MegatronStrategy(checkpoint=single_file(), timeout_seconds=TIMEOUT_SECONDS)
+    return MegatronStrategy(checkpoint=single_file(), timeout_seconds=timeout_seconds)
 
 
-def for_lockstep(rank: int, port: int) -> Strategy:
+def for_lockstep(rank: int, port: int, timeout_seconds: float) -> Strategy:
     """The strategy of one of two ranks under tp 2."""
     return MegatronStrategy(
         tensor_model_parallel_size=NUM_LOCKSTEP_RANKS,
         checkpoint=single_file(),
-        timeout_seconds=TIMEOUT_SECONDS,
+        timeout_seconds=timeout_seconds,
         parallel_devices=[torch.device("cpu")] * NUM_LOCKSTEP_RANKS,
         cluster_environment=LockstepEnvironment(rank, port),
     )
 
 
-def ddp_for_lockstep(rank: int, port: int) -> Strategy:
+def ddp_for_lockstep(rank: int, port: int, timeout_seconds: float) -> Strategy:
     """Lightning's own DDP of one of two ranks: what it fails in lockstep is no matter of ours."""
     return DDPStrategy(
         parallel_devices=[torch.device("cpu")] * NUM_LOCKSTEP_RANKS,
         cluster_environment=LockstepEnvironment(rank, port),
         process_group_backend="gloo",
+        timeout=timedelta(seconds=timeout_seconds),
     )
 
 
-def in_place_of(ddp: DDPStrategy) -> Strategy:
+def in_place_of(ddp: DDPStrategy, timeout_seconds: float) -> Strategy:
     """The strategy of data-parallel ranks that are started as those of `ddp`."""
-    options: dict[str, Any] = {"checkpoint": single_file(), "timeout_seconds": TIMEOUT_SECONDS}
+    options: dict[str, Any] = {"checkpoint": single_file(), "timeout_seconds": timeout_seconds}
     start_method: StartMethod = ddp._start_method
     return MegatronStrategy(**options) if start_method == "popen" else ProcessesStrategy(start_method, **options)
 
