@@ -71,6 +71,7 @@ from lightning_megatron.trainer.resume import data_position, run_state
 from lightning_megatron.trainer.run import ActiveRun, FitRecord
 from lightning_megatron.trainer.setup import (
     checks,
+    expert_replicas,
     fp8_layers,
     initial_sync,
     metric_sync,
@@ -549,9 +550,11 @@ class MegatronStrategy(ParallelStrategy):
             )
         if trainer.training:
             return dataloader
+        # Not those of the steps: Lightning's batch size finder sets up loaders in its hook `setup`, before them.
+        linked = expert_replicas.linked_dp_ranks(self._require_module(), self.mesh)
         if is_stream(dataloader) and not trainer.predicting:
-            return join_uneven(dataloader, self.mesh.dp, self.root_device, share_experts=self.steps.linked.size > 1)
-        return join_uneven(dataloader, self.steps.linked, self.root_device)
+            return join_uneven(dataloader, self.mesh.dp, self.root_device, share_experts=linked.size > 1)
+        return join_uneven(dataloader, linked, self.root_device)
 
     @override
     def on_train_start(self) -> None:

@@ -24,7 +24,7 @@ from typing import Any
 from torch.distributed import TCPStore
 
 from tests.lightning_suite.plugin import GRACE_SECONDS, LOCKSTEP_MODES
-from tests.lightning_suite.report import Outcome, is_green, page
+from tests.lightning_suite.report import Outcome, is_consequence, is_green, page
 from tests.lightning_suite.strategies import NUM_LOCKSTEP_RANKS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,7 +32,9 @@ MODES = {"world1": "single_device", "lockstep": "single_device", "ddp": "ddp"}
 # What the tests expect of pytest, from their repository's pyproject.toml, which a copy of the tests alone lacks.
 PYTEST_INI = """[pytest]
 addopts = --strict-markers --disable-pytest-warnings
-markers = cloud: Run the cloud tests for example
+markers =
+    cloud: Run the cloud tests for example
+    flaky: Run again where they fail, by a plugin
 xfail_strict = true
 filterwarnings =
     error::FutureWarning
@@ -105,13 +107,15 @@ class Run:
         return [name for name, result in plain.items() if is_green(result) and MODES[mode] in result["chosen"]]
 
     def results(self, mode: str, place: str) -> Results:
-        """Result of each test that all ranks have finished: the first one that is not green, if there is one."""
+        """Result of each test that all ranks have finished: the failure that came first, if there is one."""
         of_ranks = [_read(self._file(mode, place, rank)) for rank in range(_num_ranks(mode))]
         merged: Results = {}
         for name in of_ranks[0]:
             if all(name in results for results in of_ranks):
-                found = [results[name] for results in of_ranks]
-                merged[name] = next((result for result in found if not is_green(result)), found[0])
+                found = [{**results[name], "rank": rank} for rank, results in enumerate(of_ranks)]
+                # A rank whose peer has left the test fails too; what it says is not why.
+                failed = sorted((one for one in found if not is_green(one)), key=is_consequence)
+                merged[name] = failed[0] if failed else found[0]
         return merged
 
     def all(self, mode: str, places: Iterable[str]) -> Results:

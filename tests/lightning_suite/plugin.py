@@ -85,6 +85,8 @@ class Suite:
         names = Path(config.getoption("--suite-tests"))
         self._names = names.read_text().splitlines() if names.is_file() else None
         self._results = Path(config.getoption("--suite-results"))
+        # Where a process was that had to be ended.
+        self._stacks = self._results.with_suffix(".stacks").open("a")
         self._store = None
         if self._mode in LOCKSTEP_MODES:
             port = int(config.getoption("--suite-port"))
@@ -162,7 +164,7 @@ class Suite:
         self._meet(item.nodeid)
         signal.signal(signal.SIGALRM, _out_of_time)
         signal.alarm(self._limit)
-        faulthandler.dump_traceback_later(self._limit + GRACE_SECONDS, exit=True)
+        faulthandler.dump_traceback_later(self._limit + GRACE_SECONDS, exit=True, file=self._stacks)
         try:
             return (yield)
         finally:

@@ -39,6 +39,12 @@ A test that takes longer than its time limit has failed.
 """
 
 
+_CONSEQUENCE = re.compile(
+    r"(closed|reset) by peer|Timed out waiting|wait timeout after|DistStoreError|ran out of time|the process ended|"
+    "this rank failed after another one"
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
     """What became of the tests of one mode."""
@@ -67,7 +73,7 @@ class Outcome:
         return sum(len(names) for reason, names in self.failures() if reason is None)
 
     def _reason_of(self, name: str, result: Result) -> Reason | None:
-        reason = reason_of(self.mode, name, result["message"])
+        reason = reason_of(self.mode, name, result["message"], result.get("rank", 0))
         other = self.control.get(name)
         if reason is None and other is not None and not is_green(other) and _first_line(other) == _first_line(result):
             return CONTROL
@@ -77,6 +83,11 @@ class Outcome:
 def is_green(result: Result) -> bool:
     """Whether the test passed."""
     return bool(result["outcome"] == "passed")
+
+
+def is_consequence(result: Result) -> bool:
+    """Whether a rank failed because another one had left the test."""
+    return bool(_CONSEQUENCE.search(result.get("message", "")))
 
 
 def page(plain: Mapping[str, Result], outcomes: Sequence[Outcome]) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 
 import lightning as L
 import pytest
+from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.nn import functional
@@ -201,3 +202,19 @@ def test_a_loader_that_is_set_up_by_hand_outside_of_a_run_stays_as_it_is() -> No
     trainer._data_connector.attach_data(module, val_dataloaders=loader)
     trainer.validate_loop.setup_data()
     assert trainer.val_dataloaders is loader
+
+
+@pytest.mark.parametrize("what", ["fit", "validate"])
+def test_the_batch_size_finder_finds_one_for_training_and_for_evaluation(what: Any, tmp_path: Path) -> None:
+    class Sized(Small):
+        batch_size = 2
+
+        def train_dataloader(self) -> Any:
+            return DataLoader(ROWS, batch_size=self.batch_size)
+
+        val_dataloader = train_dataloader
+
+    module = Sized()
+    trainer = make_trainer(Layout(), default_root_dir=tmp_path)
+    assert Tuner(trainer).scale_batch_size(module, method=what, max_trials=2, steps_per_trial=1) == module.batch_size
+    assert module.batch_size > 2
