@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,9 +76,7 @@ def main() -> int:
             if mode == "lockstep":
                 failed = [name for name, result in suite.results(mode, place).items() if not is_green(result)]
                 suite.run("control", place, failed)
-    outcomes = [
-        Outcome(mode=mode, results=suite.all(mode, places), control=suite.all("control", places)) for mode in modes
-    ]
+    outcomes = [suite.outcome(mode, places) for mode in modes]
     text = page(suite.all("plain", places), outcomes)
     if options.write:
         options.write.write_text(text)
@@ -121,6 +119,17 @@ class Run:
     def all(self, mode: str, places: Iterable[str]) -> Results:
         """Result of each test of the places."""
         return {name: result for place in places for name, result in self.results(mode, place).items()}
+
+    def outcome(self, mode: str, places: Sequence[str]) -> Outcome:
+        """What became of the tests of a mode."""
+        names = [name for place in places for name in self.to_inject(mode, place)]
+        results = self.all(mode, places)
+        return Outcome(
+            mode=mode,
+            num_tests=len(names),
+            results={name: results[name] for name in names if name in results},
+            control=self.all("control", places) if mode == "lockstep" else {},
+        )
 
     def run(self, mode: str, place: str, names: list[str] | None, *, again: bool = False) -> None:
         """Runs the tests that have no result yet; again where a process ended before its tests did."""

@@ -50,6 +50,8 @@ class Outcome:
     """What became of the tests of one mode."""
 
     mode: str
+    num_tests: int
+    """Tests that are green without injection and choose what the mode replaces."""
     results: Mapping[str, Result]
     control: Mapping[str, Result]
     """Results of the tests that failed in lockstep, under Lightning's DDP."""
@@ -105,13 +107,14 @@ def page(plain: Mapping[str, Result], outcomes: Sequence[Outcome]) -> str:
     lines += _listed([f"{_short(name)}: {_first_line(result)}" for name, result in plain.items() if _is_failed(result)])
     lines += [
         "\n## With MegatronStrategy\n",
-        "| mode | tests | green | fail for a reason below | fail | right |",
-        "|---|--:|--:|--:|--:|--:|",
+        "| mode | tests | not run | green | fail for a reason below | fail | right |",
+        "|---|--:|--:|--:|--:|--:|--:|",
     ]
     for outcome in outcomes:
         total, green, bare = len(outcome.results), outcome.num_green, outcome.num_without_reason
         right = f"{100 * (total - bare) / total:.1f}%" if total else ""
-        lines.append(f"| {outcome.mode} | {total:,} | {green:,} | {total - green - bare} | {bare} | {right} |")
+        counts = f"{outcome.num_tests:,} | {outcome.num_tests - total:,} | {green:,} | {total - green - bare} | {bare}"
+        lines.append(f"| {outcome.mode} | {counts} | {right} |")
     for outcome in outcomes:
         lines.append(f"\n## Failures: {outcome.mode}")
         for reason, names in outcome.failures():
