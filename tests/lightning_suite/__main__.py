@@ -126,7 +126,7 @@ class Run:
         results = self.all(mode, places)
         return Outcome(
             mode=mode,
-            num_tests=len(names),
+            names=names,
             results={name: results[name] for name in names if name in results},
             control=self.all("control", places) if mode == "lockstep" else {},
         )

@@ -50,11 +50,17 @@ class Outcome:
     """What became of the tests of one mode."""
 
     mode: str
-    num_tests: int
+    names: Sequence[str]
     """Tests that are green without injection and choose what the mode replaces."""
     results: Mapping[str, Result]
+    """Results of those of them that have run."""
     control: Mapping[str, Result]
     """Results of the tests that failed in lockstep, under Lightning's DDP."""
+
+    @property
+    def num_left(self) -> Counter[str]:
+        """Tests that have not run, by folder."""
+        return Counter(_short(name).split("/")[0] for name in self.names if name not in self.results)
 
     @property
     def num_green(self) -> int:
@@ -113,8 +119,12 @@ def page(plain: Mapping[str, Result], outcomes: Sequence[Outcome]) -> str:
     for outcome in outcomes:
         total, green, bare = len(outcome.results), outcome.num_green, outcome.num_without_reason
         right = f"{100 * (total - bare) / total:.1f}%" if total else ""
-        counts = f"{outcome.num_tests:,} | {outcome.num_tests - total:,} | {green:,} | {total - green - bare} | {bare}"
+        counts = f"{len(outcome.names):,} | {outcome.num_left.total():,} | {green:,} | {total - green - bare} | {bare}"
         lines.append(f"| {outcome.mode} | {counts} | {right} |")
+    for outcome in outcomes:
+        if left := outcome.num_left:
+            told = ", ".join(f"{folder} ({num})" for folder, num in left.most_common())
+            lines.append(f"\nNot run yet in mode {outcome.mode}: {told}.")
     for outcome in outcomes:
         lines.append(f"\n## Failures: {outcome.mode}")
         for reason, names in outcome.failures():

@@ -45,8 +45,8 @@ def test_a_failure_is_of_a_reason_or_counted_as_ours() -> None:
         # It fails too, but in another way.
         result("wrong", "failed", "AssertionError: assert 0.5 == 2.0"),
     )
-    alone = Outcome(mode="world1", num_tests=5, results=results, control={})
-    in_step = Outcome(mode="lockstep", num_tests=4, results=results, control=control)
+    alone = Outcome(mode="world1", names=[*results, TEST + "left"], results=results, control={})
+    in_step = Outcome(mode="lockstep", names=[*results], results=results, control=control)
     assert (alone.num_green, alone.num_without_reason, in_step.num_without_reason) == (1, 2, 1)
     text = page(results, [alone, in_step])
     assert "| world1 | 5 | 1 | 1 | 1 | 2 | 50.0% |" in text
