@@ -184,8 +184,7 @@ def _loss(of: Evidence) -> Found:
         if kind == "sum" or (of.factor is not None and parts > 1 and _near(of.factor, 1 / parts, 1e-6)):
             return (
                 f"the loss is a sum over rows, and a step takes the mean over {of.counts}: a factor of 1/{parts}",
-                'return a mean; or say what the sum is over, {"loss": total / count, "loss_weight": count}, and '
-                "multiply the learning rate by the count",
+                'say that it is a sum: return {"loss": loss, "loss_reduction": "sum"}; or return a mean',
             )
         if kind == "own mean":
             return (
@@ -257,7 +256,8 @@ def _of_a_part(of: Evidence) -> Found:
     return (
         f"{of.first.name!r} is read off gradients or weights, of which a rank has only a part"
         + (", and ranks log different values" if of.has_different_copies else ""),
-        "trainer.strategy.gradient_norm is the norm of the whole model where Trainer(gradient_clip_val=...) clips",
+        "use grad_norm(self), weight_norm(self) and named_gradients(self) of lightning_megatron, which are the full "
+        "model's on every rank",
     )
 
 
@@ -310,7 +310,8 @@ def _clipped(of: Evidence) -> Found:
     return (
         f"a hook or configure_gradient_clipping changed gradients by something that a rank has a part of{numbers}: "
         "the norm of its own gradients is not the model's",
-        "clip by Trainer(gradient_clip_val=...) or self.clip_gradients(...), which take the norm of the whole model",
+        "clip by Trainer(gradient_clip_val=...), self.clip_gradients(...) or clip_grad_norm_(self, max_norm) of "
+        "lightning_megatron, which take the norm of the full model",
     )
 
 

@@ -71,7 +71,7 @@ class _LogEntry:
         if self.metric is not None:
             return "mean"
         function = self.options.get("reduce_fx", "mean")
-        name = function if isinstance(function, str) else getattr(function, "__name__", "")
+        name = function.lower() if isinstance(function, str) else getattr(function, "__name__", "")
         if name in _REDUCTIONS:
             return _REDUCTIONS[name]
         raise ValueError(
