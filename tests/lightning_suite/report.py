@@ -60,7 +60,7 @@ class Outcome:
     @property
     def num_left(self) -> Counter[str]:
         """Tests that have not run, by folder."""
-        return Counter(_short(name).split("/")[0] for name in self.names if name not in self.results)
+        return Counter(_short(name).split("::")[0].split("/")[0] for name in self.names if name not in self.results)
 
     @property
     def num_green(self) -> int:
