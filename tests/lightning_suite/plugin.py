@@ -37,7 +37,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 from torch.distributed import TCPStore
 
-from lightning_megatron.trainer.setup import model_checks
+from lightning_megatron.trainer.setup import early_model_checks, model_checks
 from tests.lightning_suite import strategies
 
 LOCKSTEP_MODES = ("lockstep", "control")
@@ -132,7 +132,8 @@ class Suite:
                 value = partial(_variable, f"SLURM_{variable}", default)
                 patch.object(SLURMEnvironment, name, lambda _, value=value: value()).start()
         # Lightning's modules have nothing that tensor parallelism could cut.
-        patch.object(model_checks, "warn_of_unused_axes", lambda *_: None).start()
+        for checks in (model_checks, early_model_checks):
+            patch.object(checks, "unused_axis_faults", lambda *_: []).start()
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
