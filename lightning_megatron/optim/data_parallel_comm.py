@@ -71,6 +71,13 @@ class DataParallelComm:
         if self._hook_gradients is not None:
             self._hook_gradients.take()
 
+    def free_gradients(self, *, dropped: bool) -> None:
+        """New gradients are about to be made; what hooks did to the old ones is taken over, unless those are "
+        "dropped."""
+        if self._hook_gradients is not None:
+            self._hook_gradients.end(dropped=dropped)
+        self.gradients.free(dropped=dropped)
+
     # --- weights ----------------------------------------------------------------------------------------------------
 
     def prepare_step(self) -> None:

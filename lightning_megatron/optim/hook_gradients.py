@@ -61,6 +61,12 @@ class HookGradients:
                 self._give(bucket, parameter)
             self._versions[bucket] = bucket.gradient._version
 
+    def end(self, *, dropped: bool) -> None:
+        """The buckets are about to be used for new gradients."""
+        if not dropped:
+            self.take()
+        self._shown, self._versions = {}, {}
+
     def _give(self, bucket: Bucket, parameter: nn.Parameter) -> None:
         """Gives a parameter's master weight its part of the gradient that the parameter has, or none."""
         shard = self._shards.get(parameter)

@@ -2,16 +2,17 @@
 
 In a hook a rank sees the weights that it holds: those of its pipeline stage, its slices of what is cut over
 tensor-parallel ranks. A norm over `module.parameters()` there is not the model's. The functions here talk over the
-ranks, so every rank calls them alike; under another strategy than MegatronStrategy they do what torch does.
+ranks, so every rank calls them alike. Where Lightning holds the whole model on each rank (one device, DDP) they do what
+torch does.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import lightning.pytorch as pl
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_megatron.checkpoint.state import Slot
 from lightning_megatron.comm import collectives
@@ -41,7 +42,7 @@ def named_gradients(module: pl.LightningModule) -> Iterator[tuple[str, Tensor | 
     """
     slices, mesh = _gradients(module), _mesh_of(module)
     shapes = _shapes(slices, mesh)
-    present = _norms(slices, list(shapes), math.inf, mesh)
+    present = _norms(slices, list(shapes), math.inf, mesh, _device_of(module))
     for name, (shape, dtype) in shapes.items():
         if name not in present:
             yield name, None
@@ -97,16 +98,15 @@ def _with_total(
     if not power > 0:
         raise ValueError(f"norm_type ({norm_type!r}) must be a positive number or 'inf'")
     mesh = _mesh_of(module)
-    norms = _norms(slices, list(_shapes(slices, mesh)), power, mesh)
+    norms = _norms(slices, list(_shapes(slices, mesh)), power, mesh, _device_of(module))
     found = {f"{prefix}_{power}_norm{separator}{name}": norm for name, norm in norms.items()}
     if norms:
         found[f"{prefix}_{power}_norm_total"] = torch.linalg.vector_norm(torch.stack(list(norms.values())), power)
     return found
 
 
-def _norms(slices: list[_Slice], names: list[str], power: float, mesh: Mesh) -> dict[str, Tensor]:
+def _norms(slices: list[_Slice], names: list[str], power: float, mesh: Mesh, device: torch.device) -> dict[str, Tensor]:
     """The norm of each of `names` that any rank has a tensor of, float64 []. Collective over the world."""
-    device = slices[0].slot.parameter.device if slices else torch.device("cpu")
     sums = torch.zeros(len(names), dtype=torch.float64, device=device)
     present, index = torch.zeros_like(sums), {name: i for i, name in enumerate(names)}
     for each in slices:
@@ -139,7 +139,9 @@ def _shapes(slices: list[_Slice], mesh: Mesh) -> dict[str, tuple[tuple[int, ...]
 
 
 def _gradients(module: pl.LightningModule) -> list[_Slice]:
-    dp_comm = _comm_of(module)
+    strategy, dp_comm = module.trainer.strategy, _comm_of(module)
+    if isinstance(strategy, MegatronStrategy):
+        strategy.require_gradients("a norm or list of gradients")
     if dp_comm is None:
         return [
             _Slice(slot=Slot.full(name, parameter), tensor=parameter.grad, is_counted=True)
@@ -147,30 +149,33 @@ def _gradients(module: pl.LightningModule) -> list[_Slice]:
             if parameter.requires_grad
         ]
     dp_comm.take_gradients()
-    gradients, slices = dp_comm.gradients, []
+    return [each for each in _stepped(dp_comm, of=lambda tensor: tensor.grad) if each.slot.parameter.requires_grad]
+
+
+def _stepped(dp_comm: DataParallelComm, of: Callable[[nn.Parameter], Tensor | None]) -> list[_Slice]:
+    """What `of` makes of each tensor that optimizers may step on this rank."""
+    gradients = dp_comm.gradients
     slots = {shard.tensor: (shard.range.start, shard.range.end) for shard in gradients.param_shards}
-    for param, tensor, is_shard in gradients.stepped():
-        if param.parameter.requires_grad:
-            slot = Slot(param.name, param.parameter, *slots.get(tensor, (0, tensor.numel())))
-            is_counted = param.is_counted and (is_shard or param.replicas.is_first)
-            slices.append(_Slice(slot=slot, tensor=tensor.grad, is_counted=is_counted))
-    return slices
+    return [
+        _Slice(
+            slot=Slot(param.name, param.parameter, *slots.get(tensor, (0, tensor.numel()))),
+            tensor=of(tensor),
+            is_counted=param.is_counted and (is_shard or param.replicas.is_first),
+        )
+        for param, tensor, is_shard in gradients.stepped()
+    ]
 
 
 def _weights(module: pl.LightningModule) -> list[_Slice]:
-    dp_comm = _comm_of(module)
+    strategy, dp_comm = module.trainer.strategy, _comm_of(module)
+    if isinstance(strategy, MegatronStrategy):
+        strategy.refuse_in_schedule("a norm of weights")
     if dp_comm is None:
         named = module.named_parameters()
         return [_Slice(slot=Slot.full(name, weight), tensor=weight, is_counted=True) for name, weight in named]
     dp_comm.gather_all()
-    return [
-        _Slice(
-            slot=Slot.full(param.name, param.parameter),
-            tensor=param.shard.valid(param.parameter),
-            is_counted=param.is_counted and param.replicas.is_first,
-        )
-        for param in dp_comm.gradients.params
-    ]
+    # The master weights, where there are some.
+    return _stepped(dp_comm, of=lambda tensor: tensor)
 
 
 def _comm_of(module: pl.LightningModule) -> DataParallelComm | None:

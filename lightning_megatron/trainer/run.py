@@ -132,7 +132,9 @@ class ActiveRun:
         if lines := differing_copies(self.dp_comm.gradients, mesh):
             raise RuntimeError(
                 f"weights that several ranks hold differ after step {step}:\n{bullet_list(lines)}\na hook or a callback"
-                " changed them on some ranks only, or a rank computes wrongly; go on from the last checkpoint"
+                " changed them on some ranks only, a kernel is not deterministic (torch.use_deterministic_algorithms), "
+                "or a rank computes wrongly; go on from the last checkpoint. "
+                "OptimizerConfig(check_replicas_every_n_steps=-1) looks at none"
             )
 
     def fail(self, exception: BaseException) -> None:

@@ -679,7 +679,7 @@ class MegatronStrategy(ParallelStrategy):
 
     @override
     def barrier(self, name: str | None = None) -> None:
-        self._refuse_in_schedule("barrier")
+        self.refuse_in_schedule("strategy.barrier")
         if name == "run-stage" and self._run is not None and self._run.preemption is not None:
             # Lightning's first call of a strategy after it has registered its signal handlers.
             self._run.preemption.take_over()
@@ -688,13 +688,13 @@ class MegatronStrategy(ParallelStrategy):
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        self._refuse_in_schedule("broadcast")
+        self.refuse_in_schedule("strategy.broadcast")
         return obj if self._connections is None else collectives.broadcast_object(obj, self.mesh.world, src)
 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """The tensor reduced over data-parallel ranks: model-parallel ranks hold copies, not further terms."""
-        self._refuse_in_schedule("reduce")
+        self.refuse_in_schedule("strategy.reduce")
         if not isinstance(tensor, Tensor) or self._connections is None or group is REDUCED:
             return tensor
         return reduced(tensor, self.mesh.dp, reduce_op)
@@ -710,7 +710,7 @@ class MegatronStrategy(ParallelStrategy):
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """The tensors of all data-parallel ranks: [dp, *shape]."""
-        self._refuse_in_schedule("all_gather")
+        self.refuse_in_schedule("strategy.all_gather")
         axis = self.mesh.dp if self._connections is not None else Mesh.single().dp
         if axis.size == 1:
             # Lightning without processes adds no dim either.
@@ -720,10 +720,21 @@ class MegatronStrategy(ParallelStrategy):
         with torch.no_grad():
             return collectives.all_gather(tensor.unsqueeze(0), axis)
 
-    def _refuse_in_schedule(self, what: str) -> None:
+    def require_gradients(self, what: str) -> None:
+        """Raises RuntimeError where `what`, which talks over all ranks, is called within a schedule, or where gradients
+        of a batch that only accumulates are not summed over data-parallel ranks yet."""
+        self.refuse_in_schedule(what)
+        if not self._require_run().is_synchronised:
+            raise RuntimeError(
+                f"{what} was called for a batch that only accumulates (accumulate_grad_batches), whose gradients are "
+                "not summed over data-parallel ranks yet; call it in on_before_optimizer_step"
+            )
+
+    def refuse_in_schedule(self, what: str) -> None:
+        """Raises RuntimeError where `what`, which talks over all ranks, is called while a schedule runs."""
         if self._run is not None and self._run.steps is not None and self._run.steps.is_scheduled:
             raise RuntimeError(
-                f"strategy.{what} was called inside training_step while a pipeline schedule runs; the stages are at "
+                f"{what} was called inside training_step while a pipeline schedule runs; the stages are at "
                 "different microbatches and would wait for each other for ever. Call it in a hook around the step, or "
                 'use MegatronStrategy(pipeline=PipelineConfig(mode="collective"))'
             )

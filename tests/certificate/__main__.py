@@ -230,7 +230,12 @@ def main() -> int:
     """The exit code."""
     parser = argparse.ArgumentParser(prog="python -m tests.certificate", description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
-        "--layouts", nargs="+", choices=list(ALL_LAYOUTS), default=list(ALL_LAYOUTS), help="some rows only"
+        "--layouts",
+        nargs="+",
+        choices=list(ALL_LAYOUTS),
+        default=list(ALL_LAYOUTS),
+        metavar="ROW",
+        help="some rows only",
     )
     parser.add_argument("--write", type=Path, metavar="FILE", help="a Markdown page to write all of it to")
     arguments = parser.parse_args()

@@ -121,7 +121,9 @@ def require_untied_outside(module: nn.Module, mesh: Mesh) -> None:
         return
     models = pipelined_modules(module).values()
     inside = {child for model in models for child in model.modules()}
-    weights = {weight: name for name, weight in module.named_parameters() if name in names_inside(module)}
+    own_names = names_inside(module)
+    named = module.named_parameters(remove_duplicate=False)
+    weights = {weight: name for name, weight in named if name in own_names}
     own = {
         f"{name}.{key} ({weights[weight]})"
         for name, child in module.named_modules()

@@ -3,10 +3,12 @@
 A hook sees the gradients that its rank holds. One that clips by their norm scales each rank's by another factor; one
 that adds noise makes copies of a weight drift apart. In the first steps in which hooks change gradients, each is
 compared with what it was before: a factor must be that of all ranks, and copies of a weight must have one gradient.
+Pipeline stages may have factors of their own, as long as those stay what they are.
 """
 
 import math
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
@@ -28,6 +30,29 @@ _WAY_OUT = (
 )
 
 
+@dataclass(frozen=True)
+class _Entry:
+    """A gradient that is about to be stepped."""
+
+    param: ModelParam
+    size: int
+    """Elements of it on this rank."""
+    is_shard: bool
+    before: Tensor
+    """Fingerprint before the hooks."""
+    after: Tensor
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether hooks changed it."""
+        return not torch.equal(self.before.nan_to_num(), self.after.nan_to_num())
+
+    @property
+    def factor(self) -> float:
+        """The factor by which it was scaled; NaN where something else was done to it, or one element tells nothing."""
+        return _factor(self.before, self.after) if self.size > 1 else torch.nan
+
+
 class HookCheck:
     """Compares the gradients before the hooks called `names` with those after them, over the ranks of a fit."""
 
@@ -35,16 +60,17 @@ class HookCheck:
         self._gradients = gradients
         self._names = ", ".join(names)
         self._num_compared = self._num_watched = 0
-        self._has_warned = False
-        # Fingerprints of gradients by stepped tensor, from the reduction to the end of the hooks.
-        self._before: dict[Tensor, Tensor] = {}
+        # Factors by global rank of the first step in which stages had several.
+        self._stage_factors: dict[int, float] | None = None
+        # Fingerprints of gradients by stepped tensor, from the reduction to the end of the hooks; a rank may step none.
+        self._before: dict[Tensor, Tensor] | None = None
 
     def begin(self) -> None:
         """Gradients were reduced, and hooks come next."""
         if self._num_compared < _NUM_COMPARED and self._num_watched < _NUM_WATCHED:
             self._before = {tensor: _fingerprint(tensor) for _, tensor, _ in self._gradients.stepped()}
         else:
-            self._before = {}
+            self._before = None
 
     @torch.no_grad()
     def end(self, stepped: Collection[Tensor], step: int) -> None:
@@ -52,11 +78,11 @@ class HookCheck:
 
         Raises RuntimeError, on all ranks, where hooks did different things on different ranks.
         """
-        if not self._before:
+        if self._before is None:
             return
         mesh, entries = self._gradients.mesh, list(self._own(stepped))
         differing, factors = self._compared(entries, mesh.axis("dp+cp"), mesh.tp)
-        is_changed = any(not torch.equal(before, after) for _, _, before, after in entries)
+        is_changed = any(entry.is_changed for entry in entries)
         held = {param.name: param.holders is not None for param in self._gradients.params}
         copied = {name: factor for name, factor in factors.items() if held[name]}
         own = [factor for name, factor in factors.items() if not held[name]]
@@ -71,60 +97,70 @@ class HookCheck:
                 lines.add(name)
         self._judge(sorted(lines), [factor for _, _, factor, _ in found], step)
 
-    def _own(self, stepped: Collection[Tensor]) -> Iterator[tuple[ModelParam, bool, Tensor, Tensor]]:
-        """Each gradient that is about to be stepped, whether it is a shard, and its fingerprints before and after."""
+    def _own(self, stepped: Collection[Tensor]) -> Iterator[_Entry]:
+        """Each gradient that is about to be stepped."""
+        known = self._before or {}
         for param, tensor, is_shard in self._gradients.stepped():
-            if tensor in self._before and tensor in stepped:
-                yield param, is_shard, self._before[tensor], _fingerprint(tensor)
+            if tensor in known and tensor in stepped:
+                yield _Entry(param, tensor.numel(), is_shard, known[tensor], _fingerprint(tensor))
 
-    def _compared(
-        self, entries: list[tuple[ModelParam, bool, Tensor, Tensor]], dp_cp: Axis, tp: Axis
-    ) -> tuple[list[str], dict[str, float]]:
+    def _compared(self, entries: list[_Entry], dp_cp: Axis, tp: Axis) -> tuple[list[str], dict[str, float]]:
         """Names of this stage's weights to which its ranks did different things, and the factors of the gradients that
         were scaled, or left alone."""
         # The same weights in the same order on all ranks of a stage, whichever of them they step.
         names = sorted(param.name for param in self._gradients.params)
         rows = {name: i for i, name in enumerate(names)}
-        nothing = torch.full((len(names), 4), torch.nan, dtype=torch.float64, device=self._gradients.device)
+        nothing = torch.full((len(names), 7), torch.nan, dtype=torch.float64, device=self._gradients.device)
         tables = {dp_cp: nothing, tp: nothing.clone()}
-        for param, is_shard, before, after in entries:
+        for entry in entries:
+            param = entry.param
             is_copied = {
-                dp_cp: not is_shard and param.replicas.ranks == dp_cp.ranks,
+                dp_cp: not entry.is_shard and param.replicas.ranks == dp_cp.ranks,
                 tp: tp.ranks in [axis.ranks for axis in param.shard.replicas],
             }
             for axis, table in tables.items():
-                table[rows[param.name], 0] = _factor(before, after) if param.parameter.numel() > 1 else torch.nan
+                table[rows[param.name], 0] = entry.factor
                 if is_copied[axis]:
-                    table[rows[param.name], 1:] = after
+                    table[rows[param.name], 1:] = torch.cat([entry.before, entry.after])
         differing: set[str] = set()
         factors = torch.full_like(nothing[:, 0], -torch.inf)
         for axis, table in tables.items():
             low, high = _range_over(table, axis)
-            scales = torch.cat([high[:, :1].abs(), high[:, 1:2].expand(-1, 3)], dim=1)
-            is_off = (high - low > _TOLERANCE * scales).any(1)
-            differing |= {names[i] for i in is_off.nonzero().flatten().tolist()}
+            norms = high[:, [1, 4]].repeat_interleave(3, dim=1)
+            is_off = high - low > _TOLERANCE * torch.cat([high[:, :1].abs(), norms], dim=1)
+            # Copies that differed before the hooks are none of theirs.
+            by_hooks = is_off[:, 0] | (is_off[:, 4:].any(1) & ~is_off[:, 1:4].any(1))
+            differing |= {names[i] for i in by_hooks.nonzero().flatten().tolist()}
             factors = torch.maximum(factors, high[:, 0])
         known = zip(names, factors.tolist(), strict=True)
         return sorted(differing), {name: factor for name, factor in known if math.isfinite(factor)}
 
     def _judge(self, differing: list[str], factors: list[float | None], step: int) -> None:
         known = {rank: factor for rank, factor in enumerate(factors) if factor is not None}
-        scaled = {rank: factor for rank, factor in known.items() if abs(factor - 1) > _TOLERANCE}
         told = ", ".join(f"rank {rank}: {factor:.4g}" for rank, factor in known.items())
         what = f"{self._names} changed the gradients of step {step}"
         if differing:
             raise RuntimeError(
                 f"{what} differently on the ranks that hold a weight together:\n{bullet_list(differing)}\n{_WAY_OUT}"
             )
-        if scaled and max(scaled.values()) - min(scaled.values()) > _TOLERANCE * max(scaled.values()):
+        is_one = not known or max(known.values()) - min(known.values()) <= _TOLERANCE * max(known.values())
+        if is_one:
+            return
+        # A factor of its own for each layer stays what it is; that of clipping follows the gradients.
+        if self._stage_factors is not None and _differ(self._stage_factors, known):
             raise RuntimeError(f"{what} by another factor on each pipeline stage ({told}). {_WAY_OUT}")
-        if scaled and len(scaled) < len(known) and not self._has_warned:
-            self._has_warned = True
+        if self._stage_factors is None:
             rank_zero_warn(
-                f"{what} by a factor on some pipeline stages and not on others ({told}). That is right where the "
-                f"hook means these weights alone. {_WAY_OUT}",
+                f"{what} by another factor on each pipeline stage ({told}). That is right where the hook means layers "
+                f"to have factors of their own. {_WAY_OUT}",
                 category=UserWarning,
             )
+        self._stage_factors = known
+
+
+def _differ(before: dict[int, float], after: dict[int, float]) -> bool:
+    shared = before.keys() & after.keys()
+    return any(abs(before[rank] - after[rank]) > _TOLERANCE * max(before[rank], after[rank]) for rank in shared)
 
 
 def _fingerprint(tensor: Tensor) -> Tensor:

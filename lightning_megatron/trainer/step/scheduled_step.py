@@ -143,6 +143,13 @@ class ScheduledStep:
         for name, value in extras.items():
             if isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1):
                 self.log.take_output(name, value)
+                if not isinstance(value, bool) and _is_integer(value) and name not in self._told:
+                    self._told.add(name)
+                    step_checks.warn_of_stage(
+                        self.mesh,
+                        f"training_step returned the count {name!r} beside the loss, of which hooks get the mean over "
+                        'microbatches and data-parallel ranks; return a fraction, or log it with reduce_fx="sum"',
+                    )
             elif name not in self._told:
                 self._told.add(name)
                 step_checks.warn_of_stage(
@@ -166,3 +173,7 @@ class ScheduledStep:
                 "rank of a group would count the same microbatch, and groups differ; log numbers by self.log (a mean, "
                 'or reduce_fx="sum"), or update metrics in validation'
             )
+
+
+def _is_integer(value: float | Tensor) -> bool:
+    return not value.is_floating_point() if isinstance(value, Tensor) else isinstance(value, int)

@@ -15,8 +15,7 @@ from lightning_megatron.trainer.step.first_steps import NUM_CHECKED, all_close
 
 
 def warn_of_stage(mesh: Mesh, message: str) -> None:
-    """Warns on one of the ranks that hold a pipeline stage: what comes after the model call is seen by the last "
-    "alone."""
+    """Warns on one of the ranks that hold a pipeline stage; the last alone sees what comes after the model call."""
     if mesh.axis("dp+cp").is_first and mesh.tp.is_first:
         warnings.warn(message, UserWarning, stacklevel=2)
 
@@ -33,7 +32,9 @@ class LossCheck:
         if self._replica.size == 1 or self._num_checked >= NUM_CHECKED:
             return
         self._num_checked += 1
-        losses = collectives.gather_objects(None if loss is None else float(loss.detach()), self._replica)
+        # Manual optimization may return whatever it likes.
+        own = float(loss.detach()) if loss is not None and loss.numel() == 1 else None
+        losses = collectives.gather_objects(own, self._replica)
         known = [value for value in losses if value is not None]
         if not known or (len(known) == len(losses) and all_close(known)):
             return

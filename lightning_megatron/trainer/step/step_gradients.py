@@ -62,7 +62,7 @@ class StepGradients:
         gradients, num_batches = self.dp_comm.gradients, self._trainer.accumulate_grad_batches
         # Where Lightning is about to zero them anyway, they are freed before the schedule needs the memory.
         are_freed = self._frees and self._trainer.fit_loop.batch_idx % num_batches == 0
-        gradients.free(dropped=are_freed)
+        self.dp_comm.free_gradients(dropped=are_freed)
         aside = gradients.take(copied=not are_freed)
         if are_freed:
             aside = {}
@@ -86,7 +86,7 @@ class StepGradients:
 
     def end_scheduled(self, *, reduce_now: bool) -> None:
         """Puts the schedule's gradients on the parameters and, with `reduce_now`, sums them over dp."""
-        self.dp_comm.gradients.free(dropped=False)
+        self.dp_comm.free_gradients(dropped=False)
         self._set_summed_aside()
         self.dp_comm.gradients.add(self._pending)
         self._pending = {}
@@ -97,7 +97,7 @@ class StepGradients:
         self, loss: Tensor, differentiate: Differentiate, *, reduce_now: bool, has_several_stages: bool
     ) -> None:
         """Runs the backward of a batch and, with `reduce_now`, sums the gradients over dp."""
-        self.dp_comm.gradients.free(dropped=False)
+        self.dp_comm.free_gradients(dropped=False)
         self._set_summed_aside()
         # Several stages run a backward for each microbatch within this one.
         if reduce_now and not has_several_stages:
@@ -111,7 +111,7 @@ class StepGradients:
     def manual_backward(self, loss: Tensor, differentiate: Differentiate) -> None:
         """Runs a backward of manual optimization, and sums its own gradients: those before it are summed already."""
         gradients = self.dp_comm.gradients
-        gradients.free(dropped=False)
+        self.dp_comm.free_gradients(dropped=False)
         before = gradients.take(copied=True)
         self._differentiate(loss, differentiate)
         with hooked(self.step_hook, REDUCE):

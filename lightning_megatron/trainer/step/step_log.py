@@ -295,7 +295,8 @@ class StepLog:
             return [nothing, nothing]
         values = self._stack([tensor for _, tensor in entry.values])
         if entry.reduction == "sum":
-            return [(values / self._copies_of(microbatch for microbatch, _ in entry.values)).sum(), nothing]
+            total = (values / self._copies_of(microbatch for microbatch, _ in entry.values)).sum()
+            return [total, torch.tensor(sum(entry.sizes), dtype=torch.float64, device=self.device)]
         # A mean given with its batch size is one over rows; any other is one over what the microbatch's loss is.
         shares = weights[[microbatch for microbatch, _ in entry.values]] + _NOTHING
         if entry.is_sized:

@@ -69,6 +69,7 @@ class Steps:
         self._module = module
         self._mesh = mesh
         self._device = device
+        self._cutting = cutting
         self._user_step = user_step = UserStep(trainer, module, list(pipelined.values()), mesh, loaders)
         is_split = mesh.pp.size > 1 or not cutting.is_whole or prefetch is not None
         uses_schedule = is_split and pipeline.mode == "auto" and module.automatic_optimization
@@ -162,9 +163,13 @@ class Steps:
             share = torch.tensor(float(own), dtype=torch.float64, device=self._device)
             self._manual_share = share / collectives.all_reduce(share, dp_cp)
         self._log.num_copies, num_parts = self._user_step.num_copies, self._mesh.dp.size
-        with self._log.recording(), self._user_step.synced_random(), context(), self._buffer_watch.watching(num_parts):
+        # Over several stages the model's calls are cut.
+        num_calls = num_parts * (self._cutting.count_of(rows) if self._mesh.pp.size > 1 else 1)
+        with self._log.recording(), self._user_step.synced_random(), context(), self._buffer_watch.watching(num_calls):
             output = self._module.training_step(*args, **kwargs)
         loss, is_sum = loss_of(output), loss_reduction_of(output) == "sum"
+        if not self._module.automatic_optimization:
+            self._user_step.refuse_weights(output, num_parts)
         weight = self._user_step.loss_weight(output, rows, self._device, num_parts=num_parts)
         self._log.end_microbatch(loss, weight, rows, is_sum=is_sum)
         summary = self._log.replay(self._user_step.whereabouts)
@@ -204,7 +209,8 @@ class Steps:
         with self._user_step.counted():
             with self._log.recording(), self._user_step.synced_random(), context():
                 output = step(*args, **kwargs)
-            self._log.end_microbatch(None, self._user_step.loss_weight(output, rows, self._device), rows)
+            weight, is_sum = self._user_step.loss_weight(output, rows, self._device), loss_reduction_of(output) == "sum"
+            self._log.end_microbatch(loss_of(output) if is_sum else None, weight, rows, is_sum=is_sum)
             self._log.replay(self._user_step.whereabouts)
         return output
 

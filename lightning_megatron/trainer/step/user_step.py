@@ -123,6 +123,15 @@ class UserStep:
         call = (stage, fit_loop.epoch_loop.total_batch_idx, fit_loop.batch_idx, self.num_evaluated, index)
         return aligned_random(torch.initial_seed(), *call, microbatch)
 
+    def refuse_weights(self, output: Any, num_parts: int) -> None:
+        """Raises ValueError where a step under manual optimization says what its loss is over: too late to count."""
+        said = [key for key in OWN_KEYS[1:] if isinstance(output, dict) and output.get(key) is not None]
+        if said and num_parts > 1:
+            raise ValueError(
+                f"training_step returned {' and '.join(said)} under manual optimization, whose backwards have run by "
+                "then with the rows of each data-parallel rank as weights; weigh the loss before manual_backward"
+            )
+
     def loss_weight(self, output: Any, rows: float | None, device: torch.device, *, num_parts: int = 1) -> Tensor:
         """Weight that the step's loss is a mean over, [], float64: by the step, else by the model, else its rows.
 
@@ -146,7 +155,9 @@ class UserStep:
                 'the loss is a mean over: return {"loss": loss, "loss_weight": number of tokens}, or call the model '
                 "with labels"
             )
-        if num_parts > 1 and reduction is None and not self._has_told_of_rows:
+        # Under manual optimization the backwards have run by then, with rows as weights.
+        is_asked = num_parts > 1 and reduction is None and self.module.automatic_optimization
+        if is_asked and not self._has_told_of_rows:
             self._has_told_of_rows = True
             warn_of_stage(
                 self.mesh,

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from lightning_megatron import weight_norm
 from tests.harness.ranks import RankFailed, run_on_ranks
 from tests.trainer.fits import Case, Trace, difference
 from tests.trainer.layouts import PLAIN, Layout, make_trainer
@@ -78,6 +79,38 @@ class Tied(Small):
         self.again.weight = self.net[2].weight  # type: ignore[assignment]
 
 
+class TiedBefore(Small):
+    """A layer of the chain once more, declared before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.again, net = nn.Linear(8, 8), self.net
+        del self.net
+        self.net = net
+        assert isinstance(net, nn.Sequential)
+        net[2].weight = self.again.weight
+
+
+class SumByHand(Small):
+    """Says under manual optimization that its loss is a sum."""
+
+    automatic_optimization = False  # type: ignore[assignment]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.manual_backward(loss)
+        return {"loss": loss, "loss_reduction": "sum"}
+
+
+class AsksInSchedule(Small):
+    """Takes a norm of all ranks where the last stage alone comes."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        weight_norm(self)
+        return loss
+
+
 class Normed(Small):
     """A batch norm, and a buffer of its own that moves."""
 
@@ -124,6 +157,9 @@ ROWS = "the loss of {}.training_step is taken for a mean over the rows of its ba
         (COLLECTIVE, GradientByInput, "a second backward through the stages of a pipelined model"),
         (COLLECTIVE, Penalty, "a gradient of a gradient through the stages of a pipelined model"),
         (PP2, Tied, "again.weight (net.2.weight) of Tied is a weight of its pipelined model"),
+        (PP2, TiedBefore, "again.weight (net.2.weight) of TiedBefore is a weight of its pipelined model"),
+        (DP2, SumByHand, "returned loss_reduction under manual optimization"),
+        (PP2, AsksInSchedule, "a norm of weights was called inside training_step while a pipeline schedule runs"),
         (COLLECTIVE, Tied, "again.weight (net.2.weight) of Tied is a weight of its pipelined model"),
     ],
 )
