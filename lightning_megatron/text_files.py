@@ -170,13 +170,13 @@ def _too_deep(name: str) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        # The usual readers silently take the last.
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        # Before merge keys (<<) bring in keys of other tables. The usual readers silently take the last of two.
+        node: yaml.MappingNode = super().compose_mapping_node(anchor)
         seen = set()
         for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
             if key.value in seen:
                 error = f"{key.value} is named twice; leave one of them out"
                 raise yaml.constructor.ConstructorError(None, None, error, key.start_mark)
             seen.add(key.value)
-        table: dict[Any, Any] = super().construct_mapping(node, deep)
-        return table
+        return node

@@ -13,6 +13,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
 import shutil
 import socket
 from pathlib import Path
@@ -20,6 +21,8 @@ from pathlib import Path
 from lightning_megatron.checkpoint.folder import paths_in
 
 RUN_LOCK = ".run.lock"
+# Names that saves give to their directories; all others are somebody's own.
+_SAVE_ID = re.compile(r"[0-9a-f]{16}")
 _HELD = (errno.EAGAIN, errno.EACCES)
 
 
@@ -40,6 +43,8 @@ class SaveLock:
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         except FileNotFoundError:
             return None
+        except OSError:
+            return SaveLock()
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # Whoever held it before may have removed the directory.
@@ -72,14 +77,13 @@ class SaveLock:
 
 def remove_interrupted(hidden: Path) -> None:
     """Removes the directories that no process holds; what cannot be removed stays."""
-    for folder in paths_in(hidden):
-        lock = SaveLock.of(folder)
-        if lock is None:
-            continue
-        if lock.is_held:
-            shutil.rmtree(folder, ignore_errors=True)
-            lock.release()
+    # A save is complete by now: nothing here may make it fail.
     with contextlib.suppress(OSError):
+        for folder in paths_in(hidden):
+            lock = SaveLock.of(folder) if _SAVE_ID.fullmatch(folder.name) else None
+            if lock is not None and lock.is_held:
+                shutil.rmtree(folder, ignore_errors=True)
+                lock.release()
         hidden.rmdir()
 
 
@@ -124,7 +128,7 @@ class FolderOwner:
                     return None
                 os.close(descriptor)
                 raise FolderInUseError(
-                    f"{folder} is saved into by another run that still lives ({holder or 'a process'}); the two would "
+                    f"{folder} is saved into by another run that still lives ({holder}); the two would "
                     "replace each other's checkpoints. Give this run a folder of its own "
                     "(ModelCheckpoint(dirpath=...)), or end the other one first"
                 ) from error

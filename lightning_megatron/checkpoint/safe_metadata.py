@@ -74,7 +74,7 @@ def _faults(value: Any, where: str, is_tagged: bool) -> Iterator[str]:
 
 def _is_tagged(value: Any) -> bool:
     """Whether a value of no container is saved under a tag."""
-    if isinstance(value, bytes):
+    if type(value) is bytes:
         # The pickle of empty ones calls a function, which torch refuses.
         return not value
     if isinstance(value, (np.ndarray, np.generic)):
@@ -97,7 +97,7 @@ def _encoded(value: Any) -> Any:
         is_plain = kind is set and all(item is own for item, own in zip(items, value, strict=True))
         return value if is_plain else {_TAG: kind.__name__, "items": items}
     if _is_tagged(value):
-        if isinstance(value, bytes):
+        if type(value) is bytes:
             return {_TAG: "bytes"}
         if isinstance(value, PurePath):
             return {_TAG: "Path" if isinstance(value, Path) else kind.__name__, "text": str(value)}
@@ -125,8 +125,9 @@ def _decoded(value: Any) -> Any:
         return _PATHS[tag](value["text"])
     if tag not in ("numpy array", "numpy scalar"):
         raise ValueError(f"{tag!r} is no type that metadata has")
+    data, dtype = _decoded(value["data"]), np.dtype(value["dtype"])
     # A copy, because bytes cannot be written to.
-    array = np.frombuffer(_decoded(value["data"]), np.dtype(value["dtype"])).reshape(value["shape"]).copy()
+    array = np.frombuffer(data, dtype).reshape(value["shape"]).copy() if data else np.zeros(value["shape"], dtype)
     return array if tag == "numpy array" else array[()]
 
 

@@ -1,7 +1,7 @@
 """A tensor as a checkpoint's manifest describes it: shape, dtype and chunks, without its numbers."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -57,7 +57,7 @@ def cover_faults(entry: TensorEntry) -> list[str]:
             faults.append(f"{_of(chunk)} has {num_bytes} bytes of {entry.dtype}, and there are fewer in the file")
     if faults:
         return faults
-    faults += [f"{_of(one)} and {_of(other)} overlap" for one, other in _overlaps(entry.chunks)]
+    faults += [f"{_of(one)} and {_of(other)} overlap" for one, other in _overlaps(entry.chunks, entry.shape)]
     # Chunks that lie within the shape and apart from each other cover it where they have as many elements.
     if not faults and entry.num_elements_of_chunks != entry.num_elements:
         faults.append(
@@ -66,13 +66,17 @@ def cover_faults(entry: TensorEntry) -> list[str]:
     return faults
 
 
-def _overlaps(chunks: tuple[Chunk, ...]) -> Iterator[tuple[Chunk, Chunk]]:
+def _overlaps(chunks: tuple[Chunk, ...], shape: Sequence[int]) -> Iterator[tuple[Chunk, Chunk]]:
     """Pairs of chunks that share an element."""
     near: list[Chunk] = []
-    for chunk in sorted((chunk for chunk in chunks if math.prod(chunk.box.sizes)), key=lambda chunk: chunk.box.offsets):
+    # Along the longest dim, which is the one that is cut most often.
+    dim = max(range(len(shape)), key=shape.__getitem__, default=0)
+    present = [chunk for chunk in chunks if math.prod(chunk.box.sizes)]
+    for chunk in sorted(present, key=lambda chunk: chunk.box.offsets[dim:]):
         if chunk.box.offsets:
             # Only chunks that reach this one's first index can share an element with it, or with a later one.
-            near = [other for other in near if other.box.offsets[0] + other.box.sizes[0] > chunk.box.offsets[0]]
+            first = chunk.box.offsets[dim]
+            near = [other for other in near if other.box.offsets[dim] + other.box.sizes[dim] > first]
         for other in near:
             corners = zip(chunk.box.offsets, chunk.box.sizes, other.box.offsets, other.box.sizes, strict=True)
             if all(start < begin + length and begin < start + size for start, size, begin, length in corners):

@@ -29,6 +29,15 @@ class MegatronCLI(LightningCLI):
             meta = read_meta(path)
         except (ValueError, OSError) as error:
             raise ConfigurationError(f"ckpt_path ({path}) cannot be read as a checkpoint: {error}") from error
+        saved_class = meta.get(_HYPER_PARAMETERS, {}).get("_class_path")
+        chosen = self.config[subcommand].get("model")
+        chosen_class = None if chosen is None else chosen.get("class_path")
+        if saved_class is not None and saved_class != chosen_class:
+            # A name of a checkpoint is never imported.
+            raise ConfigurationError(
+                f"ckpt_path ({path}) was saved by a {saved_class}, and the model is {chosen_class or 'not chosen'}; "
+                f"give --model={saved_class} if you trust the file"
+            )
         if saved := self.model_options(meta.get(_HYPER_PARAMETERS, {})):
             self.config = parser.parse_object({subcommand: {"model": saved}}, self.config)
 

@@ -115,12 +115,12 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         return template.render(variables)
 
     def _begin(self) -> None:
-        self._left, self._end = MOST_WORK, time.monotonic() + MOST_SECONDS
+        self._left, self._end = MOST_WORK, time.thread_time() + MOST_SECONDS
 
     def spend(self, work: int = _CALL_WORK) -> None:
         """Takes work from the budget. Raises TemplateBudgetError where none is left."""
         self._left -= work
-        if self._left < 0 or time.monotonic() > self._end:
+        if self._left < 0 or time.thread_time() > self._end:
             raise TemplateBudgetError("it does more work than any conversation needs: an endless or too long loop")
 
     def joined(self, parts: Iterable[Any]) -> str:
@@ -183,7 +183,8 @@ def _call_work(name: str, value: Any, args: tuple[Any, ...]) -> int:
     if name in ("indent", "expandtabs") and isinstance(value, str):
         work += (value.count("\n") + value.count("\t") + 1) * (numbers or max(map(_size, args), default=8))
     elif name == "replace" and len(args) > 1 and isinstance(value, str):
-        work += value.count(str(args[0])) * _size(args[1])
+        # By position or by name: either may be what is put in.
+        work += max(value.count(str(one)) for one in args) * max(map(_size, args))
     elif name == "translate" and args and isinstance(args[0], dict):
         work += _size(value) * max(map(_size, args[0].values()), default=0)
     elif name == "wordwrap":
@@ -192,9 +193,14 @@ def _call_work(name: str, value: Any, args: tuple[Any, ...]) -> int:
     elif name == "join":
         # A method of the text between the items, or a filter of the items.
         work += _text_size(value) + sum(map(_text_size, args)) + _size(value) * max(map(_size, args), default=0)
+    elif name == "tojson":
+        work += _text_size(value) * (1 + numbers + max(map(_text_size, args), default=0))
+    elif name == "sum" and any(isinstance(one, Sized) and not isinstance(one, str) for one in args):
+        # Each addition copies all before it.
+        work += _TOO_MUCH
     elif name in ("format", "format_map") and isinstance(value, str):
         work += _format_work(value, args)
-    elif name in _TEXTS:
+    if name in _TEXTS:
         work += _text_size(value)
     return work
 
@@ -204,16 +210,26 @@ _WIDTHS = frozenset(
     ["center", "ljust", "rjust", "zfill", "batch", "slice", "wordwrap", "round", "tojson", "truncate", "to_bytes"]
 )
 # Filters that write any value as text.
-_TEXTS = frozenset(["string", "tojson", "pprint", "xmlattr", "escape", "e", "forceescape", "safe", "urlencode"])
+_TEXTS = frozenset(
+    (
+        *("string", "pprint", "xmlattr", "escape", "e", "forceescape", "safe", "urlencode", "trim", "upper", "lower"),
+        *("title", "capitalize", "center", "wordcount", "striptags", "urlize", "truncate", "indent", "wordwrap"),
+        *("replace", "int", "float"),
+    )
+)
+# A field of a format within another one, by which a value may say how wide the other is.
+_NESTED = re.compile(r"\{[^{}]*\{")
+_DIGITS = re.compile(r"\d+")
 
 
 def _format_work(text: str, values: Iterable[Any]) -> int:
     """Work of filling values into a format, whose widths may be among the values."""
     given = list(values)
-    if _WIDE.search(text):
+    if _WIDE.search(text) or _NESTED.search(text):
         return _TOO_MUCH
     widths = sum(abs(one) for one in given if isinstance(one, int)) if "*" in text or "{" in text else 0
-    return len(text) + widths + (text.count("{") + text.count("%")) * max(map(_text_size, given), default=0)
+    longest = max([*map(_text_size, given), *map(int, _DIGITS.findall(text))], default=0)
+    return len(text) + widths + (text.count("{") + text.count("%")) * longest
 
 
 def _size(value: Any) -> int:

@@ -16,6 +16,10 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16}
 _STRETCH = 1 << 22
 
 
+class DifferingCopiesError(RuntimeError):
+    """Ranks that hold copies of one weight have different ones."""
+
+
 def found_nonfinite(stepped: Sequence[Tensor], world: Axis, device: torch.device) -> bool:
     """Whether any rank has NaN or Inf in a gradient of what an optimizer is about to step. Collective over the world,
     with one answer on all ranks."""

@@ -4,6 +4,7 @@ A name is a row of sizes (`tp2`, `pp2`, `vp2`, `cp2`, `ep2`, `etp2`, `dp2`, `m4`
 order; `-`, `+` and `.` between them are for the eye.
 """
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -99,7 +100,7 @@ def layout_of(name: str) -> Layout:
             f"{', '.join(WORDS)}, as in tp2, dp2pp2 or pp2m4-collective"
         )
     tp, cp, experts = sizes["tp"] or 1, sizes["cp"] or 1, (sizes["ep"] or 1) * (sizes["etp"] or 1)
-    dp = sizes["dp"] or next(dp for dp in range(1, experts + 1) if tp * cp * dp % experts == 0)
+    dp = sizes["dp"] or experts // math.gcd(experts, tp * cp)
     pp = sizes["pp"] or 1
     layout = Layout(
         name=name,

@@ -29,6 +29,9 @@ class CertifyError(ValueError):
     """What was given cannot be certified; the message says why."""
 
 
+_DAY_SECONDS = 24 * 60 * 60
+
+
 def certify(
     make_module: Callable[[], pl.LightningModule],
     make_batches: Callable[[], pl.LightningDataModule | Iterable[Any]] | None = None,
@@ -67,7 +70,7 @@ def certified(
     progress: Progress = lambda line: None,
 ) -> Certificate:
     """As `certify`, for whatever makes a subject."""
-    asked = _asked(layouts, steps=steps, rows=rows)
+    asked = _asked(layouts, steps=steps, rows=rows, limit_seconds=limit_seconds)
     with tempfile.TemporaryDirectory(prefix="certify-") as folder:
         plan = Plan(make=make, steps=steps, rows=rows, folder=Path(folder))
         progress("one device")
@@ -87,7 +90,7 @@ def certified(
     return Certificate(facts=facts, steps=steps, rows=rows, results=tuple(results))
 
 
-def _asked(names: Sequence[str], *, steps: int, rows: int) -> list[Layout]:
+def _asked(names: Sequence[str], *, steps: int, rows: int, limit_seconds: float) -> list[Layout]:
     faults = []
     try:
         layouts = layouts_of(names or DEFAULT)
@@ -95,6 +98,8 @@ def _asked(names: Sequence[str], *, steps: int, rows: int) -> list[Layout]:
         layouts, faults = [], str(error).splitlines()
     if steps < 1:
         faults.append(f"steps ({steps}) must be at least 1")
+    if not 1 <= limit_seconds <= _DAY_SECONDS:
+        faults.append(f"limit_seconds ({limit_seconds}) must be from 1 to {_DAY_SECONDS} (a day)")
     most = max((layout.num_parts for layout in layouts), default=1)
     if rows < most or any(rows % layout.num_parts for layout in layouts):
         parts = sorted({layout.num_parts for layout in layouts})

@@ -14,6 +14,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from lightning_megatron.optim.replica_check import DifferingCopiesError
 from lightning_megatron.pipeline.microbatches import split
 from lightning_megatron.testing.batches import loader_of, read_global_batches
 from lightning_megatron.testing.layout_name import Layout
@@ -300,7 +301,8 @@ def _is_refusal(error: BaseException) -> bool:
         return True
     frames = traceback.extract_tb(error.__traceback__)
     raised_in = Path(frames[-1].filename) if frames else Path()
-    return isinstance(error, (ValueError, RuntimeError)) and _PACKAGE in raised_in.parents
+    is_told = isinstance(error, (ValueError, RuntimeError)) and not isinstance(error, DifferingCopiesError)
+    return is_told and _PACKAGE in raised_in.parents
 
 
 def told(error: BaseException) -> str:

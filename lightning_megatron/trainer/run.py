@@ -17,7 +17,7 @@ from lightning_megatron.checkpoint.owner_lock import FolderOwner
 from lightning_megatron.comm.async_collectives import no_op
 from lightning_megatron.mesh import Mesh, reset_ambient_mesh
 from lightning_megatron.optim.data_parallel_comm import DataParallelComm
-from lightning_megatron.optim.replica_check import bullet_list, differing_copies
+from lightning_megatron.optim.replica_check import DifferingCopiesError, bullet_list, differing_copies
 from lightning_megatron.pipeline.module import at_once, run_alone
 from lightning_megatron.tensor import weight_gradients
 from lightning_megatron.tensor.weight_gradients import WeightGradients
@@ -124,13 +124,13 @@ class ActiveRun:
                 model.end_step(is_skipped=is_skipped, replicas=self.connections.mesh.axis("dp+cp"))
 
     def check_replicas(self, step: int) -> None:
-        """Raises RuntimeError where weights that several ranks hold differ. Collective over the world."""
+        """Raises DifferingCopiesError where weights that several ranks hold differ. Collective over the world."""
         mesh = self.connections.mesh
         if self.dp_comm is None or mesh.world.size == 1:
             return
         self.dp_comm.gather_all()
         if lines := differing_copies(self.dp_comm.gradients, mesh):
-            raise RuntimeError(
+            raise DifferingCopiesError(
                 f"weights that several ranks hold differ after step {step}:\n{bullet_list(lines)}\na hook or a callback"
                 " changed them on some ranks only, a kernel is not deterministic (torch.use_deterministic_algorithms), "
                 "or a rank computes wrongly; go on from the last checkpoint. "
@@ -170,8 +170,9 @@ class ActiveRun:
         try:
             self.connections.saver.end(is_failed=is_interrupted)
         finally:
-            for owner in self.owned_folders:
-                owner.release()
+            # Lightning may call this again after an error.
+            while self.owned_folders:
+                self.owned_folders.pop().release()
         if self.document_prefetch is not None:
             self.document_prefetch.stop(is_failed=is_interrupted and not is_leaving)
         reset_ambient_mesh(self.ambient)

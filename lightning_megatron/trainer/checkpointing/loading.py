@@ -46,7 +46,7 @@ def load_from_checkpoint(
     mesh = mesh if mesh is not None else ambient_mesh()
     meta: Mapping[str, Any]
     if single_file.is_file(path, mesh.world):
-        meta = io.load_checkpoint(path, weights_only=weights_only)
+        meta = single_file.read(path, io, weights_only)
     else:
         meta = read_on_first_rank(partial(read_meta, path), mesh.world)
     module = cls(**_arguments(cls, meta, kwargs))

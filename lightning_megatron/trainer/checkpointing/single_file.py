@@ -35,6 +35,7 @@ from lightning_megatron.trainer.checkpointing.contents import (
     Contents,
     MasterSlots,
     copies_of,
+    is_state_of,
     live_of,
     merged_rest,
     names_of,
@@ -115,13 +116,13 @@ def load(
     strict: bool,
 ) -> dict[str, Any]:
     """Lightning's dictionary for this rank's slices of the file. Collective over the world."""
-    checkpoint: dict[str, Any] = io.load_checkpoint(path, weights_only=weights_only)
+    checkpoint = read(path, io, weights_only)
     if holds_all(module, mesh, world):
         return checkpoint
     live = live_of(module)
     full = checkpoint[WEIGHTS]
     for key, value in checkpoint.items():
-        if key == WEIGHTS or _is_state_of(value, full):
+        if key == WEIGHTS or is_state_of(value, full):
             tensors = {name: tensor for name, tensor in value.items() if isinstance(tensor, Tensor)}
             own = copies_of(live, master_slots)
             pieces = {name: Piece.like(live[name], tensor) for name, tensor in own.items()}
@@ -140,28 +141,35 @@ def is_file(path: str, world: Axis) -> bool:
 def read_progress(path: str, io: CheckpointIO, weights_only: bool | None, world: Axis) -> dict[str, Any]:
     """Steps and fits that led to a file. Collective over the world."""
 
-    def read() -> dict[str, Any]:
-        checkpoint = io.load_checkpoint(path, weights_only=weights_only)
+    def progress() -> dict[str, Any]:
+        checkpoint = read(path, io, weights_only)
         return {key: checkpoint[key] for key in (STEP, run_history.KEY) if key in checkpoint}
 
-    return read_on_first_rank(read, world)
+    return read_on_first_rank(progress, world)
 
 
 def load_alone(path: str, io: CheckpointIO, weights_only: bool | None) -> dict[str, Any]:
     """Lightning's dictionary of a checkpoint, a file or a directory, unsharded, for a process with no module."""
     if is_checkpoint(path):
         return consolidate(path)
-    checkpoint: dict[str, Any] = io.load_checkpoint(path, weights_only=weights_only)
+    return read(path, io, weights_only)
+
+
+def read(path: str, io: CheckpointIO, weights_only: bool | None) -> dict[str, Any]:
+    """Lightning's dictionary of a file. Raises ValueError where the file is no checkpoint of Lightning's."""
+    try:
+        checkpoint: Any = io.load_checkpoint(path, weights_only=weights_only)
+    except OSError:
+        raise
+    except Exception as error:
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise ValueError(f"{path} cannot be read as a checkpoint: {reason}") from error
+    if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get(WEIGHTS), Mapping):
+        raise ValueError(
+            f"{path} is no checkpoint of Lightning's, which is a dictionary with {WEIGHTS!r}; load weights alone by "
+            "module.load_state_dict"
+        )
     return checkpoint
-
-
-def _is_state_of(value: Any, weights: Mapping[str, Any]) -> bool:
-    """Whether a value is tensors under the module's names, as the weights that an averaging callback saves."""
-    return (
-        isinstance(value, dict)
-        and bool(value)
-        and all(name in weights and isinstance(tensor, Tensor) for name, tensor in value.items())
-    )
 
 
 def load_optimizers(

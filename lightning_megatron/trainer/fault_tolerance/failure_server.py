@@ -145,7 +145,9 @@ class FailureServer:
             channel.flush()
         wait_seconds = max(0.0, until_seconds - time.monotonic())
         for key, _ in self._selector.select(min(wait_seconds, 0.1) if blocked else wait_seconds):
-            key.data()
+            # What an earlier one of these did may have closed it.
+            if key.fd >= 0 and key.fd in self._selector.get_map():
+                key.data()
         return self._is_ending
 
     def _begin_to_end(self) -> None:
@@ -246,8 +248,11 @@ class FailureServer:
             self._tell_seconds = min(self._tell_seconds, time.monotonic() + _SETTLE_SECONDS)
 
     def _tell_cause(self, now_seconds: float) -> None:
-        self._has_told, self._tell_seconds = True, float("inf")
-        cause = self._cause(now_seconds)
+        cause, self._tell_seconds = self._cause(now_seconds), float("inf")
+        if not cause.text:
+            # Who was silent has spoken meanwhile.
+            return
+        self._has_told = True
         self._tell({"cause": cause.text, "rank": cause.rank, "lost": list(cause.lost)})
 
     def _cause(self, now_seconds: float) -> Cause:
