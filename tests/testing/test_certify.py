@@ -71,7 +71,7 @@ def test_a_wrong_module_is_told_its_cause(module: Callable[[], Any], layout: str
     ("module", "layout", "shown"),
     [
         (modules.Penalty, "pp2", "went over all parameters of Penalty"),
-        (modules.ClipsByItself, "pp2", "changed the gradients of step 0"),
+        (modules.ClipsByItself, "pp2", "changed the gradients of step"),
         (modules.Drifts, "dp2", "weights that several ranks hold differ after step"),
         (modules.Right, "tp2", "tensor_model_parallel_size (2) cuts nothing of Right"),
     ],

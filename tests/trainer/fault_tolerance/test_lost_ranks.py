@@ -74,7 +74,7 @@ def fit(lost: SecondBatch, world: int, **options: Any) -> None:
     # Where a rank has to be ended, it is given less time before that.
     failure_watch._GRACE_SECONDS = 1.0  # type: ignore[attr-defined]
     strategy = MegatronStrategy(timeout_seconds=TIMEOUT_SECONDS)
-    make_trainer(Layout(world=world), strategy=strategy, callbacks=[lost], **options).fit(Small(), Data())
+    make_trainer(Layout(world=world), strategy=strategy, callbacks=[lost], **options).fit(Small(), Data(24, batch=6))
 
 
 def fit_until_signal(number: int, rank: int, folder: Path, others_are_busy: bool) -> None:
