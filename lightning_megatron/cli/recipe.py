@@ -166,6 +166,9 @@ class RecipeCLI(LightningCLI):
 
     def after_instantiate_classes(self) -> None:
         path = self._get(self.config, "ckpt_path")
+        if self.trainer is None:
+            # Whoever wants the options alone makes none.
+            return
         # MegatronStrategy reports this with all other errors of the run.
         if isinstance(self.trainer.strategy, MegatronStrategy):
             if path is not None and not is_named_checkpoint(str(path)) and is_checkpoint(path):
@@ -178,7 +181,8 @@ class RecipeCLI(LightningCLI):
             return
         if path is not None:
             _require_checkpoint(str(path), self.trainer.strategy)
-        if self.trainer.strategy.root_device.type == "cpu":
+        # Without a subcommand nothing runs, and the model may still be made smaller.
+        if self.subcommand is not None and self.trainer.strategy.root_device.type == "cpu":
             model, precision = architecture_of(self.model), str(self.trainer.precision)
             faults = trainer_faults(self.trainer) + ([] if model is None else list(model_limit_faults(model)))
             if found := faults + memory_faults(model, Sizes(), num_processes=1, precision=precision):

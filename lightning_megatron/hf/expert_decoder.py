@@ -90,11 +90,14 @@ def moe_from_hf(
 
 def moe_to_hf(moe: MoEConfig) -> dict[str, Any]:
     """Fields of a config.json from a MoEConfig, less those that a family alone has."""
-    return {
+    fields: dict[str, Any] = {
         "num_experts_per_tok": moe.router.top_k,
-        "router_aux_loss_coef": math.fsum(loss.coefficient for loss in moe.router.aux_losses),
         "output_router_logits": bool(moe.router.aux_losses),
     }
+    if moe.router.aux_losses:
+        # Without one transformers' own stays, which counts for nothing.
+        fields["router_aux_loss_coef"] = math.fsum(loss.coefficient for loss in moe.router.aux_losses)
+    return fields
 
 
 def moe_faults(config: GPTConfig) -> list[str]:

@@ -14,6 +14,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from lightning_megatron.mesh import Sizes
 from lightning_megatron.optim.replica_check import DifferingCopiesError
 from lightning_megatron.pipeline.microbatches import split
 from lightning_megatron.testing.batches import loader_of, read_global_batches
@@ -24,6 +25,7 @@ from lightning_megatron.testing.sinks import ComparisonSink, Reference, Referenc
 from lightning_megatron.testing.subject import MakeSubject, Subject, SubjectError
 from lightning_megatron.trainer.config import ConfigurationError
 from lightning_megatron.trainer.setup.checks import architecture_of
+from lightning_megatron.trainer.setup.memory_checks import memory_faults
 from lightning_megatron.trainer.step.microbatches import rows_of
 
 SEED = 0
@@ -187,6 +189,9 @@ def run_one_device(plan: Plan) -> Facts:
 
     Raises SubjectError where the module does not train there.
     """
+    # Up to four processes hold a model at once.
+    if faults := memory_faults(architecture_of(_made(plan).module), Sizes(), num_processes=4, precision="64-true"):
+        raise SubjectError(f"{'; '.join(faults)}; --tiny trains its small twin")
     try:
         batches = _read_batches(plan)
         torch.save(batches, plan.folder / BATCHES)

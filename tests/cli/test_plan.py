@@ -679,7 +679,7 @@ def test_a_hugging_face_config_is_planned(tmp_path: Path, capsys: pytest.Capture
         (
             {"num_key_value_heads": "x", "rope_theta": [1], "rope_scaling": {"rope_type": "yarn", "factor": "x"}},
             f"error: {wrong} of model_type 'llama' cannot be used: num_key_value_heads ('x') must be of the kind of 0; "
-            "rope_theta ([1]) must be a number; rope setting factor ('x') must be a number",
+            "rope_theta ([1]) must be a number above 0; rope setting factor ('x') must be a number",
         ),
         ({"model_type": ["llama"]}, f"error: model_type (['llama']) in {wrong} must be one of 'bert'"),
     ):

@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -92,7 +92,7 @@ def refusing_all_parameters(modules: Iterable[nn.Module]) -> Iterator[None]:
     own = list(modules)
     for module in own:
         # An instance attribute hides the method; removing it brings the method back. `parameters` goes through it.
-        module.__dict__["named_parameters"] = partial(_named_parameters, module)
+        module.__dict__["named_parameters"] = MethodType(_named_parameters, module)
     try:
         yield
     finally:

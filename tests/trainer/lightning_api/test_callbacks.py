@@ -184,7 +184,7 @@ class Rated(Small):
 
 
 def finds_rate(layout: Layout, folder: Path) -> Record:
-    finder = LearningRateFinder(num_training_steps=24, min_lr=1e-3, max_lr=2.0)
+    finder = LearningRateFinder(num_training_steps=24, min_lr=1e-3, max_lr=0.5)
     module = Rated()
     found = fit(layout, module, callbacks=[finder], default_root_dir=folder, max_epochs=7)
     assert module.lr != Rated.lr

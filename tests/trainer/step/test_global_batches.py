@@ -58,7 +58,7 @@ class Cut(Sees):
 
     def configure_model(self) -> None:
         if not hasattr(self, "net"):
-            self.net = TwoCuts(ambient_mesh())
+            self.net = TwoCuts(ambient_mesh().tp, ambient_mesh().sp, 0.5)
 
 
 class Backwards(Sampler[int]):
