@@ -158,8 +158,8 @@ def _initial(of: Evidence) -> Found:
     return (
         f"{of.names} begin with other values: they are drawn from the default generator, and a rank that builds only "
         "its own parts has drawn other numbers before; the rest of this row starts from one device's",
-        "give each part a generator with a seed of its own, or initialise by lightning_megatron's `initialise`, which "
-        "draws by name",
+        "give each part a generator with a seed of its own, or initialise by lightning_megatron.transformer.init's "
+        "`initialise`, which draws by name",
     )
 
 

@@ -71,8 +71,8 @@ class ActiveRun:
     loader_sync: LoaderSync | None = None
     """What data-parallel ranks know of each other's batches; None where there is one."""
     cuts_loaders: bool = False
-    """Whether the Trainer's use_distributed_sampler asks for each rank's part of ordinary loaders. It is off during the
-    run: Lightning would replace the user's samplers by one that always shuffles, or repeats samples."""
+    """Whether ordinary loaders give each rank its part, as the Trainer's use_distributed_sampler asks. That option is
+    off during the run: Lightning would replace the user's samplers by one that always shuffles, or repeats samples."""
     dp_comm: DataParallelComm | None = None
     num_steps: int = 0
     """Optimizer steps of this run, those that were skipped too."""

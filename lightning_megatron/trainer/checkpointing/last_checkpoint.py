@@ -53,9 +53,11 @@ def prepared(trainer: pl.Trainer, arguments: tuple[Any, ...]) -> tuple[Any, ...]
             _warn(repairs.done)
             if repairs.unfinished:
                 names = ", ".join(map(str, repairs.unfinished))
+                # Only where there are locks does a save know that no one writes there.
+                or_else = "" if is_remote(folder) else f", or the next save into {folder}"
                 rank_zero_warn(
                     f"the save of {names} ended before it was complete and is left out; "
-                    f"the next save into {folder} removes what is left of it, or `lightning-megatron checkpoint prune`"
+                    f"`lightning-megatron checkpoint prune`{or_else} removes its files"
                 )
         for path in on_exception:
             _warn([] if is_remote(path) else bring_back(Path(path).parent))

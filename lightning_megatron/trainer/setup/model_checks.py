@@ -139,15 +139,14 @@ def require_untied_outside(module: nn.Module, mesh: Mesh) -> None:
         )
 
 
-def warn_of_batch_statistics(module: nn.Module, num_parts: int, *, is_synced: bool) -> None:
-    """Warns of layers that normalise over the rows they see, where a global batch is run in `num_parts` parts."""
+def warn_of_batch_statistics(module: nn.Module, *, is_synced: bool) -> None:
+    """Warns of layers that normalise over the rows they see, where a global batch is run in several parts."""
     names = [name for name, child in module.named_modules() if isinstance(child, nn.modules.batchnorm._BatchNorm)]
-    if names and num_parts > 1:
-        synced = "over data-parallel ranks, by sync_batchnorm=True, but not over microbatches" if is_synced else "alone"
+    if names:
+        parts = "microbatch" if is_synced else "microbatch of each data-parallel rank"
         rank_zero_warn(
-            f"batch norms ({', '.join(names)}) normalise each part of a global batch {synced}, and it is run in "
-            f"{num_parts} parts (microbatches of data-parallel ranks): one device would take the statistics of all "
-            "rows. Use num_microbatches=1 with sync_batchnorm=True, or a norm that takes each row by itself "
+            f"batch norms ({', '.join(names)}) normalise each {parts} by itself: one device would take the statistics "
+            "of all rows. Use num_microbatches=1 with sync_batchnorm=True, or a norm that takes each row by itself "
             "(LayerNorm, GroupNorm, RMSNorm). What else couples rows, as in-batch negatives, is computed by parts too",
             category=UserWarning,
         )

@@ -92,7 +92,7 @@ def ranks_of_norms(layout: Layout) -> list[list[int]]:
     return [torch.distributed.get_process_group_ranks(norm.process_group) for norm in norms]
 
 
-@pytest.mark.filterwarnings("ignore:batch norms .* normalise each part of a global batch:UserWarning")
+@pytest.mark.filterwarnings("ignore:batch norms .* normalise each microbatch:UserWarning")
 def test_synchronised_batch_norms_reduce_over_the_dp_ranks_of_their_stage() -> None:
     by_rank = run_on_ranks(4, ranks_of_norms, Layout(world=4, pp=2, microbatches=2), init=False)
     # Replicas 0 and 1 of a stage are neighbours: ranks 0 and 1, 2 and 3.

@@ -180,7 +180,11 @@ def test_what_would_be_wrong_is_refused(layout: Layout, kind: type[L.LightningMo
         (
             DP2,
             Normed,
-            ["batch norms (norm) normalise each part", ROWS.format("Normed"), "training_step moves average"],
+            [
+                "batch norms (norm) normalise each microbatch of each data-parallel rank",
+                ROWS.format("Normed"),
+                "training_step moves average",
+            ],
         ),
         (TP2, Normed, []),
         (PP2, More, [ROWS.format("More"), "training_step returned 'classes' beside the loss"]),
