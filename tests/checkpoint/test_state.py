@@ -21,6 +21,15 @@ def test_the_piece_of_a_padded_parameter_is_a_view_without_the_padding() -> None
     assert parameter.sum() == 2 * 2 * 3
 
 
+def test_a_slot_that_begins_within_a_padded_parameter_leaves_the_padding_out() -> None:
+    tp = Mesh.imagine(1, Sizes(world=2, tp=2)).tp
+    # Rows 4 to 6 of the unsplit weight, and one of padding; the slot has the last two of these four.
+    parameter = shard_parameter((7, 2), initial=Initial(), dim=0, axis=tp)
+    held = torch.arange(8.0).view(4, 2)
+    [piece] = Slot("w", parameter, 4, 8).pieces(held.flatten()[4:])
+    assert piece.box == Box((6, 0), (1, 2)) and torch.equal(piece.tensor, held[2:3])
+
+
 def test_plain_parameters_and_buffers_are_unsharded() -> None:
     module = nn.BatchNorm1d(4)
     pieces = pieces_of_module(module.state_dict(keep_vars=True))
