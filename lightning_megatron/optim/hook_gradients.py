@@ -64,7 +64,12 @@ class HookGradients:
     def end(self, *, dropped: bool) -> None:
         """The buckets are about to be used for new gradients."""
         if not dropped:
+            shards = [self._shards[p] for shown in self._shown.values() for p in shown if p in self._shards]
+            zeroed = [shard.tensor for shard in shards if shard.tensor.grad is None]
             self.take()
+            # An optimizer zeroes what it steps, and not what hooks were shown of it.
+            for tensor in zeroed:
+                tensor.grad = None
         self._shown, self._versions = {}, {}
 
     def _give(self, bucket: Bucket, parameter: nn.Parameter) -> None:

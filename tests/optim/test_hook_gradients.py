@@ -67,3 +67,22 @@ def test_what_was_clipped_on_master_weights_stays_clipped(dtype: torch.dtype) ->
         gradient.mul_(0.25)
     found.hooks.take()
     assert all(gradient is not None and torch.equal(gradient, 0.25 * WANTED) for gradient in found.stepped)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_an_optimizer_has_zeroed_does_not_come_back(dtype: torch.dtype) -> None:
+    found = Reduced(dtype)
+    for parameter in found.model.values():
+        assert parameter.grad is not None
+        parameter.grad.mul_(0.5)
+    found.optimizer.zero_grad()
+    found.hooks.end(dropped=False)
+    assert found.stepped == [None, None]
+
+
+def test_what_a_module_has_zeroed_is_zeroed_for_its_optimizer() -> None:
+    found = Reduced(torch.float32)
+    found.model["a"].grad = None
+    found.hooks.end(dropped=False)
+    first, second = found.stepped
+    assert first is None and second is not None and torch.equal(second, WANTED)

@@ -169,7 +169,7 @@ class Steps:
             output = self._module.training_step(*args, **kwargs)
         loss, is_sum = loss_of(output), loss_reduction_of(output) == "sum"
         if not self._module.automatic_optimization:
-            self._user_step.refuse_weights(output, num_parts)
+            self._user_step.refuse_sums(output, num_parts)
         weight = self._user_step.loss_weight(output, rows, self._device, num_parts=num_parts)
         self._log.end_microbatch(loss, weight, rows, is_sum=is_sum)
         summary = self._log.replay(self._user_step.whereabouts)

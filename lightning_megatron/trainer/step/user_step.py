@@ -123,12 +123,11 @@ class UserStep:
         call = (stage, fit_loop.epoch_loop.total_batch_idx, fit_loop.batch_idx, self.num_evaluated, index)
         return aligned_random(torch.initial_seed(), *call, microbatch)
 
-    def refuse_weights(self, output: Any, num_parts: int) -> None:
-        """Raises ValueError where a step under manual optimization says what its loss is over: too late to count."""
-        said = [key for key in OWN_KEYS[1:] if isinstance(output, dict) and output.get(key) is not None]
-        if said and num_parts > 1:
+    def refuse_sums(self, output: Any, num_parts: int) -> None:
+        """Raises ValueError where a step under manual optimization says that its loss is a sum: too late to count."""
+        if num_parts > 1 and loss_reduction_of(output) == "sum":
             raise ValueError(
-                f"training_step returned {' and '.join(said)} under manual optimization, whose backwards have run by "
+                'training_step returned loss_reduction ("sum") under manual optimization, whose backwards have run by '
                 "then with the rows of each data-parallel rank as weights; weigh the loss before manual_backward"
             )
 

@@ -57,6 +57,7 @@ class Cut(Sees):
         del self.net
 
     def configure_model(self) -> None:
+        super().configure_model()
         if not hasattr(self, "net"):
             self.net = TwoCuts(ambient_mesh().tp, ambient_mesh().sp, 0.5)
 

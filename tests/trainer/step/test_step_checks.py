@@ -158,7 +158,7 @@ ROWS = "the loss of {}.training_step is taken for a mean over the rows of its ba
         (COLLECTIVE, Penalty, "a gradient of a gradient through the stages of a pipelined model"),
         (PP2, Tied, "again.weight (net.2.weight) of Tied is a weight of its pipelined model"),
         (PP2, TiedBefore, "again.weight (net.2.weight) of TiedBefore is a weight of its pipelined model"),
-        (DP2, SumByHand, "returned loss_reduction under manual optimization"),
+        (DP2, SumByHand, 'returned loss_reduction ("sum") under manual optimization'),
         (PP2, AsksInSchedule, "a norm of weights was called inside training_step while a pipeline schedule runs"),
         (COLLECTIVE, Tied, "again.weight (net.2.weight) of Tied is a weight of its pipelined model"),
     ],
