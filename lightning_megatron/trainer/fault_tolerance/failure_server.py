@@ -198,9 +198,10 @@ class FailureServer:
         del self._strangers[peer.channel.socket]
         self._peers[process.rank] = peer
         self._missing.remove(process.rank)
-        peer.channel.send({"welcome": True})
+        # The last one is welcome once no one else is.
         if not self._missing:
             self._close_door()
+        peer.channel.send({"welcome": True})
 
     def _proven(self, challenge: bytes, line: bytes) -> Process | None:
         proof, _, greeting = line.partition(b" ")
