@@ -66,7 +66,7 @@ def moe_from_hf(
     """Field `moe` of a GPTConfig; `width` is that of an expert, `layers` are those with experts, where they differ."""
     top_k, coefficient = reader.take("num_experts_per_tok"), reader.take("router_aux_loss_coef", 0.0)
     if not reader.take("output_router_logits", False):
-        # transformers then has no logits to take a balance loss of, whatever its coefficient.
+        # Without these logits transformers takes no balance loss, whatever its coefficient.
         coefficient = 0.0
     if top_k == 1 and norm_topk_prob:
         reader.faults.append(

@@ -20,7 +20,7 @@ class Certificate(Outcome):
 
     @property
     def record(self) -> dict[str, Any]:
-        """The same for a program: numbers, texts, lists and dictionaries."""
+        """Record of the certificate for a program: numbers, texts, lists and dictionaries."""
         return record_of(self)
 
     def __bool__(self) -> bool:

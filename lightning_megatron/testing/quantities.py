@@ -18,10 +18,10 @@ WEIGHTS = "weights"
 CALLBACK = "callbacks"
 
 QUANTITIES = (INITIAL, BATCH, LOSS, LOGGED, GRADIENT, NORM, CLIPPED, BUFFERS, WEIGHTS, CALLBACK)
-"""In the order of a step."""
+"""Quantities in the order of a step."""
 
 NUMBERS = frozenset({LOSS, LOGGED, NORM, CALLBACK})
-"""Those that are numbers, which every rank has."""
+"""Quantities that are numbers, which every rank has."""
 
 MEANINGS = {
     INITIAL: "weights and buffers before the first step",

@@ -153,8 +153,9 @@ class MegatronPrecision(Precision):
             self.dp_comm.take_gradients()
             self.has_skipped = self._is_to_skip(model, list(self.main_params(optimizer)))
             self._after_closure(model, optimizer)
-        # Without new gradients training_step chose to skip the batch. The closure does not tell: it may be an empty
-        # one, after a hook of the user's has run the step's own. Under manual optimization optimizers share gradients.
+        # Without new gradients training_step chose to skip the batch. The closure's result does not tell: where a hook
+        # of the user's has run the step's closure by itself, Lightning hands an empty one to the optimizer.
+        # Under manual optimization optimizers share gradients.
         if not self.has_skipped and (gradients.are_new or not model.automatic_optimization):
             stepped = optimizer.step(**kwargs)
             # An optimizer of torch's returns what its closure does.

@@ -217,8 +217,8 @@ def cut(loader: DataLoader[Any], dp: Axis, without_rows: WithoutRows, name: str)
     if own is drawn:
         return loader
     found = copy.copy(loader)
-    # A copy keeps the user's class and attributes. Torch lets nobody set these on a loader that was made, because a
-    # loader that has begun would not notice; this one has not.
+    # A copy keeps the user's class and attributes. Torch lets nobody set these two on a loader that was made.
+    # It would not notice once it has begun, and the copy has not.
     reads_from = _IndexBatchSamplerWrapper(own) if tracks_indices else own
     vars(found).update({"batch_sampler" if is_batched else "sampler": reads_from, "_iterator": None})
     return found

@@ -112,8 +112,8 @@ class StepLog:
         # Dtype in which values are logged.
         self.dtype = dtype
         self._dp_cp = mesh.axis("dp+cp")
-        # Ranks of cp or of a context group, which run the microbatch at hand together and log the same: each counts for
-        # its share. Infinite for a batch that counts for nothing.
+        # Ranks of cp or of a context group, which run the microbatch at hand together and log the same.
+        # Each counts for its share; the number is infinite for a batch that counts for nothing.
         self.num_copies: float = mesh.cp.size
         self._pp = mesh.pp
         self.device = device
