@@ -10,6 +10,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import random
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -47,26 +48,48 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ[WHOLE] = "1"
 
 
+# Folders whose tests take the longest (docs/suite.md). They begin, so that no worker has one of them left at the end.
+_SLOW = ("tests/trainer/", "tests/testing/", "tests/recipes/", "tests/lightning_modules/", "tests/cli/")
+_ROWS = "tests/certificate/"
+
+
 class _FilesThenRows(LoadScopeScheduling):
-    """Keeps the tests of a file on one worker, the largest files first; rows of the certificate come last, one by one.
+    """Keeps the tests of a file on one worker, in the order of `_by_cost`; rows of the certificate are units alone.
 
     Tests of a file share what they compute once. Rows share nothing, and small units at the end leave no worker idle.
     """
 
     def _split_scope(self, nodeid: str) -> str:
-        return nodeid if nodeid.startswith("tests/certificate/") else nodeid.split("::")[0]
+        return nodeid if nodeid.startswith(_ROWS) else nodeid.split("::")[0]
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling | None:
     """Takes the place of xdist's own scheduler under `--dist loadfile`."""
-    return _FilesThenRows(config, log) if config.getvalue("dist") == "loadfile" else None
+    if config.getvalue("dist") != "loadfile":
+        return None
+    # Files stay in the order of the collection, which knows more than their numbers of tests.
+    config.option.loadscopereorder = False
+    return _FilesThenRows(config, log)
+
+
+def _by_cost(items: list[pytest.Item]) -> None:
+    """Sorts tests: slow folders, then others, each by the number of tests in a file; the certificate's rows last."""
+    files = Counter(item.nodeid.split("::")[0] for item in items)
+
+    def cost(item: pytest.Item) -> tuple[int, int, str]:
+        file = item.nodeid.split("::")[0]
+        room = 2 if file.startswith(_ROWS) else 0 if file.startswith(_SLOW) else 1
+        return room, -files[file], file
+
+    items.sort(key=cost)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Takes a sample of what is marked `matrix`, and skips what is marked `gpu` on a machine without one."""
+    """Takes a sample of what is marked `matrix`, sorts by cost, and skips `gpu` tests on a machine without one."""
     if not config.getoption("whole"):
         _take_samples(config, items)
+    _by_cost(items)
     if torch.cuda.is_available():
         return
     for item in items:

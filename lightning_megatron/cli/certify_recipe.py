@@ -3,7 +3,7 @@
 import json
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +43,6 @@ class FromRecipe:
 
     path: Path
     trainer: Mapping[str, Any]
-    data: Mapping[str, Any] = field(default_factory=dict)
-    """Options of the data that take the place of the file's."""
 
     def __call__(self) -> Subject:
         try:
@@ -66,10 +64,7 @@ class FromRecipe:
     def _parsed(self, table: dict[str, Any]) -> LightningCLI:
         given = {name: value for name, value in table.items() if name not in _OF_FIT}
         given["trainer"] = {**(table.get("trainer") or {}), **_HERE}
-        own = given.get("data")
         recipe = _recipe_of(self.path, table)
-        if self.data and recipe is not None:
-            given["data"] = {**(own or {}), **self.data}
         with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
             json.dump(given, file)
             file.flush()

@@ -7,9 +7,8 @@ from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCL
 
 from lightning_megatron.checkpoint import is_checkpoint, read_meta
 from lightning_megatron.trainer import ConfigurationError
+from lightning_megatron.trainer.checkpointing.hyper_parameters import KEYS
 from lightning_megatron.trainer.setup.checks import is_named_checkpoint
-
-_HYPER_PARAMETERS = "hyper_parameters"
 
 
 class MegatronCLI(LightningCLI):
@@ -29,7 +28,7 @@ class MegatronCLI(LightningCLI):
             meta = read_meta(path)
         except (ValueError, OSError) as error:
             raise ConfigurationError(f"ckpt_path ({path}) cannot be read as a checkpoint: {error}") from error
-        saved_class = meta.get(_HYPER_PARAMETERS, {}).get("_class_path")
+        saved_class = meta.get(KEYS[0], {}).get("_class_path")
         chosen = self.config[subcommand].get("model")
         chosen_class = None if chosen is None else chosen.get("class_path")
         if saved_class is not None and saved_class != chosen_class:
@@ -38,7 +37,7 @@ class MegatronCLI(LightningCLI):
                 f"ckpt_path ({path}) was saved by a {saved_class}, and the model is {chosen_class or 'not chosen'}; "
                 f"give --model={saved_class} if you trust the file"
             )
-        if saved := self.model_options(meta.get(_HYPER_PARAMETERS, {})):
+        if saved := self.model_options(meta.get(KEYS[0], {})):
             self.config = parser.parse_object({subcommand: {"model": saved}}, self.config)
 
     def model_options(self, saved: dict[str, Any]) -> dict[str, Any]:

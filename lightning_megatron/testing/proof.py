@@ -134,7 +134,7 @@ def _result(layout: Layout, facts: Facts, ended: Sequence[Ended], by_rows: Seque
     errors = [report for report in reports if report.error]
     if refusals := [report for report in errors if report.is_refused]:
         return LayoutResult(layout=layout, verdict="refused", message=refusals[0].error, warnings=warnings)
-    lost = [f"rank {rank}: {one.failure}" for rank, one in enumerate(ended) if one.failure]
+    lost = [f"rank {rank}: {one.failure}\n{one.printed}".rstrip() for rank, one in enumerate(ended) if one.failure]
     if errors or lost:
         message = f"rank {errors[0].rank}: {errors[0].error}" if errors else lost[0]
         return LayoutResult(layout=layout, verdict="failed", message=message, warnings=warnings)

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, Sampler, Subset
 
-from lightning_megatron.mesh import Axis, ambient_mesh
+from lightning_megatron.mesh import Axis
 from lightning_megatron.trainer.config import ConfigurationError
 from lightning_megatron.trainer.step.global_batches import GlobalBatches, cut, cut_of
 from tests.harness.ranks import run_on_ranks
 from tests.trainer.fits import numbers, weights
 from tests.trainer.layouts import PLAIN, Layout, make_trainer, replica_of
 from tests.trainer.lightning_api.test_ledger import apart
-from tests.trainer.modules import Measured, TwoCuts, samples
+from tests.trainer.modules import Measured, samples
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:You defined a `validation_step` but have no", "ignore:Your `predict_dataloader`'s sampler has shuffling"
@@ -47,19 +47,6 @@ class Sees(Measured):
     def test_step(self, batch: Any, batch_idx: int) -> None:
         self.log("test_rows", float(len(batch[0])), reduce_fx="sum")
         super().test_step(batch, batch_idx)
-
-
-class Cut(Sees):
-    """The same with a chain that tensor parallelism cuts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        del self.net
-
-    def configure_model(self) -> None:
-        super().configure_model()
-        if not hasattr(self, "net"):
-            self.net = TwoCuts(ambient_mesh().tp, ambient_mesh().sp, 0.5)
 
 
 class Backwards(Sampler[int]):
@@ -110,7 +97,7 @@ LOADERS: dict[str, Loader] = {
 }
 
 
-def told(layout: Layout, kind: type[Sees]) -> tuple[int, dict[str, Any]]:
+def told(layout: Layout) -> tuple[int, dict[str, Any]]:
     """This rank's data-parallel rank, and what each loader gave it."""
     found = {}
     with warnings.catch_warnings():
@@ -118,7 +105,7 @@ def told(layout: Layout, kind: type[Sees]) -> tuple[int, dict[str, Any]]:
         warnings.simplefilter("ignore")
         for name, make in LOADERS.items():
             torch.manual_seed(1)
-            module, size = kind(), BATCH // layout.dp
+            module, size = Sees(), BATCH // layout.dp
             trainer = make_trainer(layout, use_distributed_sampler=True)
             trainer.fit(module, make(size), make(size))
             shown = {"seen": module.given, "logged": module.logged, "weights": weights(module)}
@@ -129,8 +116,8 @@ def told(layout: Layout, kind: type[Sees]) -> tuple[int, dict[str, Any]]:
 
 
 @functools.cache
-def told_by_one(kind: type[Sees]) -> dict[str, Any]:
-    [(_, found)] = run_on_ranks(1, told, PLAIN, kind, init=False)
+def told_by_one() -> dict[str, Any]:
+    [(_, found)] = run_on_ranks(1, told, PLAIN, init=False)
     return found
 
 
@@ -141,9 +128,8 @@ def joined(parts: list[list[Any]], number: int) -> list[Any]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_gets_the_global_batches_of_one_device(layout: str) -> None:
-    kind = Cut if LAYOUTS[layout].tp > 1 else Sees
-    wanted = told_by_one(kind)
-    told_by_all = run_on_ranks(LAYOUTS[layout].world, told, LAYOUTS[layout], kind, init=False, timeout=150)
+    wanted = told_by_one()
+    told_by_all = run_on_ranks(LAYOUTS[layout].world, told, LAYOUTS[layout], init=False, timeout=150)
     replicas = dict(reversed(told_by_all))
     for name, full in wanted.items():
         seen = [replicas[rank][name]["seen"] for rank in range(2)]
