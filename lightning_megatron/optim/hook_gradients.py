@@ -19,9 +19,10 @@ class HookGradients:
     def __init__(self, gradients: Gradients) -> None:
         self._gradients = gradients
         self._shards = {shard.param.parameter: shard for shard in gradients.param_shards}
-        # Parameters that show their gradient, by bucket, and the version of its memory that hooks have seen.
+        # Parameters that show their gradient, by bucket.
         self._shown: dict[Bucket, list[nn.Parameter]] = {}
-        self._versions: dict[Bucket, int] = {}
+        # This rank's part of what hooks were shown, where that has fewer digits than the master weight's gradient.
+        self._seen: dict[nn.Parameter, torch.Tensor] = {}
 
     @torch.no_grad()
     def show(self) -> None:
@@ -43,34 +44,44 @@ class HookGradients:
                 shard = self._shards.get(parameter)
                 if shard is not None and shard.tensor.grad is not None:
                     self._part(bucket, shard).copy_(shard.tensor.grad)
+                    self._see(parameter, self._part(bucket, shard), shard.tensor.grad)
             collectives.all_gather_(bucket.gradient, bucket.shards)
-            self._versions[bucket] = bucket.gradient._version
 
     @torch.no_grad()
     def take(self) -> None:
         """Gives the master weights what hooks have changed since `show`, or since the last call."""
         for bucket, parameters in self._shown.items():
-            is_written = bucket.gradient._version != self._versions[bucket]
             for parameter in parameters:
                 view = bucket.grad_views[parameter]
-                if parameter.grad is view and not is_written:
+                if parameter.grad is view:
+                    self._merge(bucket, parameter)
                     continue
-                if parameter.grad is not None and parameter.grad is not view:
+                if parameter.grad is not None:
                     view.copy_(parameter.grad)
                     parameter.grad = view
                 self._give(bucket, parameter)
-            self._versions[bucket] = bucket.gradient._version
 
     def end(self, *, dropped: bool) -> None:
         """The buckets are about to be used for new gradients."""
         if not dropped:
-            shards = [self._shards[p] for shown in self._shown.values() for p in shown if p in self._shards]
-            zeroed = [shard.tensor for shard in shards if shard.tensor.grad is None]
             self.take()
-            # An optimizer zeroes what it steps, and not what hooks were shown of it.
-            for tensor in zeroed:
-                tensor.grad = None
-        self._shown, self._versions = {}, {}
+        self._shown, self._seen = {}, {}
+
+    def _merge(self, bucket: Bucket, parameter: nn.Parameter) -> None:
+        """Gives a parameter's master weight the elements of its gradient that are not as they were shown.
+
+        Elements are compared, because a write by `.data` leaves no other trace; the others keep the digits that the
+        bucket's dtype does not have. What an optimizer has zeroed does not come back.
+        """
+        shard = self._shards.get(parameter)
+        if shard is not None and (gradient := shard.tensor.grad) is not None:
+            part, seen = self._part(bucket, shard), self._seen.get(parameter)
+            shard.tensor.grad = part if seen is None else torch.where(part == seen, gradient, part.to(gradient.dtype))
+            self._see(parameter, part, gradient)
+
+    def _see(self, parameter: nn.Parameter, part: torch.Tensor, gradient: torch.Tensor) -> None:
+        if part.dtype != gradient.dtype:
+            self._seen[parameter] = part.clone()
 
     def _give(self, bucket: Bucket, parameter: nn.Parameter) -> None:
         """Gives a parameter's master weight its part of the gradient that the parameter has, or none."""
@@ -79,6 +90,7 @@ class HookGradients:
         if shard is not None and shard.tensor.requires_grad:
             part = self._part(bucket, shard)
             shard.tensor.grad = None if parameter.grad is None else part.to(shard.tensor.dtype)
+            self._see(parameter, part, shard.tensor)
 
     @staticmethod
     def _part(bucket: Bucket, shard: ParamShard) -> torch.Tensor:

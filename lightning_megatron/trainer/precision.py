@@ -79,8 +79,10 @@ class MegatronPrecision(Precision):
         self.gradient_norm: Tensor | None = None
         # Its hooks run around what is done with the gradients of a step.
         self.step_hook: StepHook | None = None
-        self._before_step: Callable[[Optimizer], None] = _nothing
-        self._after_step: Callable[[Optimizer], None] = _nothing
+        # Whether the step under way has come through `optimizer_step`.
+        self._is_checked = False
+        self._before_step: Callable[[Optimizer], int] = _nothing
+        self._after_step: Callable[[Optimizer], object] = _nothing
         self._handles: list[RemovableHandle] = []
 
     def begin(
@@ -88,14 +90,14 @@ class MegatronPrecision(Precision):
         dp_comm: DataParallelComm,
         config: LossScaleConfig,
         optimizers: Iterable[Optimizer],
-        before_step: Callable[[Optimizer], None],
-        after_step: Callable[[Optimizer], None],
+        before_step: Callable[[Optimizer], int],
+        after_step: Callable[[Optimizer], object],
     ) -> None:
         """A fit begins that sums its gradients by `dp_comm`; `config` is that of float16's loss scale.
 
-        `before_step` and `after_step` are called around each step of an optimizer.
+        `before_step` and `after_step` are called around each step of an optimizer; the first returns its number.
         """
-        self.dp_comm, self.gradient_norm, self.has_skipped = dp_comm, None, False
+        self.dp_comm, self.gradient_norm, self.has_skipped, self._is_checked = dp_comm, None, False, False
         self._before_step, self._after_step = before_step, after_step
         self.loss_scale = LossScale(config) if self.precision == "16-mixed" else None
         # By torch's hooks, because a user's code may step an optimizer itself, past Lightning.
@@ -151,13 +153,15 @@ class MegatronPrecision(Precision):
         returned, gradients = closure(), self.dp_comm.gradients
         with hooked(self.step_hook, CLIP):
             self.dp_comm.take_gradients()
-            self.has_skipped = self._is_to_skip(model, list(self.main_params(optimizer)))
+            self.has_skipped = self._is_to_skip(optimizer, model.trainer.global_step)
             self._after_closure(model, optimizer)
         # Without new gradients training_step chose to skip the batch. The closure's result does not tell: where a hook
         # of the user's has run the step's closure by itself, Lightning hands an empty one to the optimizer.
         # Under manual optimization optimizers share gradients.
         if not self.has_skipped and (gradients.are_new or not model.automatic_optimization):
+            self._is_checked = True
             stepped = optimizer.step(**kwargs)
+            self._is_checked = False
             # An optimizer of torch's returns what its closure does.
             returned = returned if stepped is None else stepped
         gradients.are_new = False
@@ -168,7 +172,12 @@ class MegatronPrecision(Precision):
         if self.step_hook is not None:
             self.step_hook.begin(OPTIMIZER)
         self.dp_comm.prepare_step()
-        self._before_step(optimizer)
+        step = self._before_step(optimizer)
+        if not self._is_checked and not needs_closure(optimizer) and self._is_to_skip(optimizer, step):
+            raise RuntimeError(
+                f"NaN or Inf in gradients at step {step}, which training_step took by torch's own "
+                f"{type(optimizer).__name__} and which cannot be skipped there; step what self.optimizers() returns"
+            )
 
     def _end_step(self, optimizer: Optimizer, *_: Any) -> None:
         assert self.dp_comm is not None
@@ -179,7 +188,7 @@ class MegatronPrecision(Precision):
             self.dp_comm.update_params()
         self._after_step(optimizer)
 
-    def _is_to_skip(self, model: pl.LightningModule, stepped: list[Tensor]) -> bool:
+    def _is_to_skip(self, optimizer: Optimizer, step: int) -> bool:
         """Whether the step must not be done because some rank made NaN or Inf; raises RuntimeError on all ranks where
         that ends the run. Talks over the world."""
         assert self.dp_comm is not None
@@ -188,7 +197,7 @@ class MegatronPrecision(Precision):
         if self.loss_scale is None and policy == "ignore":
             return False
         world = gradients.mesh.world
-        found = found_nonfinite(stepped, world, gradients.device)
+        found = found_nonfinite(list(self.main_params(optimizer)), world, gradients.device)
         if self.loss_scale is not None:
             self.loss_scale.update(found_nonfinite=found)
             return found
@@ -197,7 +206,7 @@ class MegatronPrecision(Precision):
         if policy == "skip":
             return True
         raise RuntimeError(
-            f"NaN or Inf in gradients at step {model.trainer.global_step}:\n"
+            f"NaN or Inf in gradients at step {step}:\n"
             f"{bullet_list(describe_nonfinite(gradients, world))}\nlower the learning rate or look at that rank's data;"
             ' OptimizerConfig(on_nonfinite="skip") leaves out such steps, "ignore" does them'
         )
@@ -238,8 +247,9 @@ class MegatronPrecision(Precision):
             self.loss_scale.load_state_dict(state_dict[_LOSS_SCALE])
 
 
-def _nothing(optimizer: Optimizer) -> None:
+def _nothing(optimizer: Optimizer) -> int:
     """Is called around steps outside of a fit."""
+    return 0
 
 
 def _fp8_of(plugin: TransformerEnginePrecision) -> Fp8Config:

@@ -632,12 +632,12 @@ class MegatronStrategy(ParallelStrategy):
             run.check_replicas(step)
         return result
 
-    def _before_step(self, optimizer: Optimizer) -> None:
-        """What precedes an optimizer's step, whoever takes it."""
-        hook_check = self._require_run().hook_check
+    def _before_step(self, optimizer: Optimizer) -> int:
+        """Does what precedes an optimizer's step, whoever takes it; returns the step's number."""
+        hook_check, step = self._require_run().hook_check, self._require_module().trainer.global_step
         if hook_check is not None:
-            stepped = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-            hook_check.end(stepped, self._require_module().trainer.global_step)
+            hook_check.end({parameter for group in optimizer.param_groups for parameter in group["params"]}, step)
+        return step
 
     def _after_step(self, optimizer: Optimizer) -> None:
         """What follows an optimizer's step, whoever took it."""

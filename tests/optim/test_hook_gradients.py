@@ -51,6 +51,26 @@ def test_gradients_are_changed_in_place_and_put_in_their_place(dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_writes_by_data_count_and_leave_other_elements_alone(dtype: torch.dtype) -> None:
+    found = Reduced(dtype)
+    fine = 1.0 + 2.0**-12
+    # What clipping leaves in the master weights has more digits than a bucket of bfloat16.
+    for gradient in found.stepped:
+        assert gradient is not None
+        gradient.mul_(fine)
+    found.hooks.refresh()
+    a = found.model["a"].grad
+    assert a is not None
+    a.data[0, 0] = 16.0
+    found.hooks.take()
+    first, second = found.stepped
+    wanted = WANTED * fine
+    assert second is not None and torch.equal(second, wanted)
+    wanted[0, 0] = 16.0
+    assert first is not None and torch.equal(first, wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_gradient_that_is_dropped_is_not_stepped_by(dtype: torch.dtype) -> None:
     found = Reduced(dtype)
     found.model["a"].grad = None

@@ -233,3 +233,38 @@ def test_a_copy_that_changed_on_one_rank_is_found_at_the_next_look() -> None:
         assert "differ after step 3:" in shown
     for shown in run_on_ranks(2, disturbed, -1, init=False):
         assert shown == "not found"
+
+
+class SteppedByTorch(Injured):
+    """Steps torch's own optimizer, past Lightning's."""
+
+    def __init__(self) -> None:
+        super().__init__(1, (1,), float("nan"))
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers().optimizer  # type: ignore[union-attr]
+        self.manual_backward(torch.nn.functional.cross_entropy(self.logits(batch[0]), batch[1]))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def stepped_by_torch(policy: str) -> str:
+    layout = Layout(world=2, optimizer=OptimizerConfig(on_nonfinite=policy))  # type: ignore[arg-type]
+    try:
+        make_trainer(layout, max_epochs=1, limit_val_batches=0).fit(SteppedByTorch(), Data(32))
+    except RuntimeError as error:
+        return str(error)
+    return "not found"
+
+
+@pytest.mark.parametrize(
+    ("policy", "shown"),
+    [
+        ("stop", "NaN or Inf in gradients at step 0:\n  - rank 1: after.weight\n"),
+        ("skip", "at step 0, which training_step took by torch's own SGD and which cannot be skipped"),
+    ],
+)
+def test_a_step_of_torchs_own_optimizer_is_checked_too(policy: str, shown: str) -> None:
+    for found in run_on_ranks(2, stepped_by_torch, policy, init=False):
+        assert shown in found
