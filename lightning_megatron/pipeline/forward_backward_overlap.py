@@ -34,6 +34,10 @@ class ForwardBackwardOverlap:
         self._ended = [False, False]
         self._has_failed = False
 
+    def __reduce__(self) -> tuple[type["ForwardBackwardOverlap"], tuple[torch.device]]:
+        # A copy has a thread of its own.
+        return ForwardBackwardOverlap, (self._device,)
+
     def run(self, first: Callable[[], None], second: Callable[[], None]) -> None:
         """Runs both to their end, the first in this thread. Raises what either raises, and abandons the other."""
         self._turn, self._ended, self._has_failed = 0, [False, False], False

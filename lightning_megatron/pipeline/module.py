@@ -120,6 +120,10 @@ class PipelineModule(nn.Module):
         _require_unshared(list(modules.items()), chain.stages, chain.mesh.sizes)
         return chain
 
+    def __getstate__(self) -> dict[str, Any]:
+        # What drives the model in a step stays where it is: a copy is a model that runs alone.
+        return vars(self) | {"driver": run_alone, "before_part": at_once}
+
     def _has(self, name: str) -> bool:
         try:
             self.get_submodule(name)

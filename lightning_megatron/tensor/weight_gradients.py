@@ -42,6 +42,10 @@ class WeightGradients:
         self._is_open = False
         self._queue: list[Task] | None = None
 
+    def __reduce__(self) -> tuple[type["WeightGradients"], tuple[()]]:
+        # The memory is of the fit of one model: a copy of that model runs in none.
+        return WeightGradients, ()
+
     @contextmanager
     def opened(self, queue: list[Task] | None = None) -> Iterator[None]:
         """Inside the block weight gradients bypass autograd: added to `.grad` at once, or by tasks put in `queue`."""

@@ -112,6 +112,11 @@ class MegatronPrecision(Precision):
         self._handles, self._before_step, self._after_step = [], _nothing, _nothing
         self.dp_comm = self.step_hook = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Autograd's nodes stay where they are: a copy, such as that of a callback with its Trainer, is of no fit.
+        of_this_fit = {"dp_comm": None, "step_hook": None, "_handles": []}
+        return vars(self) | of_this_fit | {"_before_step": _nothing, "_after_step": _nothing}
+
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
         return self.chosen.convert_module(module)

@@ -1,9 +1,11 @@
 """Lightning's own callbacks under the strategy decide and write what they decide and write on one device."""
 
+import copy
 import os
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 from lightning.pytorch.callbacks import (
     EarlyStopping,
@@ -14,7 +16,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.loggers import CSVLogger
 
 from tests.harness.ranks import run_on_ranks
-from tests.trainer import modules
+from tests.trainer import modules, small_experts
 from tests.trainer.fits import parts_apart, weights
 from tests.trainer.layouts import PLAIN, Layout, make_trainer
 from tests.trainer.modules import Data
@@ -117,3 +119,42 @@ def test_averaged_weights_and_their_checkpoint_are_those_of_one_device(name: str
         for key in ("averaged", "resumed"):
             assert parts_apart(found[key], wanted["averaged"]) < AVERAGE_TOLERANCE, key
     assert parts_apart(wanted["averaged"], wanted["live"]) > 1e-3
+
+
+class Copies(L.Callback):
+    """Copies the Trainer before it reads, and the module after each batch, as averages and teachers do."""
+
+    def __init__(self) -> None:
+        self.apart: list[float] = []
+
+    def on_fit_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        assert copy.deepcopy(trainer).strategy is not trainer.strategy
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        copied, before = copy.deepcopy(module), gradients_of(module)
+        if small_experts.model_of(copied).mesh.pp.size > 1:
+            # A copy of a stage runs alone, and cannot.
+            self.apart.append(0.0)
+            return
+        losses = [small_experts.Language.loss(one, batch) for one in (module, copied)]  # type: ignore[arg-type]
+        losses[1].backward()
+        assert gradients_of(copied) != before == gradients_of(module)
+        self.apart.append(float((losses[0] - losses[1]).detach()))
+
+
+def gradients_of(module: L.LightningModule) -> list[float]:
+    return [0.0 if one.grad is None else float(one.grad.norm()) for one in module.parameters()]
+
+
+def copied_within_a_fit(layout: Layout) -> list[float]:
+    copies = Copies()
+    trainer = make_trainer(layout, max_steps=2, callbacks=[copies], limit_val_batches=0)
+    trainer.fit(small_experts.Language(), small_experts.Rows())
+    return copies.apart
+
+
+def test_the_trainer_and_the_module_can_be_copied_within_a_fit() -> None:
+    for layout in (PLAIN, LAYOUTS["tp2"], LAYOUTS["pp2"]):
+        assert run_on_ranks(layout.world, copied_within_a_fit, layout, init=False) == [[0.0, 0.0]] * layout.world
