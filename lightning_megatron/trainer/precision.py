@@ -114,7 +114,7 @@ class MegatronPrecision(Precision):
 
     def __getstate__(self) -> dict[str, Any]:
         # Autograd's nodes stay where they are: a copy, such as that of a callback with its Trainer, is of no fit.
-        of_this_fit = {"dp_comm": None, "step_hook": None, "_handles": []}
+        of_this_fit: dict[str, Any] = {"dp_comm": None, "step_hook": None, "_handles": []}
         return vars(self) | of_this_fit | {"_before_step": _nothing, "_after_step": _nothing}
 
     @override

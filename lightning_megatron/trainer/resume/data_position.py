@@ -402,7 +402,7 @@ class PositionedIterable:
 
     def state_dict(self) -> dict[str, Any]:
         """The loader's own state, from which plain Lightning resumes; here each data-parallel rank's position counts.
-        Lightning saves loaders that have this method."""
+        Lightning saves loaders that have this method, and warns that a run goes on within an epoch of any other."""
         loader = self.reader.loader
         return copy.deepcopy(loader.state_dict()) if isinstance(loader, Stateful) else {}
 

@@ -52,8 +52,9 @@ def save_into(
         return
     checkpoint[KEY] = snapshot(trainer, mesh)
     loop_state = checkpoint["loops"]["fit_loop"]["state_dict"]
-    # Plain Lightning counts the states of loaders that have one of their own.
-    loop_state["combined_loader"] = [state for state in loop_state.get("combined_loader", []) if state]
+    # Plain Lightning counts the states of loaders that have one of their own, and writes no key where none has.
+    if states := [state for state in loop_state.pop("combined_loader", []) if state]:
+        loop_state["combined_loader"] = states
 
 
 def snapshot(trainer: pl.Trainer, mesh: Mesh) -> dict[str, Any]:
