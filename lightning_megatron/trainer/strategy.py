@@ -753,7 +753,8 @@ class MegatronStrategy(ParallelStrategy):
         if self._dp_comm is not None:
             self._dp_comm.synchronize()
         module = self._require_module()
-        if "optimizer_states" in checkpoint:
+        # A module that is only connected has no Trainer, and no progress.
+        if "optimizer_states" in checkpoint and module._trainer is not None:
             run_state.save_into(checkpoint, module.trainer, self.mesh, self._last_fit.resume_state)
             checkpoint[run_history.KEY] = list(self._last_fit.history)
         local_checkpoint = None if self._run is None else self._run.local_checkpoint
@@ -791,7 +792,8 @@ class MegatronStrategy(ParallelStrategy):
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         module, run = self.lightning_module, self._run
-        if module is None:
+        if module is None or module._trainer is None:
+            # There is no run, and no layout to cut for: Lightning's `connect` alone attaches no Trainer.
             return single_file.load_alone(str(checkpoint_path), self.checkpoint_io, weights_only)
         if run is not None:
             run.agree_to_load(str(checkpoint_path))

@@ -57,7 +57,7 @@ def save(
     """Writes Lightning's dictionary as a checkpoint directory. Collective over the world."""
     contents = Contents.of(checkpoint, module, optimizers, master_slots, saver.world)
     meta = plain_hyper_parameters(contents.meta) | {MESH: plain(mesh.sizes), MODELS: _models(module)}
-    saver.save_state(path, contents.pieces, meta, module.trainer)
+    saver.save_state(path, contents.pieces, meta, module._trainer)
 
 
 def load(

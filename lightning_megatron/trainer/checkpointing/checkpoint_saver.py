@@ -31,11 +31,17 @@ class CheckpointSaver(Saver):
         self._config = config
         self._is_urgent = False
 
-    def save_state(self, path: str, pieces: Pieces, meta: Mapping[str, Any], trainer: pl.Trainer) -> None:
+    def save_state(self, path: str, pieces: Pieces, meta: Mapping[str, Any], trainer: pl.Trainer | None) -> None:
         """Writes a checkpoint: asynchronously while training runs, else at once. Collective over the world."""
-        is_running = trainer.state.fn == TrainerFn.FITTING and trainer.state.status == TrainerStatus.RUNNING
-        is_asynchronous = self._config.asynchronous and is_running and not self._is_urgent
-        self.save(path, pieces, meta, wait=not is_asynchronous or _is_looked_for(trainer))
+        is_asynchronous = (
+            self._config.asynchronous
+            and not self._is_urgent
+            and trainer is not None
+            and trainer.state.fn == TrainerFn.FITTING
+            and trainer.state.status == TrainerStatus.RUNNING
+            and not _is_looked_for(trainer)
+        )
+        self.save(path, pieces, meta, wait=not is_asynchronous)
 
     @contextmanager
     def urgent(self) -> Iterator[None]:

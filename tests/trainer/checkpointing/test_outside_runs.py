@@ -54,17 +54,24 @@ def outside(kind: Any, folder: Path) -> list[str]:
     assert Copies.number == (3 if local else 2)
     fitted.save_checkpoint(folder / "after.ckpt")
     assert isinstance(pickle.loads(pickle.dumps(fitted)).strategy, MegatronStrategy)
+    bare = L.Trainer(strategy=MegatronStrategy(checkpoint=config), **OPTIONS)
+    bare.strategy.connect(BoringModel())
+    bare.save_checkpoint(folder / "bare.ckpt")
     before = connected(config)
     before.save_checkpoint(folder / "before.ckpt", weights_only=True)
     loaded = [
         fitted.strategy.load_checkpoint(folder / "after.ckpt"),
         before.strategy.load_checkpoint(folder / "after.ckpt"),
+        # By one that was given a module, which has no Trainer.
+        bare.strategy.load_checkpoint(folder / "after.ckpt"),
         # By a strategy that has no module.
         MegatronStrategy().load_checkpoint(folder / "after.ckpt"),
     ]
     weight = fitted.lightning_module.layer.weight
     for checkpoint in loaded:
         assert checkpoint["global_step"] == 2 and torch.equal(checkpoint["state_dict"]["layer.weight"], weight)
+        # An ordinary loader has no state of its own, as on one device.
+        assert "combined_loader" not in checkpoint["loops"]["fit_loop"]["state_dict"]
     # The fit goes on as if nothing had been loaded meanwhile.
     fitted.fit_loop.epoch_loop.max_steps = 4
     fitted.fit(fitted.lightning_module)
@@ -77,4 +84,4 @@ def outside(kind: Any, folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("kind", ["directory", "file"])
 def test_checkpoints_loaders_and_copies_need_no_run(kind: str, tmp_path: Path) -> None:
-    assert run_on_ranks(1, outside, kind, tmp_path, init=False) == [["after.ckpt", "before.ckpt"]]
+    assert run_on_ranks(1, outside, kind, tmp_path, init=False) == [["after.ckpt", "bare.ckpt", "before.ckpt"]]
