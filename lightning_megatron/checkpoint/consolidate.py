@@ -25,9 +25,9 @@ from lightning_megatron.checkpoint.atomic_directory import (
 )
 from lightning_megatron.checkpoint.folder import Address
 from lightning_megatron.checkpoint.load import load
-from lightning_megatron.checkpoint.manifest import read_entries, read_meta
+from lightning_megatron.checkpoint.manifest import read_entries
 from lightning_megatron.checkpoint.state import OTHER_STATES, is_module_name, other_state_of, split_optimizer_name
-from lightning_megatron.checkpoint.summary import OWN_KEYS
+from lightning_megatron.checkpoint.summary import OWN_KEYS, read_own_meta
 from lightning_megatron.checkpoint.torch_index import OPTIMIZERS
 from lightning_megatron.mesh import Mesh
 
@@ -43,7 +43,7 @@ def consolidate(path: Address, *, weights_only: bool = False) -> dict[str, Any]:
     With `weights_only` no optimizer states are read. Raises ValueError where the path is no checkpoint, RuntimeError
     where it is damaged.
     """
-    entries, meta = read_entries(path), read_meta(path)
+    entries, meta = read_entries(path), read_own_meta(path)
     if weights_only:
         entries = {name: entry for name, entry in entries.items() if is_module_name(name)}
     tensors = {name: torch.empty(entry.shape, dtype=entry.dtype) for name, entry in entries.items()}

@@ -33,6 +33,8 @@ def paths_in(folder: Path) -> list[Path]:
 
 def system_of(path: Address) -> tuple[Any, str]:
     """File system of a path or an address, and the path there. Raises ValueError for an unknown one."""
+    if not os.fspath(path):
+        raise ValueError("the path is empty; give one, or '.' for the folder that you are in")
     try:
         found: tuple[Any, str] = fsspec.core.url_to_fs(os.fspath(path))
     except (ImportError, ValueError) as error:
@@ -97,14 +99,16 @@ class Folder:
         """Opens a file for reading and seeking."""
         return cast(IO[bytes], self._fs.open(self._at(name), "rb"))
 
-    def kind(self) -> Literal["folder", "file", "link", "nothing"]:
-        """The kind of file at the path; links that lead somewhere are followed."""
+    def kind(self) -> Literal["folder", "file", "link", "device", "nothing"]:
+        """The kind of file at the path; links that lead to a folder or a file are followed, a pipe is a device."""
         found = self._type_of(self._root)
         if found == "directory":
             return "folder"
         if found == "file":
             return "file"
-        return "link" if not is_remote(self.path) and os.path.islink(self.path) else "nothing"
+        if is_remote(self.path) or not os.path.lexists(self.path):
+            return "nothing"
+        return "link" if os.path.islink(self.path) else "device"
 
     def target(self) -> str:
         """Target of the link at the path."""

@@ -29,6 +29,10 @@ META_FILE = "meta.pt"
 # Version of the files' layout; a reader refuses a newer one.
 LAYOUT_VERSION = 2
 _FORMAT = "lightning_megatron checkpoint"
+# Several million chunks.
+_MOST_BYTES = 512 * 2**20
+# Sizes of tensors have 64 bits, of which one is the sign.
+_MOST_ELEMENTS = 2**63 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,7 +174,11 @@ def read_stored_manifest(path: Address) -> Manifest:
     folder = Folder(path)
     _require_checkpoint(folder)
     try:
-        return Manifest.from_bytes(folder.read(MANIFEST_FILE))
+        with folder.open(MANIFEST_FILE) as stream:
+            data = stream.read(_MOST_BYTES + 1)
+        if len(data) > _MOST_BYTES:
+            raise DamagedError(f"{MANIFEST_FILE} has more than {_MOST_BYTES:,} bytes: it is damaged")
+        return Manifest.from_bytes(data)
     except ValueError as error:
         raise type(error)(f"checkpoint {path}: {error}") from error
 
@@ -221,6 +229,8 @@ def _unpacked(body: Mapping[str, Any]) -> Manifest:
             Chunk(Box(tuple(map(int, offsets)), tuple(map(int, sizes))), location(*where))
             for offsets, sizes, *where in tensor["chunks"]
         )
+        if max(map(int, tensor["shape"]), default=0) > _MOST_ELEMENTS:
+            raise ValueError(f"no tensor has the shape {tensor['shape']}")
         entries[name] = TensorEntry(tuple(map(int, tensor["shape"])), dtype, chunks)
     return Manifest(
         save_id=str(body["save_id"]),
@@ -243,6 +253,8 @@ def _require_checkpoint(folder: Folder) -> None:
         raise ValueError(f"checkpoint {folder.path} is a plain file, but {expected}; was it saved by another strategy?")
     if kind == "link":
         raise ValueError(f"checkpoint {folder.path} is a link to {folder.target()}, which is not there; {expected}")
+    if kind == "device":
+        raise ValueError(f"checkpoint {folder.path} is a pipe or a device, but {expected}")
     if kind == "nothing":
         raise ValueError(f"checkpoint {folder.path} does not exist; {expected}")
     found = sorted(folder.sizes())

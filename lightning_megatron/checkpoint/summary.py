@@ -1,11 +1,12 @@
 """Summary of one checkpoint."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from lightning_megatron.checkpoint.checkpoint_directory import EPOCH, STEP
+from lightning_megatron.checkpoint.chunk_file import DamagedError
 from lightning_megatron.checkpoint.folder import Address, Folder
 from lightning_megatron.checkpoint.manifest import MANIFEST_FILE, read_manifest, read_meta
 from lightning_megatron.checkpoint.state import OTHER_STATES, is_optimizer_name, other_state_of
@@ -69,7 +70,7 @@ class Summary:
 
 def summary_of(path: Address) -> Summary:
     """Summary of a checkpoint, without reading tensors. Raises ValueError where the path is no complete checkpoint."""
-    manifest, meta = read_manifest(path), read_meta(path)
+    manifest, meta = read_manifest(path), read_own_meta(path)
     titles = tuple(meta.get(OTHER_STATES, ()))
     amounts = {title: Amount(number=0, num_bytes=0) for title in ("weights", "optimizer states", *titles)}
     for name, entry in manifest.entries.items():
@@ -90,6 +91,19 @@ def summary_of(path: Address) -> Summary:
         tensors=amounts,
         files=manifest.files,
     )
+
+
+def read_own_meta(path: Address) -> dict[str, Any]:
+    """Metadata as by `read_meta`; raises DamagedError where a value of ours is none that this package writes."""
+    meta = read_meta(path)
+    if strange := [
+        f"{key} ({meta[key]!r:.100})" for key, fits in _KINDS.items() if key in meta and not fits(meta[key])
+    ]:
+        raise DamagedError(
+            f"checkpoint {path}: its metadata has {', '.join(strange)}, which is not what this package writes; was it "
+            "overwritten in on_save_checkpoint?"
+        )
+    return meta
 
 
 def tensors_of(path: Address) -> list[TensorLine]:
@@ -113,3 +127,43 @@ def _sizes(mesh: Mapping[str, Any]) -> dict[str, Any]:
     if mesh.get("sequence_parallel"):
         found["sequence_parallel"] = True
     return found
+
+
+def _are_models(models: Any) -> bool:
+    return isinstance(models, Mapping) and all(
+        isinstance(model, Mapping) and isinstance(model.get("class"), str) and isinstance(model.get("config"), Mapping)
+        for model in models.values()
+    )
+
+
+def _are_titles(titles: Any) -> bool:
+    return isinstance(titles, (list, tuple)) and all(isinstance(title, str) for title in titles)
+
+
+def _are_optimizers(rests: Any) -> bool:
+    return isinstance(rests, (list, tuple)) and all(isinstance(rest, Mapping) and _is_optimizer(rest) for rest in rests)
+
+
+def _is_optimizer(rest: Mapping[str, Any]) -> bool:
+    groups, states = rest.get("groups"), rest.get("state")
+    return (
+        isinstance(groups, (list, tuple))
+        and all(isinstance(group, Mapping) and _are_titles(group.get("params")) for group in groups)
+        and isinstance(states, Mapping)
+        and all(isinstance(values, Mapping) for values in states.values())
+    )
+
+
+def _is_number(number: Any) -> bool:
+    return isinstance(number, int)
+
+
+# What reads the values of each key relies on.
+_KINDS: dict[str, Callable[[Any], bool]] = {
+    STEP: _is_number,
+    EPOCH: _is_number,
+    MESH: lambda mesh: isinstance(mesh, Mapping),
+    MODELS: _are_models,
+    OTHER_STATES: _are_titles,
+    OPTIMIZERS: _are_optimizers,
+}

@@ -28,6 +28,7 @@ from lightning_megatron.data.megatron_files import megatron_paths, token_dtype
 from lightning_megatron.data.prepare import write_tokens
 from lightning_megatron.data.sources import files_of
 from lightning_megatron.data.tokenizer import SMALLEST_VOCABULARY
+from lightning_megatron.rules.limits import limit_faults
 
 _EPILOG = """\
 An interrupted run resumes when the same command is started again. The files do not depend on the number of workers, and
@@ -45,6 +46,8 @@ _PATH_HELP = (
 )
 # Between two lines of progress where stderr is no terminal.
 _QUIET_SECONDS = 30.0
+# Memory for so many tokens is taken before any is learnt.
+_MOST_TRAINED = 10_000_000
 # Exit code of a command that Ctrl-C ends.
 _INTERRUPTED = 130
 
@@ -186,6 +189,7 @@ def _faults(options: argparse.Namespace) -> tuple[list[str], Tokenizer | None]:
             f"--train-vocab-size ({options.train_vocab_size}) must be at least {smallest}: the 256 bytes, the end of"
             " text and the special tokens"
         )
+    faults += limit_faults({"--train-vocab-size": options.train_vocab_size}, _MOST_TRAINED)
     if options.train_vocab_size is not None and options.end_of_text is not None:
         faults.append("--end-of-text acts on --tokenizer alone; leave it out")
     if options.special_tokens and options.train_vocab_size is None:

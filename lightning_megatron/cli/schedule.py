@@ -28,13 +28,17 @@ from lightning_megatron.pipeline.registry import (
 )
 from lightning_megatron.pipeline.schedule_spec import Schedule
 from lightning_megatron.pipeline.simulate import Costs, Timeline
-from lightning_megatron.rules.limits import limit_faults
+from lightning_megatron.rules.limits import MOST_STAGES, limit_faults
 
 _COMPUTE_FIELDS = ("kind", "stage", "microbatch", "start", "end")
 # Columns where stdout is no terminal.
 _COLUMNS = 120
 # Most computes that are simulated within seconds.
 _MOST_COMPUTES = 1_000_000
+# Most computes that are drawn within seconds.
+_MOST_DRAWN = 5_000
+# Sums of costs that differ by more lose the smaller one.
+_MOST_DIFFERENCE = 1e15
 _EPILOG = """\
 Costs are in one unit of your choice, those of one microbatch through all layers of a rank: a chunk takes 1/vp of them,
 so that schedules of different --vp compare. A message costs the same whatever --vp is.
@@ -118,8 +122,13 @@ def run_schedule(options: argparse.Namespace) -> None:
     schedule, costs = _read(options)
     with paused_gc():
         timeline = timeline_of(schedule, costs)
+        shortest = min(cost for cost in vars(costs).values() if cost > 0) / schedule.chunks
         if not math.isfinite(timeline.makespan):
             raise UsageError(["the costs add up to more than a number can hold; give them in a larger unit"])
+        if shortest * _MOST_DIFFERENCE <= timeline.makespan:
+            raise UsageError(
+                [f"the smallest cost ({shortest:g}) is lost in the makespan ({timeline.makespan:g}); use 0"]
+            )
         if options.out is not None:
             title = f"{_name(schedule)}: bubble {_percent(timeline.bubble)}"
             write_picture(options.out, [schedule_panel(timeline, unit="time")], title=title)
@@ -142,7 +151,8 @@ def _read(options: argparse.Namespace) -> tuple[Schedule, Costs]:
         is_overlapped=options.overlapped,
     )
     computes = {"pp x vp x microbatches": max(schedule.pp, 1) * max(schedule.chunks, 1) * schedule.microbatches}
-    if absurd := limit_faults(computes, _MOST_COMPUTES):
+    absurd = limit_faults(computes, _MOST_COMPUTES if options.out is None else _MOST_DRAWN)
+    if absurd := absurd or limit_faults({"pp x vp": max(schedule.pp, 1) * schedule.chunks}, MOST_STAGES):
         raise UsageError(absurd)
     costs = Costs()
     faults = schedule_faults(schedule)

@@ -95,6 +95,9 @@ def read_ranks(file: Path, end_of_text: str | None = None) -> TiktokenTokenizer:
             f"tokenizer ({str(file)!r}) has no token for {len(missing)} of the 256 bytes, the first {missing[0]}:"
             " it was cut off, or is no file of ranks"
         )
+    # The package ends the process where two tokens have one number.
+    if len(set(ranks.values())) < len(ranks) or not 0 <= min(ranks.values()) <= max(ranks.values()) < _MOST_IDS:
+        raise ValueError(f"tokenizer ({str(file)!r}) must number each token once, from 0 to below 2^32; fetch it again")
     settings = _settings_of(file)
     special = settings.get("special_tokens", {END_OF_TEXT: max(ranks.values()) + 1})
     engine = tiktoken.Encoding(

@@ -28,7 +28,8 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 
 # Size of the first number in a file: the length of its header in bytes.
 _LENGTH_BYTES = 8
-_LONGEST_HEADER_BYTES = 100_000_000
+# More than a hundred thousand tensors in one file; JSON takes some hundred times its size in memory.
+_LONGEST_HEADER_BYTES = 16 * 2**20
 
 
 def on_disk(path: Address) -> Path:

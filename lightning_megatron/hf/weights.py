@@ -8,13 +8,15 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
-from typing import Any, get_args, get_type_hints
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
 
 from lightning_megatron import checkpoint
 from lightning_megatron.checkpoint import Piece, TensorEntry
+from lightning_megatron.checkpoint.summary import read_own_meta
 from lightning_megatron.hf.families import family_of_file
 from lightning_megatron.hf.family import CONFIGS, Config, Model, Table, listed, model_of
 from lightning_megatron.hf.folder import WeightFiles, on_disk, read_config
@@ -66,7 +68,7 @@ def in_checkpoint(
     `submodule` is needed where it has several, `config` (the fields of a GPTConfig) where it names none. Raises
     ValueError for what cannot be read, and with all that does not fit the configuration.
     """
-    meta, entries = checkpoint.read_meta(path), checkpoint.read_entries(path)
+    meta, entries = read_own_meta(path), checkpoint.read_entries(path)
     submodule, found = _model_of(meta, submodule, config, path)
     prefix = f"{submodule}." if submodule else ""
     ours = {
@@ -120,12 +122,31 @@ def _rebuilt(kind: type, saved: Mapping[str, Any]) -> Any:
             if not all(isinstance(part, inner) or (part is None and inner is not hints[name]) for part in parts):
                 raise ValueError(f"{name} ({value!r}) of {kind.__name__} must be a table of fields of {inner.__name__}")
         values[name] = tuple(value) if isinstance(value, list) else value
+    # YAML takes 1e-5, without a point, for text.
+    values |= {name: float(value) for name, value in values.items() if hints[name] is float and isinstance(value, str)}
+    for name, value in values.items():
+        if not _fits(value, hints[name]):
+            rule = getattr(hints[name], "__name__", "") if not get_args(hints[name]) else hints[name]
+            raise ValueError(f"{name} ({value!r}) of {kind.__name__} must be of type {rule}")
     try:
-        # YAML takes 1e-5, without a point, for text.
-        numbers = {n: float(v) for n, v in values.items() if hints[n] is float and isinstance(v, str)}
-        return kind(**(values | numbers))
+        return kind(**values)
     except (TypeError, AttributeError) as error:
         raise ValueError(f"{kind.__name__} cannot be made of {', '.join(map(str, saved))}: {error}") from error
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value is of an annotated type; true and false are no numbers, and whole numbers are floats."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        return any(_fits(value, option) for option in inner)
+    if origin is Literal:
+        return any(type(value) is type(option) and value == option for option in inner)
+    if origin is tuple and isinstance(value, tuple):
+        options = inner[:1] * len(value) if inner[-1:] == (...,) else inner
+        return len(options) == len(value) and all(map(_fits, value, options))
+    if hint in (int, float):
+        return type(value) is int or type(value) is hint
+    return isinstance(value, origin or hint)
 
 
 def _rebuilt_within(kind: type, value: Any) -> Any:

@@ -6,6 +6,7 @@ figures are equal to the byte: they carry no date and no version.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,6 +56,8 @@ def picture_faults(path: Path, option: str) -> list[str]:
         faults.append(f"{option} ({path}) must end in one of {endings}, which picks the format; use {name}.svg")
     if not path.parent.is_dir():
         faults.append(f"{option} ({path}) lies in {path.parent}, which is no directory; make it, or use another")
+    if os.path.exists(path) and not path.is_file():
+        faults.append(f"{option} ({path}) cannot be written: it is a directory, a pipe or a device; name a file")
     return faults + [f"{option} ({path}): {fault}" for fault in matplotlib_faults()]
 
 

@@ -1,5 +1,6 @@
 """Bad input of every kind ends a command or a recipe with one message and exit code 2, in bounded time and memory."""
 
+import base64
 import json
 import os
 import resource
@@ -11,8 +12,13 @@ from typing import Any
 
 import pytest
 
+from lightning_megatron.checkpoint import save, summary
+from lightning_megatron.checkpoint.manifest import _signed
 from lightning_megatron.cli.main import main
+from lightning_megatron.data.tiktoken_tokenizer import read_ranks
 from lightning_megatron.trainer.setup import memory_checks
+from tests.checkpoint.folders import WORLD
+from tests.cli.test_checkpoint import META, TENSORS
 from tests.cli.test_recipe import ALONE, AUTO, folder, run
 
 assert folder, "the fixture of a recipe's folder is used here"
@@ -193,6 +199,7 @@ HEADERS = {
     "a shape below zero": safetensors({"a": {"dtype": "F32", "shape": [-1, -1], "data_offsets": [0, 0]}}),
     "offsets that are none": safetensors({"a": {"dtype": "F32", "shape": [0], "data_offsets": "ab"}}),
     "offsets that are swapped": safetensors({"a": {"dtype": "F32", "shape": [0], "data_offsets": [4, 0]}}),
+    "a header of many megabytes": safetensors(b" " * (17 * 2**20)),
     "a dtype that is a list": safetensors({"a": {"dtype": [1], "shape": [0], "data_offsets": [0, 0]}}),
 }
 INDICES = {
@@ -213,3 +220,118 @@ def test_weights_that_are_none_are_refused(damage: str, capfd: pytest.CaptureFix
         Path("llama/model.safetensors.index.json").write_text(index)
     message_of(capfd, lambda: main(("convert", "llama", "a.ckpt")))
     assert not Path("a.ckpt").exists()
+
+
+FIELDS = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 5}
+STRANGE: tuple[dict[str, Any], ...] = (
+    {"num_layers": float("nan")},
+    {"num_layers": True},
+    {"num_layers": "1"},
+    {"hidden_size": 8.5},
+    {"activation": ["gelu"]},
+    {"moe": {"router": {"num_experts": 2}, "layers": ["a"]}},
+    {"moe": {"router": {"num_experts": True}}},
+)
+
+
+@pytest.mark.parametrize("fields", STRANGE, ids=str)
+def test_a_field_of_another_type_is_refused(fields: dict[str, Any], capfd: pytest.CaptureFixture[str]) -> None:
+    save("bare.ckpt", TENSORS, {}, world=WORLD)
+    for given in ({}, fields):
+        Path("model.json").write_text(json.dumps(FIELDS | given))
+        told = message_of(capfd, lambda: main(("convert", "bare.ckpt", "out", "--config", "model.json")))
+        assert ("of type" in told) == bool(given)
+
+
+def test_layers_of_experts_that_are_no_numbers_are_refused(capfd: pytest.CaptureFixture[str]) -> None:
+    Path("llama").mkdir()
+    Path("llama/config.json").write_text(json.dumps(LLAMA))
+    Path("llama/model.safetensors").write_bytes(safetensors({}))
+    Path("experts.yaml").write_text("router: {num_experts: 2}\nlayers: [a]\n")
+    message_of(capfd, lambda: main(("convert", "llama", "experts.ckpt", "--upcycle", "experts.yaml")))
+
+
+def test_a_pipe_in_the_place_of_a_target_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
+    for name in ("a.ckpt", "a.svg"):
+        os.mkfifo(name)
+    assert "pipe" in message_of(capfd, lambda: main(("checkpoint", "inspect", "a.ckpt")))
+    args = ("schedule", "--pp", "2", "--microbatches", "2", "--out", "a.svg")
+    assert "pipe" in message_of(capfd, lambda: main(args))
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+FOREIGN: dict[str, Any] = {
+    "global_step": "five",
+    "epoch": None,
+    "mesh": 5,
+    "models": {"model": 5},
+    "other_states": 5,
+    "optimizers": [{"groups": [{"params": 5}], "state": {}}],
+}
+
+
+@pytest.mark.parametrize("key", FOREIGN)
+def test_metadata_that_another_wrote_under_our_key_is_named(
+    key: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    save("a.ckpt", TENSORS, META, world=WORLD)
+    assert main(("checkpoint", "inspect", "a.ckpt")) == 0
+    capfd.readouterr()
+    # A save reads some of them itself: only other programs write such ones.
+    monkeypatch.setattr(summary, "read_meta", lambda path: {**META, key: FOREIGN[key]})
+    for args in (
+        ("checkpoint", "inspect", "a.ckpt"),
+        ("checkpoint", "consolidate", "a.ckpt", "a.pt"),
+        ("convert", "a.ckpt", "out"),
+    ):
+        assert f"{key} (" in message_of(capfd, lambda args=args: main(args))  # type: ignore[misc]
+
+
+def test_a_manifest_beyond_all_bounds_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    save("a.ckpt", TENSORS, META, world=WORLD)
+    manifest = Path("a.ckpt/manifest.json")
+    body = json.loads(manifest.read_text())
+    del body["checksum"]
+    chunk = body["tensors"]["w"]["chunks"][0][2:]
+    body["tensors"]["w"] |= {"shape": [0, 10**30], "chunks": [[[0, 0], [0, 10**30], *chunk]]}
+    manifest.write_bytes(_signed(body))
+    args = ("checkpoint", "consolidate", "a.ckpt", "a.pt")
+    assert "no tensor has the shape" in message_of(capfd, lambda: main(args))
+    monkeypatch.setattr("lightning_megatron.checkpoint.manifest._MOST_BYTES", 1000)
+    assert "has more than 1,000 bytes" in message_of(capfd, lambda: main(args))
+
+
+def test_an_empty_path_is_not_the_folder_of_today(capfd: pytest.CaptureFixture[str]) -> None:
+    assert "the path is empty" in message_of(capfd, lambda: main(("checkpoint", "prune", "")))
+
+
+# --- schedules and tokens ---------------------------------------------------------------------------------------------
+
+SCHEDULES: dict[str, tuple[str, ...]] = {
+    "costs that differ by all": ("--pp", "4", "--microbatches", "8", "--forward", "1e-320"),
+    "a message without end": ("--pp", "4", "--microbatches", "8", "--message", "1e300"),
+    "a million ranks": ("--pp", "1000000", "--microbatches", "1"),
+    "a picture of all": ("--pp", "100", "--microbatches", "1000", "--out", "a.svg"),
+}
+
+
+@pytest.mark.parametrize("case", SCHEDULES)
+def test_a_schedule_that_nobody_can_look_at_is_refused(case: str, capfd: pytest.CaptureFixture[str]) -> None:
+    message_of(capfd, lambda: main(("schedule", *SCHEDULES[case])))
+
+
+@pytest.mark.parametrize("number", ["254", "-5", "9" * 30])
+def test_ranks_that_are_no_numbering_are_refused(number: str) -> None:
+    pytest.importorskip("tiktoken")
+    lines = [f"{base64.b64encode(bytes([byte])).decode()} {byte}" for byte in range(255)]
+    Path("t.tiktoken").write_text("\n".join([*lines, f"/w== {number}"]))
+    with pytest.raises(ValueError, match="must number each token once"):
+        read_ranks(Path("t.tiktoken"))
+
+
+def test_a_vocabulary_that_no_memory_holds_is_not_trained(capfd: pytest.CaptureFixture[str]) -> None:
+    args = ("prepare-data", "--path", "tiny.yaml", "--train-vocab-size", "1000000000000", "--output", "x")
+    assert "--train-vocab-size" in message_of(capfd, lambda: main(args))
