@@ -4,6 +4,7 @@ jsonargparse reads every value of an option as YAML, and a config file whole, wh
 """
 
 import os
+import stat
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -18,11 +19,24 @@ _CONFIG_OPTIONS = ("-c", "--config")
 
 
 def require_readable_configs(args: Sequence[str]) -> None:
-    """Raises ValueError for a config file of a command line that cannot be read as YAML."""
+    """Raises ValueError for a config file of a command line that cannot be read as YAML, or waits for its writer."""
     for file in _config_files(args):
         # That a file does not exist is told by jsonargparse, which takes YAML itself for a file, too.
         is_file = len(file) < os.pathconf("/", "PC_PATH_MAX") and "\0" not in file and os.path.lexists(file)
         require_yaml(read_text(file, MOST_YAML_BYTES, name=f"--config ({file})") if is_file else file, "--config")
+    for word in args:
+        option, equals, value = word.partition("=")
+        # The value of a nested option may be a path, which jsonargparse opens.
+        if stat.S_ISFIFO(_mode_of(value if equals else option)):
+            raise ValueError(f"{word} names a pipe, which may never end; save what it gives in a file")
+
+
+def _mode_of(path: str) -> int:
+    try:
+        return os.stat(path).st_mode
+    except (OSError, ValueError):
+        # There is none, or this is no path.
+        return 0
 
 
 def _config_files(args: Sequence[str]) -> Iterator[str]:

@@ -867,7 +867,11 @@ class MegatronStrategy(ParallelStrategy):
             self._saver.remove(str(filepath))
 
     def _require_run(self) -> ActiveRun:
-        assert self._run is not None
+        if self._run is None:
+            raise RuntimeError(
+                "no run is under way: gradients are summed, and optimizers stepped, between the start and the end of "
+                "Trainer.fit, and steps evaluate within validate, test and predict"
+            )
         return self._run
 
     def _require_module(self) -> pl.LightningModule:

@@ -259,6 +259,12 @@ def test_a_pipe_in_the_place_of_a_target_is_refused(capfd: pytest.CaptureFixture
     assert "pipe" in message_of(capfd, lambda: main(args))
 
 
+@pytest.mark.parametrize("words", [("--model.config", "pipe"), ("--model.config=pipe",), ("--data.path=pipe",)])
+def test_a_pipe_in_the_place_of_a_value_is_refused(words: tuple[str, ...], capfd: pytest.CaptureFixture[str]) -> None:
+    os.mkfifo("pipe")
+    assert "names a pipe, which may never end" in message_of(capfd, lambda: run(*words))
+
+
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 
 FOREIGN: dict[str, Any] = {

@@ -65,7 +65,7 @@ REASONS = (
         defence="The test asks for Lightning's warning that a run resumed within an epoch may repeat data; "
         "here it goes on with the next batch.",
         message=r"did not match any of the \d+ warnings|DID NOT WARN",
-        test=r"test_restarting_mid_epoch_raises_warning",
+        test=r"test_restarting_mid_epoch_raises_warning|test_resume_mid_epoch_warning",
     ),
     Reason(
         name="a compiled LightningModule",
