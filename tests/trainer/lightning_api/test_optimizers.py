@@ -327,7 +327,8 @@ def names_for(layout: str) -> list[str]:
         # The modules with cut matrices hold no chain.
         without |= set(NEEDS_WHOLE_MODELS) | set(NEEDS_WHOLE_MATRICES)
     if chosen.tp > 1:
-        without |= set(NEEDS_WHOLE_MODELS) | set(NEEDS_WHOLE_MATRICES)
+        # What "factored" is refused for is that the optimizer of this name looks at whole matrices.
+        without |= set(NEEDS_WHOLE_MODELS) | set(NEEDS_WHOLE_MATRICES) | {"Adafactor"}
     return [case for case in CASES if case not in without]
 
 
