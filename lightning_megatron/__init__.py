@@ -10,6 +10,7 @@ from lightning_megatron.registration import register_strategy
 from lightning_megatron.version import VERSION
 
 if TYPE_CHECKING:
+    from lightning_megatron.any_module.plan import ModelPlan
     from lightning_megatron.checkpoint import CheckpointConfig
     from lightning_megatron.context.balance import CostModel, DynamicContextConfig
     from lightning_megatron.context.config import ContextConfig
@@ -44,6 +45,7 @@ __all__ = [
     "LossScaleConfig",
     "MegatronStrategy",
     "MoEConfig",
+    "ModelPlan",
     "OptimizerConfig",
     "PipelineConfig",
     "RecomputeConfig",

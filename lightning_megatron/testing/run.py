@@ -3,6 +3,7 @@
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from lightning_megatron.mesh import Sizes
 from lightning_megatron.optim.replica_check import DifferingCopiesError
 from lightning_megatron.pipeline.microbatches import split
 from lightning_megatron.testing.batches import loader_of, read_global_batches
+from lightning_megatron.testing.islands import LiftedIslands
 from lightning_megatron.testing.layout_name import Layout
 from lightning_megatron.testing.quantities import CALLBACK, INITIAL, LOGGED, LOSS, Deviation
 from lightning_megatron.testing.recorder import Recorder, Sink, SinkLogger, load_parts
@@ -161,12 +163,13 @@ class _Fit:
         )
         loader, data = loader_of(batches, rank=self.dp_rank, size=self.dp_size), subject.data
         pl.seed_everything(self.seed, workers=True, verbose=False)
-        if isinstance(data, pl.LightningDataModule):
-            # Its hooks and attributes are what a step may use; its batches are those that every run has.
-            data.train_dataloader = lambda: loader  # type: ignore[method-assign]
-            trainer.fit(subject.module, datamodule=data)
-        else:
-            trainer.fit(subject.module, train_dataloaders=loader)
+        with LiftedIslands() if self.precision == "64-true" else nullcontext():
+            if isinstance(data, pl.LightningDataModule):
+                # Its hooks and attributes are what a step may use; its batches are those that every run has.
+                data.train_dataloader = lambda: loader  # type: ignore[method-assign]
+                trainer.fit(subject.module, datamodule=data)
+            else:
+                trainer.fit(subject.module, train_dataloaders=loader)
         return recorder
 
 

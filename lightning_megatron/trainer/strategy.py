@@ -32,6 +32,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
+from lightning_megatron.any_module.plan import ModelPlan
 from lightning_megatron.checkpoint import CheckpointConfig, read_meta
 from lightning_megatron.comm import collectives, differentiable
 from lightning_megatron.comm.raise_on_all_ranks import read_on_first_rank
@@ -122,6 +123,7 @@ class MegatronStrategy(ParallelStrategy):
         loss_scale: LossScaleConfig | None = None,
         fp8: Fp8Config | None = None,
         recompute: RecomputeConfig | None = None,
+        plan: ModelPlan | None = None,
         checkpoint: CheckpointConfig | None = None,
         timeout_seconds: float = 1800.0,
         accelerator: Accelerator | None = None,
@@ -155,6 +157,9 @@ class MegatronStrategy(ParallelStrategy):
             fp8: How linear layers multiply in FP8; None multiplies in the precision of the Trainer.
             recompute: Activation checkpointing: which activations are recomputed in the backward instead of saved;
                 None is RecomputeConfig().
+            plan: How a network that knows nothing of parallelism is cut: its layers and the style of its linears;
+                None is what the module's hook `model_plan` returns, or finds the layers, and takes the styles that a
+                model of transformers brings along.
             checkpoint: How and where checkpoints are written; None is CheckpointConfig().
             timeout_seconds: Seconds after which a rank that waits in a collective gives up, and after which one that
                 is silent is taken for lost.
@@ -189,6 +194,7 @@ class MegatronStrategy(ParallelStrategy):
         self.loss_scale = loss_scale if loss_scale is not None else LossScaleConfig()
         self._fp8 = fp8
         self.recompute = recompute if recompute is not None else RecomputeConfig()
+        self.plan = plan
         self.checkpoint = checkpoint if checkpoint is not None else CheckpointConfig()
         self.timeout_seconds = timeout_seconds
         self._groups = Groups(timeout_seconds)
@@ -381,7 +387,7 @@ class MegatronStrategy(ParallelStrategy):
             connector: Any = module.trainer._accelerator_connector
             run.cuts_loaders, connector.use_distributed_sampler = connector.use_distributed_sampler, False
             # Callbacks that average weights copy the module when they are set up, which comes next.
-            pipelined_models.pipeline_plain_sequential(module, self.mesh)
+            pipelined_models.cut_plain_networks(module, self.mesh, self.plan)
 
     def _join_other_ranks(self, vote: StopVote) -> FailureWatch:
         """Begins the process group of all ranks, and a watch over them. Collective over the world."""
@@ -433,7 +439,7 @@ class MegatronStrategy(ParallelStrategy):
         if trainer.state.fn == TrainerFn.FITTING and self._layer_sync is not None and self.is_distributed:
             self.model = self._layer_sync.apply(module)
             metric_sync.sync_batch_norms_over(module, self.mesh.dp)
-        pipelined_models.pipeline_late_sequential(module, self.mesh)
+        pipelined_models.cut_late_networks(module, self.mesh, self.plan)
         model_checks.require_own_mesh(module, self.mesh)
         model_checks.require_untied_outside(module, self.mesh)
         self.model = self.precision_plugin.convert_module(module)
@@ -797,7 +803,7 @@ class MegatronStrategy(ParallelStrategy):
             return single_file.load_alone(str(checkpoint_path), self.checkpoint_io, weights_only)
         if run is not None:
             run.agree_to_load(str(checkpoint_path))
-        pipelined_models.pipeline_late_sequential(module, self.mesh)
+        pipelined_models.cut_late_networks(module, self.mesh, self.plan)
         model_checks.require_own_mesh(module, self.mesh)
         if compute_dtype(str(self.precision_plugin.precision)) == torch.float64:
             # Lightning converts the module after this; what it has as float32 would be rounded to that.

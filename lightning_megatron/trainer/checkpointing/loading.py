@@ -54,7 +54,7 @@ def load_from_checkpoint(
         strict = module.strict_loading
     with ambient(mesh):
         module.configure_model()
-        pipelined_models.pipeline_plain_sequential(module, mesh)
+        pipelined_models.cut_plain_networks(module, mesh)
         model_checks.require_own_mesh(module, mesh)
         if map_location is not None:
             module.to(map_location)

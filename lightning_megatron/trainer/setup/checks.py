@@ -120,6 +120,7 @@ def faults(trainer: pl.Trainer, arguments: tuple[Any, ...]) -> list[str]:
         sizes,
         uses_schedule=pipeline.mode == "auto" and trainer.lightning_module.automatic_optimization,
         spreads_documents=trainer.training and strategy.dynamic_context is not None,
+        plan=strategy.plan,
     )
     if not found:
         found += limit_faults({"devices": strategy.num_processes}, MOST_PROCESSES)

@@ -3,22 +3,34 @@
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from lightning_megatron.any_module.plan import ModelPlan
 from lightning_megatron.mesh import Mesh, Sizes
 from lightning_megatron.sharding import sharded_parameters
 from lightning_megatron.trainer.setup.model_checks import mesh_faults, spreading_faults, unused_axis_faults
-from lightning_megatron.trainer.setup.pipelined_models import pipeline_faults, pipelined_modules
+from lightning_megatron.trainer.setup.pipelined_models import (
+    is_cut_by_styles,
+    pipeline_faults,
+    pipelined_modules,
+    plan_of,
+)
 
 
 def early_model_faults(
-    module: pl.LightningModule, sizes: Sizes, *, uses_schedule: bool, spreads_documents: bool
+    module: pl.LightningModule,
+    sizes: Sizes,
+    *,
+    uses_schedule: bool,
+    spreads_documents: bool,
+    plan: ModelPlan | None = None,
 ) -> list[str]:
     """Errors that the set-up of the module on these ranks would find; none where it may build more until then."""
     is_late = any(is_overridden(name, module) for name in ("configure_model", "setup"))
     if is_late or sizes.faults() or not any(True for _ in module.parameters()):
         return []
-    found = mesh_faults(module, Mesh.imagine(0, sizes))
+    plan = plan_of(module, plan)
+    found = plan.faults(module) + mesh_faults(module, Mesh.imagine(0, sizes))
     # One that was built for other ranks than its run has is told so already.
     if not pipelined_modules(module) and not any(True for _ in sharded_parameters(module)):
-        found += unused_axis_faults(module, sizes, set())
-    found += pipeline_faults(module, sizes.pp, uses_schedule=uses_schedule)
+        found += unused_axis_faults(module, sizes, {"tp"} if is_cut_by_styles(module, plan, sizes.tp) else {"sp"})
+    found += pipeline_faults(module, sizes.pp, uses_schedule=uses_schedule, plan=plan)
     return found + (spreading_faults(module) if spreads_documents else [])

@@ -1,8 +1,12 @@
 """Checks of the models in a user's module before the first step, and the setting of their recomputation."""
 
+import re
+
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 
+from lightning_megatron.any_module.cut_model import CutModel
+from lightning_megatron.any_module.tensor_styles import ColwiseLinear
 from lightning_megatron.comm import collectives
 from lightning_megatron.mesh import Mesh, Sizes
 from lightning_megatron.moe.experts import Experts
@@ -86,6 +90,8 @@ def _cut_axes(module: nn.Module) -> set[str]:
         cut.add("cp")
     if any(isinstance(child, Experts) for child in module.modules()):
         cut.add("ep")
+    if not any(isinstance(child, ColwiseLinear) for child in module.modules()):
+        cut.add("sp")
     return cut
 
 
@@ -95,8 +101,13 @@ def unused_axis_faults(module: nn.Module, sizes: Sizes, cut: set[str]) -> list[s
     if sizes.tp > 1 and "tp" not in cut:
         faults.append(
             f"tensor_model_parallel_size ({sizes.tp}) cuts nothing of {name}, which holds no tensor-parallel layer: "
-            "every rank of tp would hold all weights and compute the same. Build its layers in configure_model from "
-            "GPTModel, or from ColumnParallelLinear and RowParallelLinear; or use tensor_model_parallel_size=1"
+            "every rank of tp would hold all weights and compute the same. Say which linears are cut"
+            f"{_example(module)}, build its layers in configure_model from GPTModel, or from ColumnParallelLinear and "
+            "RowParallelLinear, or use tensor_model_parallel_size=1"
+        )
+    if sizes.sequence_parallel and sizes.tp > 1 and "sp" not in cut:
+        faults.append(
+            f"sequence_parallel cuts no tokens of {name}, whose linears are cut by their styles alone; leave it out"
         )
     if sizes.cp > 1 and "cp" not in cut:
         faults.append(
@@ -112,6 +123,14 @@ def unused_axis_faults(module: nn.Module, sizes: Sizes, cut: set[str]) -> list[s
     return faults
 
 
+def _example(module: nn.Module) -> str:
+    """A plan for a module's own linears, as the text of an argument; empty where there are not two."""
+    linears = [name for name, child in module.named_modules() if type(child) is nn.Linear]
+    patterns = list(dict.fromkeys(re.sub(r"\.\d+\b", ".*", name) for name in linears))
+    first, last = [*patterns, "", ""][:2]
+    return f', as plan=ModelPlan(styles={{"{first}": "colwise", "{last}": "rowwise"}})' if last else ""
+
+
 def require_untied_outside(module: nn.Module, mesh: Mesh) -> None:
     """Raises ConfigurationError, on every rank, for weights that a pipelined model shares with a module outside of it.
 
@@ -119,15 +138,14 @@ def require_untied_outside(module: nn.Module, mesh: Mesh) -> None:
     """
     if mesh.pp.size == 1:
         return
-    models = pipelined_modules(module).values()
-    inside = {child for model in models for child in model.modules()}
+    prefixes = tuple(f"{name}." for name in pipelined_modules(module))
     own_names = names_inside(module)
     named = module.named_parameters(remove_duplicate=False)
     weights = {weight: name for name, weight in named if name in own_names}
     own = {
         f"{name}.{key} ({weights[weight]})"
         for name, child in module.named_modules()
-        if child not in inside
+        if not f"{name}.".startswith(prefixes)
         for key, weight in child.named_parameters(recurse=False)
         if weight in weights
     }
@@ -167,6 +185,12 @@ def share_recomputation(module: nn.Module, config: RecomputeConfig, mesh: Mesh) 
         faults.append(
             f"recompute granularity ('full') needs a model of parts, and {type(module).__name__} has none; use a "
             "GPTModel, or make your network a PipelineModule, for instance by PipelineModule.from_modules"
+        )
+    if config.granularity == "full" and any(isinstance(model, CutModel) for model in models):
+        faults.append(
+            f"recompute granularity ('full') runs the parts of models of this package again, and the network of "
+            f"{type(module).__name__} runs by its own forward; checkpoint its layers by themselves (with transformers "
+            "model.gradient_checkpointing_enable()) and leave recompute out"
         )
     if faults:
         raise ConfigurationError(faults)

@@ -6,14 +6,18 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from torch import nn
 
+from lightning_megatron.any_module.cut_model import CutModel, cut_of
+from lightning_megatron.any_module.plan import ModelPlan
+from lightning_megatron.any_module.tensor_styles import cut_by, cut_linears
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.pipeline.module import PipelineModule
+from lightning_megatron.sharding import sharded_parameters
 from lightning_megatron.trainer.config import ConfigurationError
 
 
 def pipelined_modules(module: nn.Module) -> dict[str, PipelineModule]:
     """The pipelined models in a module, by attribute name."""
-    return {name: child for name, child in module.named_modules() if isinstance(child, PipelineModule)}
+    return {name: model for name, child in module.named_modules() if (model := cut_of(child)) is not None}
 
 
 def names_inside(module: nn.Module) -> set[str]:
@@ -53,20 +57,54 @@ def gather_parts_by(module: nn.Module, gather: Callable[[Iterable[nn.Parameter]]
         model.before_part = lambda part, model=model: gather(model.parameters_of(part))  # type: ignore[misc]
 
 
-def pipeline_plain_sequential(module: pl.LightningModule, mesh: Mesh) -> bool:
-    """Cuts the module's one `nn.Sequential` into stages, where there are several and it has no pipelined model yet.
+def plan_of(module: nn.Module, plan: ModelPlan | None) -> ModelPlan:
+    """How the networks of a module are cut: as `plan` says, else as its own hook `model_plan` says, else as found."""
+    own = getattr(module, "model_plan", None)
+    return plan if plan is not None else own() if callable(own) else ModelPlan()
 
-    Returns whether it did.
+
+def cut_plain_networks(module: pl.LightningModule, mesh: Mesh, given: ModelPlan | None = None) -> bool:
+    """Cuts the networks of a module that know nothing of parallelism: linears over tp by the styles of their plan,
+    and the one network with enough layers, or the one `nn.Sequential`, over stages.
+
+    Nothing is cut twice, and no module that holds a pipelined model. Returns whether stages were cut.
     """
-    if mesh.pp.size == 1 or pipelined_modules(module):
+    plan = plan_of(module, given)
+    # What the plan names may be made later, in `configure_model`.
+    if pipelined_modules(module) or plan.faults(module):
+        return False
+    networks = dict(module.named_children())
+    if mesh.tp.size > 1:
+        for name, network in networks.items():
+            if not any(True for _ in sharded_parameters(network)):
+                cut_linears(network, plan.styles_in(name, network), mesh.tp)
+    if mesh.pp.size == 1:
         return False
     chains = _chains(module, mesh.pp.size)
-    if len(chains) == 1:
+    layered = _layered(module, mesh.sizes.num_stages, plan)
+    if len(chains) == 1 and not plan.layers:
         [(name, chain)] = chains.items()
         # Not named_children(): it leaves out the second name of a module that is in the chain twice.
         parts = {key: child for key, child in chain._modules.items() if child is not None}
         setattr(module, name, PipelineModule.from_modules(parts, mesh=mesh))
-    return len(chains) == 1
+        return True
+    if len(layered) == 1:
+        [name] = layered
+        layers, ends = plan.layers_in(name, networks[name])
+        CutModel(networks[name], layers, ends=ends, mesh=mesh)
+        return True
+    return False
+
+
+def is_cut_by_styles(module: nn.Module, plan: ModelPlan, size: int) -> bool:
+    """Whether so many ranks of tp would cut a linear of the module by the styles of a plan, or of its networks."""
+    named = module.named_children()
+    return any(True for name, child in named for _ in cut_by(child, plan.styles_in(name, child), size))
+
+
+def _layered(module: pl.LightningModule, num_stages: int, plan: ModelPlan) -> list[str]:
+    """Names of the module's children that have a layer for each of so many stages."""
+    return [name for name, child in module.named_children() if len(plan.layers_in(name, child)[0]) >= num_stages]
 
 
 def _chains(module: pl.LightningModule, num_ranks: int) -> dict[str, nn.Sequential]:
@@ -78,16 +116,20 @@ def _chains(module: pl.LightningModule, num_ranks: int) -> dict[str, nn.Sequenti
     }
 
 
-def pipeline_faults(module: pl.LightningModule, num_ranks: int, *, uses_schedule: bool) -> list[str]:
+def pipeline_faults(
+    module: pl.LightningModule, num_ranks: int, *, uses_schedule: bool, plan: ModelPlan | None = None
+) -> list[str]:
     """Errors of a module that cannot run over so many pipeline ranks."""
+    plan = plan_of(module, plan)
     name, models = type(module).__name__, pipelined_modules(module)
     if num_ranks == 1:
         return []
-    if not models and len(_chains(module, num_ranks)) != 1:
+    if not models and len(_chains(module, num_ranks)) != 1 and len(_layered(module, num_ranks, plan)) != 1:
         return [
             f"{name} cannot be pipelined over {num_ranks} stages: it holds no PipelineModule (such as GPTModel) and "
-            f"not exactly one nn.Sequential of at least {num_ranks} children among its attributes; build its model in "
-            "configure_model from one of these, or use pipeline_model_parallel_size=1"
+            f"not exactly one nn.Sequential of at least {num_ranks} children, or network with a list of so many "
+            'layers, among its attributes; name the list with plan=ModelPlan(layers=("net.layers",)), build its model '
+            "in configure_model from one of these, or use pipeline_model_parallel_size=1"
         ]
     if len(models) > 1 and uses_schedule:
         return [
@@ -97,15 +139,18 @@ def pipeline_faults(module: pl.LightningModule, num_ranks: int, *, uses_schedule
     return []
 
 
-def pipeline_late_sequential(module: pl.LightningModule, mesh: Mesh) -> None:
-    """Cuts an `nn.Sequential` that `configure_model` made into stages.
+def cut_late_networks(module: pl.LightningModule, mesh: Mesh, plan: ModelPlan | None = None) -> None:
+    """Cuts the networks that `configure_model` made, as `cut_plain_networks`.
 
-    Raises ConfigurationError where a callback has copied it uncut by then: the copy would average other weights.
+    Raises ConfigurationError for a plan that does not fit the module, and where a callback has copied the module uncut
+    by then: the copy would average other weights.
     """
+    if faults := plan_of(module, plan).faults(module):
+        raise ConfigurationError(faults)
     callbacks = module.trainer.callbacks  # type: ignore[attr-defined]
     averaging = [c for c in callbacks if isinstance(c, (WeightAveraging, StochasticWeightAveraging))]
-    if pipeline_plain_sequential(module, mesh) and averaging:
+    if cut_plain_networks(module, mesh, plan) and averaging:
         raise ConfigurationError(
-            f"{type(averaging[0]).__name__} copies the module before its nn.Sequential, made in configure_model, "
-            "is cut into stages; make the nn.Sequential in __init__, or a PipelineModule in configure_model"
+            f"{type(averaging[0]).__name__} copies the module before its network, made in configure_model, is cut into "
+            "stages; make the network in __init__, or a PipelineModule in configure_model"
         )

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 from torchmetrics import Metric
 
+from lightning_megatron.any_module.loss_count import mean_count
 from lightning_megatron.comm import collectives, rng
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.trainer.step.loader_sync import Whereabouts, disagreement
@@ -60,6 +61,8 @@ class _LogEntry:
     is_sized: bool
     values: list[tuple[int, Tensor]] = field(default_factory=list)
     sizes: list[float] = field(default_factory=list)
+    counts: list[Tensor | float | None] = field(default_factory=list)
+    """What each value is known to be a mean over, divided by the ranks that ran its microbatch together."""
     metric: Metric | None = None
     is_summed: bool = False
     """Whether it is the loss, which the step says is a sum."""
@@ -174,6 +177,7 @@ class StepLog:
         for name, (num_values, num_sizes) in mark.counts.items():
             del self._entries[name].values[num_values:]
             del self._entries[name].sizes[num_sizes:]
+            del self._entries[name].counts[num_values:]
         for name, state in mark.metrics.items():
             restore(self._metrics[name], state)
 
@@ -200,6 +204,8 @@ class StepLog:
         if entry.reduction in _SIGNS and self.num_copies == math.inf:
             tensor = torch.full_like(tensor, -math.inf * _SIGNS[entry.reduction], dtype=torch.float64)
         entry.values.append((len(self._weights), tensor.reshape(())))
+        count = mean_count(value) if isinstance(value, Tensor) else None
+        entry.counts.append(None if count is None else count / self.num_copies)
 
     def replay(self, whereabouts: Whereabouts) -> StepSummary:
         """Logs what was recorded, once on every rank, as values of the global batch. Collective over dp+cp and pp.
@@ -297,8 +303,14 @@ class StepLog:
         if entry.reduction == "sum":
             total = (values / self._copies_of(microbatch for microbatch, _ in entry.values)).sum()
             return [total, torch.tensor(sum(entry.sizes), dtype=torch.float64, device=self.device)]
-        # A mean given with its batch size is one over rows; any other is one over what the microbatch's loss is.
-        shares = weights[[microbatch for microbatch, _ in entry.values]] + _NOTHING
+        # A mean given with its batch size is one over rows; one of a loss, over what that counts; any other, over what
+        # the microbatch's loss is.
+        known = [count for count in entry.counts if count is not None]
+        shares = (
+            self._stack([torch.as_tensor(count) for count in known])
+            if len(known) == len(values)
+            else weights[[microbatch for microbatch, _ in entry.values]]
+        ) + _NOTHING
         if entry.is_sized:
             shares = torch.tensor(entry.sizes, dtype=torch.float64, device=self.device)
         return [(values * shares).sum(), shares.sum()]

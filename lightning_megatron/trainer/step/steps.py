@@ -17,6 +17,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
+from lightning_megatron.any_module.loss_count import CountedMeans
 from lightning_megatron.comm import collectives
 from lightning_megatron.comm.p2p import Hop, LaneGroups, Mailbox
 from lightning_megatron.mesh import Mesh
@@ -207,7 +208,7 @@ class Steps:
                 return step(*args, **kwargs)
         self._log.num_copies = self._user_step.num_copies
         with self._user_step.counted():
-            with self._log.recording(), self._user_step.synced_random(), context():
+            with CountedMeans(), self._log.recording(), self._user_step.synced_random(), context():
                 output = step(*args, **kwargs)
             weight, is_sum = self._user_step.loss_weight(output, rows, self._device), loss_reduction_of(output) == "sum"
             self._log.end_microbatch(loss_of(output) if is_sum else None, weight, rows, is_sum=is_sum)

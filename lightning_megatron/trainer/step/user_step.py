@@ -15,6 +15,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_megatron.any_module.loss_count import mean_count
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.pipeline.module import Driver, PipelineModule
 from lightning_megatron.trainer.step.global_batches import BatchShare
@@ -132,7 +133,8 @@ class UserStep:
             )
 
     def loss_weight(self, output: Any, rows: float | None, device: torch.device, *, num_parts: int = 1) -> Tensor:
-        """Weight that the step's loss is a mean over, [], float64: by the step, else by the model, else its rows.
+        """Weight that the step's loss is a mean over, [], float64: by the step, by the model, by the operation that
+        made the loss, else its rows.
 
         With several parts of a global batch, `num_parts`, rows that nobody has confirmed are told once. Raises
         ValueError where none of them has one, or several models do.
@@ -146,6 +148,9 @@ class UserStep:
                 f"{len(own)} models computed losses in one step, each a mean over its own tokens; say what the step's "
                 'loss is a mean over: return {"loss": loss, "loss_weight": number of tokens or samples}'
             )
+        loss = loss_of(output)
+        if not own and reduction is None and loss is not None and (count := mean_count(loss)) is not None:
+            own = [torch.as_tensor(count, device=device)]
         if own:
             return own[0].detach().double().reshape(())
         if rows is None:

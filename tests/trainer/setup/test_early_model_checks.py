@@ -80,7 +80,7 @@ def test_faults_of_the_module_and_of_the_settings_are_told_at_once() -> None:
 
 def test_a_module_that_may_build_more_until_then_is_left_alone() -> None:
     sizes = Sizes(world=2, pp=2)
-    settings = {"uses_schedule": True, "spreads_documents": False}
+    settings: dict[str, Any] = {"uses_schedule": True, "spreads_documents": False}
     assert early_model_faults(NoChain(), sizes, **settings)
     for module in (BuiltInTime(), SetUpInTime(), Plain(), L.LightningModule()):
         assert not early_model_faults(module, sizes, **settings)

@@ -9,7 +9,7 @@ from lightning_megatron import ConfigurationError
 from lightning_megatron.mesh import Mesh, Sizes
 from lightning_megatron.models import BertModel, GPTConfig, GPTModel, LlavaModel, T5Model
 from lightning_megatron.trainer.setup.model_checks import require_spreading
-from lightning_megatron.trainer.setup.pipelined_models import pipeline_plain_sequential
+from lightning_megatron.trainer.setup.pipelined_models import cut_plain_networks
 from tests.harness.ranks import run_on_ranks
 from tests.models import small_llava, test_bert, test_t5
 from tests.trainer.layouts import Layout, make_trainer
@@ -63,7 +63,7 @@ class Reused(L.LightningModule):
 
 def test_a_module_that_stands_twice_in_a_chain_keeps_both_positions() -> None:
     module, mesh = Reused(), Mesh.imagine(0, Sizes(world=2, pp=2))
-    assert pipeline_plain_sequential(module, mesh)
+    assert cut_plain_networks(module, mesh)
     assert module.chain.part_names == ("0", "1", "2", "3")
 
 

@@ -1,0 +1,260 @@
+"""A model that was written for one device, cut into stages at its layers, with its own forward on every stage.
+
+On each stage the model's forward runs as it is written. A layer of an earlier stage returns what was received from
+there; the last layer of the stage leaves the forward, and what it returned goes to the next stage. What stands around
+the layers (embeddings, masks, rotary tables, the head) is held, and computed, by every stage, so that it reads what it
+reads on one device; its gradients are summed over the stages.
+
+    stage 0    embedding   layer 0 ► layer 1 ─────► sent
+    stage 1    embedding   (NaN)     received ────► layer 2 ► layer 3    norm   head   loss
+
+A layer of an earlier stage other than the last returns NaN: whoever reads it, reads what this stage does not have, and
+no number of it can pass for a right one.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from lightning_megatron.any_module.loss_count import mean_count
+from lightning_megatron.any_module.skeleton import put_together, taken_apart
+from lightning_megatron.mesh import Mesh
+from lightning_megatron.pipeline.module import Part, PipelineModule
+
+AROUND = ""
+"""Name of what stands around the layers, as a part whose weights are needed."""
+
+_NUM_CHECKED = 8
+"""Calls of a rank in which it looks for numbers that a stage does not have."""
+
+_CUT = "_lightning_megatron_cut"
+_LAYER = "_lightning_megatron_layer"
+
+
+class _StageEnd(BaseException):
+    """Leaves the model's forward behind the last layer of a stage; `except Exception` lets it pass."""
+
+
+class CutModel(PipelineModule):
+    """The stages of `model`, a module that stays what it is; found by `cut_of`.
+
+    `layers` are names of its layers in the order in which its forward calls them, `ends` how many of them end a list
+    whose output later layers read too (the last layer of an encoder). The parameters and children are the model's own,
+    under its own names. Layers of other ranks lose their weights.
+    """
+
+    _whole: nn.Module
+
+    def __init__(self, model: nn.Module, layers: Sequence[str], *, ends: Sequence[int] = (), mesh: Mesh) -> None:
+        modules = [model.get_submodule(name) for name in layers]
+        parts = [Part(name=name, build=partial(model.get_submodule, name)) for name in layers]
+        super().__init__(parts, mesh=mesh)
+        # The children and weights are the model's: this is another view of them.
+        self._modules, self._parameters, self._buffers = model._modules, model._parameters, model._buffers
+        self.__dict__["_whole"] = model
+        self._index = {name: index for index, name in enumerate(layers)}
+        self._ends = tuple(ends)
+        self._stage = -1
+        self._received: dict[int, Any] = {}
+        self._payload: dict[str, Tensor] = {}
+        self._called: set[int] = set()
+        self._is_checked = False
+        self._num_calls = 0
+        # A cache of keys and values would have those of this stage's layers alone.
+        takes_cache = "use_cache" in inspect.signature(model.forward).parameters
+        self._options = {"use_cache": False} if takes_cache and mesh.sizes.num_stages > 1 else {}
+        own = {self.part_names[index] for stage in self.mesh.own_stages for index in self.stages[stage]}
+        for name, module in zip(layers, modules, strict=True):
+            if name not in own:
+                _drop_weights(module)
+            module.__dict__[_LAYER] = (self, self._index[name])
+            _call_through(module, _LAYER)
+        model.__dict__[_CUT] = self
+        _call_through(model, _CUT)
+
+    def get_submodule(self, target: str) -> nn.Module:
+        # By the model itself: names of children may be those of attributes here.
+        return self._whole.get_submodule(target)
+
+    def _register(self, name: str, module: nn.Module) -> None:
+        """Nothing: the model has its modules."""
+
+    def parameters_of(self, part: str) -> list[nn.Parameter]:
+        if part != AROUND:
+            return super().parameters_of(part)
+        inside = {p for name in self.part_names for p in self.get_submodule(name).parameters()}
+        return [p for p in self.parameters() if p not in inside]
+
+    def prepare(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """The arguments of the model's forward, which every stage gets; no tensor comes into the first."""
+        return None, (args, kwargs)
+
+    def run_stage(self, stage: int, hidden: Any, context: Any) -> Any:
+        """The model's output on the last stage; on another, the tensors that the next one gets, by name."""
+        args, kwargs = context
+        self._stage, self._called = stage, set()
+        self._received = {} if hidden is None else _unpacked(hidden)
+        self._payload = {}
+        self._num_calls += 1
+        # A number that is none may come from the data, or from a learning rate.
+        self._is_checked = stage > 0 and self._num_calls <= _NUM_CHECKED and not _has_nan(self._received)
+        self.before_part(AROUND)
+        try:
+            output = _plain_call(self._whole, _CUT, args, self._options | kwargs)
+        except _StageEnd:
+            return self._payload
+        finally:
+            self._stage, self._received = -1, {}
+        if self._is_checked and _has_nan(output):
+            raise RuntimeError(
+                f"the output of {type(self._whole).__name__} reads what layers of earlier stages returned, and not the "
+                "last layer alone (hidden states, attentions or router logits of all layers); leave it out, or use "
+                "pipeline_model_parallel_size=1"
+            )
+        scalars = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.numel() == 1]
+        if len(scalars) == 1 and (count := mean_count(scalars[0])) is not None:
+            self.loss_weight = torch.as_tensor(count, device=scalars[0].device).detach()
+        missed = [self.part_names[index] for index in self.stages[stage] if index not in self._called]
+        if missed or stage < self.mesh.sizes.num_stages - 1:
+            raise RuntimeError(
+                f"the forward of {type(self._whole).__name__} ended without calling {', '.join(missed)}; the layers "
+                "that are cut must each run once a call"
+            )
+        return output
+
+    def run_layer(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the layer of that index returns on this stage."""
+        layer, name = self.get_submodule(self.part_names[index]), self.part_names[index]
+        if self._stage < 0:
+            return _plain_call(layer, _LAYER, args, kwargs)
+        own = self.stages[self._stage]
+        expected = len(self._called)
+        if index != expected:
+            again = "a second time" if index in self._called else f"before {self.part_names[expected]}"
+            raise RuntimeError(
+                f"the forward of {type(self._whole).__name__} calls {name} {again}; layers that are cut over stages "
+                "run once, in their order; use pipeline_model_parallel_size=1"
+            )
+        self._called.add(index)
+        if index < own.start:
+            return self._of_earlier_stage(index)
+        self.before_part(name)
+        self._require_known(name, args, kwargs)
+        output = _plain_call(layer, _LAYER, args, kwargs)
+        if index == own.stop - 1 and self._stage < self.mesh.sizes.num_stages - 1:
+            self._payload = self._packed(index, output)
+            raise _StageEnd
+        if index in self._ends:
+            self._received[index] = output
+        return output
+
+    def _of_earlier_stage(self, index: int) -> Any:
+        if index in self._received:
+            # A copy: the model may change in place what a layer returned.
+            text, tensors = taken_apart(self._received[index])
+            return put_together(text, [tensor.clone() for tensor in tensors])
+        text, tensors = taken_apart(self._received[max(self._received)])
+        return put_together(text, [_unknown_like(tensor) for tensor in tensors])
+
+    def _packed(self, index: int, output: Any) -> dict[str, Tensor]:
+        """The outputs that later stages read: that of the stage's last layer, and of layers that end a list."""
+        kept = {end: self._received[end] for end in self._ends if end in self._received and end < index}
+        packed: dict[str, Tensor] = {}
+        for number, value in {**kept, index: output}.items():
+            try:
+                text, tensors = taken_apart(value)
+            except TypeError as error:
+                raise RuntimeError(
+                    f"{self.part_names[number]} returned a {error}, which cannot be sent to the next stage; a layer at "
+                    "the end of a stage returns tensors, or tuples, lists and dicts of them"
+                ) from None
+            for place, tensor in enumerate(tensors):
+                packed[f"{number}:{place}:{text if not place else ''}"] = tensor
+        return packed
+
+    def _require_known(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raises RuntimeError where a layer reads what a layer of another stage computed, and is not handed on."""
+        if not self._is_checked:
+            return
+        named = {**{f"argument {place}": value for place, value in enumerate(args)}, **kwargs}
+        if unknown := [key for key, value in named.items() if _has_nan(value)]:
+            raise RuntimeError(
+                f"{name} reads {', '.join(unknown)}, which layers of an earlier stage computed, and not only what the "
+                f"layer before it returned; layers of {type(self._whole).__name__} cannot be cut there: use "
+                "pipeline_model_parallel_size=1, or a stage layout that keeps these layers together"
+            )
+
+
+def cut_of(module: nn.Module) -> PipelineModule | None:
+    """The pipelined view of a module: itself, where it is one, or that of its cut."""
+    if isinstance(module, PipelineModule):
+        return module
+    cut: PipelineModule | None = module.__dict__.get(_CUT)
+    return cut
+
+
+def _unpacked(payload: Mapping[str, Tensor]) -> dict[int, Any]:
+    texts: dict[int, str] = {}
+    tensors: dict[int, list[Tensor]] = {}
+    for key, tensor in payload.items():
+        number, place, text = key.split(":", 2)
+        if place == "0":
+            texts[int(number)] = text
+        tensors.setdefault(int(number), []).append(tensor)
+    return {number: put_together(text, tensors[number]) for number, text in texts.items()}
+
+
+def _unknown_like(tensor: Tensor) -> Tensor:
+    """A tensor that nobody may read: NaN, or an index that no table has."""
+    if tensor.is_floating_point():
+        return torch.full_like(tensor, torch.nan, requires_grad=False)
+    return torch.full_like(tensor, True if tensor.dtype == torch.bool else torch.iinfo(tensor.dtype).max)
+
+
+@torch.no_grad()
+def _has_nan(value: Any) -> bool:
+    leaves = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    return any(bool(leaf.isnan().any()) for leaf in leaves)
+
+
+def _drop_weights(module: nn.Module) -> None:
+    """Takes all weights and buffers out of a module; what reads their shapes and dtypes finds them without memory."""
+    for child in module.modules():
+        for held in (child._parameters, child._buffers):
+            for name, tensor in list(held.items()):
+                if tensor is not None:
+                    del held[name]
+                    child.__dict__[name] = tensor.detach().to("meta")
+
+
+def _call_through(module: nn.Module, mark: str) -> None:
+    kind: Any = type(module)
+    module.__class__ = _called_as(kind, mark)
+
+
+@cache
+def _called_as(kind: Any, mark: str) -> type[nn.Module]:
+    """A subclass, with the name of `kind`, whose calls go where the instance's attribute `mark` says.
+
+    Calls and not `forward`: gradient checkpointing runs a layer's forward a second time, on its own.
+    """
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if mark == _CUT:
+            cut: CutModel = self.__dict__[_CUT]
+            return cut(*args, **kwargs)
+        owner, index = self.__dict__[_LAYER]
+        return owner.run_layer(index, args, kwargs)
+
+    body = {"__call__": call, "__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+    return type(kind.__name__, (kind,), body)
+
+
+def _plain_call(module: nn.Module, mark: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    call: Callable[..., Any] = type(module).__mro__[1].__call__
+    return call(module, *args, **kwargs)

@@ -1,0 +1,78 @@
+"""What a loss is a mean over, known from the function of torch that computed it."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+# Operations that change neither the value nor what it is a mean over.
+_PASSING = ("View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "ToCopy", "Alias", "Clone")
+_MEANS = ("MseLoss", "SmoothL1Loss", "HuberLoss", "BinaryCrossEntropy", "BinaryCrossEntropyWithLogits")
+_LOSSES = (
+    functional.cross_entropy,
+    functional.nll_loss,
+    functional.mse_loss,
+    functional.smooth_l1_loss,
+    functional.huber_loss,
+    functional.binary_cross_entropy,
+    functional.binary_cross_entropy_with_logits,
+)
+# As torch's autograd keeps `reduction="mean"`.
+_MEAN = 1
+
+_COUNT = "_lightning_megatron_count"
+
+
+def mean_count(loss: Tensor) -> Tensor | int | None:
+    """The number that a loss is a mean over: of valid targets, of elements; None where it does not show.
+
+    It shows for losses of torch with reduction "mean" as the last operation, where a gradient is recorded or inside
+    `CountedMeans`. Not for `mean()`: what that takes may be means itself.
+    """
+    known: Tensor | int | None = getattr(loss, _COUNT, None)
+    if known is not None:
+        return known
+    node: Any = loss.grad_fn
+    while node is not None and _kind(node) in _PASSING:
+        node = node.next_functions[0][0]
+    if node is None or getattr(node, "_saved_reduction", None) != _MEAN:
+        return None
+    kind = _kind(node)
+    try:
+        if kind in ("NllLoss", "NllLoss2D"):
+            count: Tensor | None = getattr(node, "_saved_total_weight", None)
+            return count
+        values = getattr(node, "_saved_self", None) if kind in _MEANS else None
+        return None if values is None else values.numel()
+    except RuntimeError:
+        # Its backward has run and has freed them.
+        return None
+
+
+def _kind(node: Any) -> str:
+    return str(node.name()).rstrip("0123456789").removesuffix("Backward")
+
+
+class CountedMeans(TorchFunctionMode):
+    """Inside the block losses keep what they are means over, where no gradient is recorded that tells."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        given = dict(kwargs or {})
+        if func not in _LOSSES or torch.is_grad_enabled():
+            return func(*args, **given)
+        inputs, *rest = args if args else [given.pop("input")]
+        with torch.enable_grad():
+            # Autograd counts, for a backward that nobody runs.
+            recorded = func(inputs.detach().requires_grad_(), *rest, **given)
+        result: Tensor = recorded.detach()
+        setattr(result, _COUNT, mean_count(recorded))
+        return result

@@ -1,0 +1,78 @@
+"""How a network that knows nothing of parallelism is cut, as data."""
+
+from collections.abc import Mapping
+from dataclasses import field
+
+from torch import nn
+
+from lightning_megatron.any_module.layer_list import is_list, layers_of
+from lightning_megatron.any_module.tensor_styles import STYLES, matching, styles_of
+from lightning_megatron.config_dataclass import config_dataclass
+
+
+@config_dataclass
+class ModelPlan:
+    """How the network of a LightningModule is cut: its layers over pipeline stages, its linears over tp.
+
+    Names are those of `named_modules()` of the LightningModule; in patterns * stands for one name or number.
+    """
+
+    layers: tuple[str, ...] = ()
+    """Lists of layers in the order in which the forward calls them, as ("model.encoder.block", "model.decoder.block").
+    Empty: the one list of like children that holds most parameters."""
+    styles: Mapping[str, str] = field(default_factory=dict)
+    """Style of linears under tensor parallelism by pattern, as {"net.layers.*.up": "colwise"}. Empty: the plan that a
+    model of transformers brings along."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layers", tuple([self.layers] if isinstance(self.layers, str) else self.layers))
+        if unknown := sorted(set(self.styles.values()) - set(STYLES)):
+            raise ValueError(
+                f"plan styles ({', '.join(map(repr, unknown))}) must be among {', '.join(STYLES)}; leave out what "
+                "stays whole"
+            )
+
+    def faults(self, module: nn.Module) -> list[str]:
+        """Errors of the plan for this module, one sentence each."""
+        modules, faults = dict(module.named_modules()), []
+        for name in self.layers:
+            if name not in modules:
+                likely = ", ".join(one for one, child in modules.items() if is_list(child)) or "none"
+                faults.append(f"plan layers ({name!r}) is no module of {type(module).__name__}; its lists are {likely}")
+            elif not is_list(modules[name]):
+                faults.append(
+                    f"plan layers ({name!r}) is a {type(modules[name]).__name__}; it must be an nn.ModuleList or "
+                    "nn.Sequential of layers"
+                )
+        if len({name.partition(".")[0] for name in self.layers}) > 1:
+            faults.append(f"plan layers ({', '.join(self.layers)}) must lie in one network, whose call is cut")
+        found = list(matching(module, self.styles))
+        for pattern in self.styles:
+            if not any(True for _ in matching(module, {pattern: self.styles[pattern]})):
+                linears = [one for one, child in modules.items() if isinstance(child, nn.Linear)]
+                shown = f"; its linears are {', '.join(linears[:6])}, ..." if linears else ""
+                faults.append(f"plan styles: no module of {type(module).__name__} is called {pattern!r}{shown}")
+        faults += [
+            f"plan styles: {name} ({style}) is a {type(child).__name__}; {style} is a style of nn.Linear"
+            for name, child, style in found
+            if style != "replicated_with_grad_allreduce" and not isinstance(child, nn.Linear)
+        ]
+        return faults
+
+    def layers_in(self, name: str, network: nn.Module) -> tuple[tuple[str, ...], tuple[int, ...]]:
+        """Names of the layers of a network, the child `name` of a module, and which of them end a list but the last."""
+        if not self.layers:
+            return layers_of(network), ()
+        lists = [one.removeprefix(f"{name}.") for one in self.layers if one.startswith(f"{name}.")]
+        layers: list[str] = []
+        ends = []
+        for one in lists:
+            layers += [f"{one}.{key}" for key, _ in network.get_submodule(one).named_children()]
+            ends.append(len(layers) - 1)
+        return tuple(layers), tuple(ends[:-1])
+
+    def styles_in(self, name: str, network: nn.Module) -> dict[str, str]:
+        """Styles by pattern within a network, the child `name` of a module."""
+        prefix = f"{name}."
+        own = {key.removeprefix(prefix): style for key, style in self.styles.items() if key.startswith(prefix)}
+        return own or styles_of(network)

@@ -1,0 +1,125 @@
+"""Linears of a network that was written for one device, cut over `tp` by styles that name patterns have.
+
+    style                            what becomes of a linear, and of its output
+    colwise                          column-parallel: the features of a rank
+    rowwise                          row-parallel, behind a colwise one: whole
+    rowwise_split_input              row-parallel, behind one that is whole: whole
+    replicated_with_grad_allreduce   whole, on features of a rank: its gradient is a term of a sum over tp
+
+The words are those of transformers. A style that is not among these leaves all linears of its parent whole: what one
+of them gives another takes.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from lightning_megatron.comm import differentiable
+from lightning_megatron.mesh import Axis
+from lightning_megatron.sharding import Initial, Shard, ShardedParameter
+from lightning_megatron.tensor.linear import ColumnParallelLinear, RowParallelLinear, TokenKeys
+
+STYLES = ("colwise", "rowwise", "rowwise_split_input", "replicated_with_grad_allreduce")
+
+
+def styles_of(network: nn.Module) -> dict[str, str]:
+    """The styles that a network brings along, by name pattern; transformers' models have some in `_tp_plan`."""
+    plan = getattr(network, "_tp_plan", None)
+    return dict(plan) if isinstance(plan, Mapping) else {}
+
+
+def matching(network: nn.Module, styles: Mapping[str, str]) -> Iterator[tuple[str, nn.Module, str]]:
+    """Each module whose name fits a pattern, in which * stands for one number or name, with its style."""
+    patterns = [(re.compile(re.escape(key).replace(r"\*", "[^.]+")), style) for key, style in styles.items()]
+    for name, module in network.named_modules():
+        found = next((style for pattern, style in patterns if pattern.fullmatch(name)), None)
+        if found is not None:
+            yield name, module, found
+
+
+def cut_by(network: nn.Module, styles: Mapping[str, str], size: int) -> list[tuple[str, nn.Module, str]]:
+    """The modules of a network that so many ranks cut, each with its style: those whose parents fit in all."""
+    found = list(matching(network, styles))
+    whole = {
+        name.rpartition(".")[0]
+        for name, module, style in found
+        if style not in STYLES or not _fits(module, style, size)
+    }
+    return [(name, module, style) for name, module, style in found if name.rpartition(".")[0] not in whole]
+
+
+def cut_linears(network: nn.Module, styles: Mapping[str, str], tp: Axis) -> None:
+    """Cuts the linears of a network in place."""
+    for name, module, style in cut_by(network, styles, tp.size):
+        parent, _, last = name.rpartition(".")
+        if style == "replicated_with_grad_allreduce":
+            _sum_gradients(module, tp)
+        else:
+            assert isinstance(module, nn.Linear)
+            kind = ColwiseLinear if style == "colwise" else RowwiseLinear
+            setattr(network.get_submodule(parent), last, kind(module, tp, style))
+
+
+def _fits(module: nn.Module, style: str, size: int) -> bool:
+    if style == "replicated_with_grad_allreduce":
+        return True
+    if type(module) is not nn.Linear:
+        return False
+    return (module.out_features if style == "colwise" else module.in_features) % size == 0
+
+
+def _sum_gradients(module: nn.Module, tp: Axis) -> None:
+    for child in module.modules():
+        for name, weight in child.named_parameters(recurse=False):
+            held = ShardedParameter(weight.detach(), requires_grad=weight.requires_grad)
+            held.shard = Shard(global_shape=tuple(weight.shape), replicas=(tp,), partial=tp)
+            setattr(child, name, held)
+
+
+class ColwiseLinear(ColumnParallelLinear):
+    """A linear [*, I] to [*, O/tp]."""
+
+    def __init__(self, linear: nn.Linear, tp: Axis, style: str) -> None:
+        alone = Axis.alone(tp.ranks[tp.rank], "sp")
+        super().__init__(
+            linear.in_features, linear.out_features, tp=tp, sp=alone, bias=linear.bias is not None, initial=Initial()
+        )
+        self.in_features, self.out_features = linear.in_features, linear.out_features // tp.size
+        take_weights(self, linear)
+
+    def forward(self, x: Tensor, tokens: TokenKeys | None = None) -> Tensor:
+        y_TO = super().forward(x.reshape(-1, x.shape[-1]))
+        return y_TO.view(*x.shape[:-1], y_TO.shape[-1])
+
+
+class RowwiseLinear(RowParallelLinear):
+    """A linear [*, I/tp] to [*, O], or of a whole input [*, I] under `rowwise_split_input`."""
+
+    def __init__(self, linear: nn.Linear, tp: Axis, style: str) -> None:
+        alone = Axis.alone(tp.ranks[tp.rank], "sp")
+        super().__init__(
+            linear.in_features, linear.out_features, tp=tp, sp=alone, bias=linear.bias is not None, initial=Initial()
+        )
+        self.splits_input = style == "rowwise_split_input"
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        take_weights(self, linear)
+
+    def forward(self, x: Tensor, tokens: TokenKeys | None = None) -> Tensor:
+        x_TI = x.reshape(-1, x.shape[-1])
+        if self.splits_input:
+            x_TI = differentiable.split(x_TI, self.tp, dim=1)
+        y_TO = super().forward(x_TI)
+        return y_TO.view(*x.shape[:-1], y_TO.shape[-1])
+
+
+@torch.no_grad()
+def take_weights(cut: nn.Module, whole: nn.Module) -> None:
+    """Fills the weights of a cut module with this rank's slices of those of the whole one."""
+    for name, weight in whole.named_parameters():
+        held = cut.get_parameter(name)
+        box = held.shard.box  # type: ignore[attr-defined]
+        part = weight[tuple(slice(start, start + size) for start, size in zip(box.offsets, box.sizes, strict=True))]
+        held.data = part.detach().clone(memory_format=torch.contiguous_format)
+        held.requires_grad_(weight.requires_grad)

@@ -1,0 +1,268 @@
+"""Networks as people write them, who never heard of ranks, and LightningModules that train them."""
+
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from lightning_megatron import ModelPlan
+
+WIDTH, HEADS, TOKENS, VOCABULARY, ROWS = 16, 2, 12, 32, 8
+
+
+class Attention(nn.Module):
+    """Causal attention with one linear each for queries, keys and values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, tokens, _ = x.shape
+        heads = [
+            one(x).view(rows, tokens, -1, WIDTH // HEADS).transpose(1, 2) for one in (self.query, self.key, self.value)
+        ]
+        mixed = F.scaled_dot_product_attention(*heads, is_causal=True)
+        out: Tensor = self.out(mixed.transpose(1, 2).reshape(rows, tokens, -1))
+        return out
+
+
+class Block(nn.Module):
+    """A layer of a GPT."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm_1, self.norm_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.attention = Attention()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm_1(x))
+        return x + self.down(F.gelu(self.up(self.norm_2(x))))
+
+
+class GPT(nn.Module):
+    """A small GPT of one file, whose head has the embedding's weight; it returns logits and, with targets, a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(VOCABULARY, WIDTH), nn.Parameter(torch.randn(TOKENS, WIDTH) / 8)
+        self.blocks = nn.ModuleList([Block() for _ in range(4)])
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def run_blocks(self, x: Tensor) -> Tensor:
+        """The blocks in turn."""
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        x = self.run_blocks(self.tokens(tokens) + self.places)
+        logits = self.head(self.norm(x))
+        if targets is None:
+            return logits, None
+        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+
+
+class SkippingGPT(GPT):
+    """Its last block gets what the first one returned."""
+
+    def run_blocks(self, x: Tensor) -> Tensor:
+        first = self.blocks[0](x)
+        x = self.blocks[2](self.blocks[1](first))
+        return self.blocks[3](x + first)  # type: ignore[no-any-return]
+
+
+class LoopedGPT(GPT):
+    """Runs its blocks twice."""
+
+    def run_blocks(self, x: Tensor) -> Tensor:
+        return super().run_blocks(super().run_blocks(x))
+
+
+class DictBlock(Block):
+    """Returns what cannot be sent."""
+
+    def forward(self, x: Any) -> Any:
+        return {"hidden": super().forward(x["hidden"] if isinstance(x, dict) else x), "notes": {1, 2}}
+
+
+class NotedGPT(GPT):
+    """Its blocks return a set beside their hidden states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([DictBlock() for _ in range(4)])
+
+    def run_blocks(self, x: Tensor) -> Tensor:
+        return super().run_blocks(x)["hidden"]  # type: ignore[call-overload,no-any-return]
+
+
+class Conditioned(nn.Module):
+    """A block whose norm is set by a condition that all blocks get, as diffusion transformers have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.scale = nn.LayerNorm(WIDTH, elementwise_affine=False), nn.Linear(WIDTH, 2 * WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, condition: Tensor) -> tuple[Tensor, Tensor]:
+        scale, shift = self.scale(condition).unsqueeze(1).chunk(2, -1)
+        x = x + self.down(F.silu(self.up(self.norm(x) * (1 + scale) + shift)))
+        return x, condition
+
+
+class Diffusion(nn.Module):
+    """A diffusion transformer: what its blocks are conditioned on comes from weights in front of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.time = nn.Sequential(nn.Linear(1, WIDTH), nn.SiLU(), nn.Linear(WIDTH, WIDTH))
+        self.enter, self.leave = nn.Linear(3, WIDTH), nn.Linear(WIDTH, 3)
+        self.blocks = nn.ModuleList([Conditioned() for _ in range(4)])
+
+    def forward(self, noisy: Tensor, time: Tensor) -> Tensor:
+        condition, x = self.time(time), self.enter(noisy)
+        for block in self.blocks:
+            x, _ = block(x, condition)
+        left: Tensor = self.leave(x)
+        return left
+
+
+class Translator(nn.Module):
+    """An encoder and a decoder of torch, whose layers all read what the encoder returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        settings: dict[str, Any] = {"dropout": 0.0, "batch_first": True}
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
+        encoder, decoder = (
+            kind(WIDTH, HEADS, 2 * WIDTH, **settings)
+            for kind in (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+        )
+        self.encoder = nn.TransformerEncoder(encoder, 2, enable_nested_tensor=False)
+        self.decoder = nn.TransformerDecoder(decoder, 4)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.decoder(self.tokens(target), self.encoder(self.tokens(source))))
+        return logits
+
+
+class Built(L.LightningModule):
+    """Trains a GPT, which it builds in `__init__`, on the network's own loss, of ragged targets."""
+
+    network: type[nn.Module] = GPT
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.net: Any = self.network()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        _, loss = self.net(batch["tokens"], batch["targets"])
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+class Trains(Built):
+    """Builds its network in `configure_model`."""
+
+    def __init__(self) -> None:
+        L.LightningModule.__init__(self)
+        self.net = None
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            torch.manual_seed(5)
+            self.net = self.network()
+
+
+class Validates(Trains):
+    """Logs the network's loss, a mean over valid targets, in validation too."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        _, loss = self.net(batch["tokens"], batch["targets"])
+        self.log("validation", loss)
+
+
+class TrainsOverTensor(Trains):
+    """Says which linears are cut over tp."""
+
+    def model_plan(self) -> ModelPlan:
+        """Attention by heads, the feed-forward network by its inner features."""
+        return ModelPlan(
+            styles={
+                "net.blocks.*.attention.query": "colwise",
+                "net.blocks.*.attention.key": "colwise",
+                "net.blocks.*.attention.value": "colwise",
+                "net.blocks.*.attention.out": "rowwise",
+                "net.blocks.*.up": "colwise",
+                "net.blocks.*.down": "rowwise",
+            }
+        )
+
+
+class TrainsWholeHeads(TrainsOverTensor):
+    """Attention stays whole but for its last linear, which takes a part of what is whole."""
+
+    def model_plan(self) -> ModelPlan:
+        """One linear of attention, and none of the feed-forward network."""
+        return ModelPlan(styles={"net.blocks.*.attention.out": "rowwise_split_input"})
+
+
+class TrainsSkipping(Trains):
+    network = SkippingGPT
+
+
+class TrainsLooped(Trains):
+    network = LoopedGPT
+
+
+class TrainsNoted(Trains):
+    network = NotedGPT
+
+
+class TrainsTranslator(Trains):
+    network = Translator
+
+    def model_plan(self) -> ModelPlan:
+        """Encoder and decoder are both cut."""
+        return ModelPlan(layers=("net.encoder.layers", "net.decoder.layers"))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self.net(batch["tokens"], batch["tokens"].flip(1))
+        return F.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten(), ignore_index=-1)
+
+
+class TrainsDiffusion(Trains):
+    network = Diffusion
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return F.mse_loss(self.net(batch["noisy"], batch["time"]), batch["noisy"].flip(1))
+
+
+def loader(batch_size: int = ROWS) -> DataLoader[Any]:
+    """The rows of the batches, in their order."""
+    rows = [{key: values[row] for key, values in batch.items()} for batch in batches() for row in range(ROWS)]
+    return DataLoader(rows, batch_size=batch_size)  # type: ignore[arg-type]
+
+
+def batches() -> list[dict[str, Tensor]]:
+    """Three batches: tokens [8, 12], targets of another number of valid ones in each row, noise [8, 12, 3]."""
+    generator, found = torch.Generator().manual_seed(3), []
+    for _ in range(3):
+        tokens = torch.randint(0, VOCABULARY, (ROWS, TOKENS), generator=generator)
+        targets = tokens.roll(-1, 1)
+        for row, length in enumerate((3, 12, 1, 7, 12, 5, 0, 9)):
+            targets[row, length:] = -1
+        noisy, time = (torch.randn(ROWS, *shape, generator=generator) for shape in ((TOKENS, 3), (1,)))
+        found.append({"tokens": tokens, "targets": targets, "noisy": noisy, "time": time})
+    return found

@@ -1,0 +1,30 @@
+"""The layers of a network are the one list of like children with most parameters."""
+
+from torch import nn
+
+from lightning_megatron.any_module.layer_list import layers_of
+
+
+class Two(nn.Module):
+    """A list of small layers, one of large ones, and a chain of unlike modules that is larger than both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.small = nn.ModuleList(nn.Linear(2, 2) for _ in range(4))
+        self.inner = nn.Module()
+        self.inner.large = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.chain = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 8))
+
+
+def test_the_largest_list_of_like_children_is_found() -> None:
+    assert layers_of(Two()) == ("inner.large.0", "inner.large.1", "inner.large.2")
+
+
+def test_a_list_itself_is_one_and_one_layer_is_none() -> None:
+    assert layers_of(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))) == ("0", "1")
+    assert layers_of(nn.ModuleList([nn.Linear(2, 2)])) == () == layers_of(nn.Linear(2, 2))
+
+
+def test_a_layer_that_stands_twice_counts_once() -> None:
+    layer = nn.Linear(2, 2)
+    assert layers_of(nn.Sequential(layer, layer)) == ("0",)

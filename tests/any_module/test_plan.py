@@ -1,0 +1,107 @@
+"""A plan that does not fit its module ends the run before it starts, with what would do."""
+
+import subprocess
+from typing import Any
+
+import pytest
+from torch import nn
+
+from lightning_megatron import ConfigurationError, MegatronStrategy, ModelPlan
+from tests.any_module import networks
+from tests.harness.ranks import run_on_ranks
+from tests.trainer.layouts import Layout, make_trainer
+
+
+class Cut(networks.Built):
+    """Says which linears are cut, of a network that is there before processes start."""
+
+    model_plan = networks.TrainsOverTensor.model_plan
+
+
+def faults_of(plan: ModelPlan) -> list[str]:
+    module = networks.Trains()
+    module.configure_model()
+    return plan.faults(module)
+
+
+@pytest.mark.parametrize(
+    ("plan", "shown"),
+    [
+        ({"layers": "net.layers"}, "'net.layers') is no module of Trains; its lists are net.blocks"),
+        ({"layers": ("net.head",)}, "is a Linear; it must be an nn.ModuleList or nn.Sequential"),
+        ({"layers": ("net.blocks", "other.blocks")}, "must lie in one network"),
+        ({"styles": {"net.blocks.*.upper": "colwise"}}, "is called 'net.blocks.*.upper'; its linears are net.blocks.0"),
+        ({"styles": {"net.norm": "colwise"}}, "net.norm (colwise) is a LayerNorm; colwise is a style of nn.Linear"),
+    ],
+)
+def test_what_does_not_fit_is_told_with_what_would(plan: dict[str, Any], shown: str) -> None:
+    assert any(shown in fault for fault in faults_of(ModelPlan(**plan)))
+
+
+def test_a_plan_that_fits_has_no_faults() -> None:
+    styles = networks.TrainsOverTensor().model_plan().styles
+    assert faults_of(ModelPlan(layers="net.blocks", styles=styles)) == []  # type: ignore[arg-type]
+
+
+def test_layers_of_several_lists_follow_each_other() -> None:
+    net = networks.Translator()
+    plan = ModelPlan(layers=("net.encoder.layers", "net.decoder.layers"))
+    layers, ends = plan.layers_in("net", net)
+    assert layers == (*(f"encoder.layers.{i}" for i in range(2)), *(f"decoder.layers.{i}" for i in range(4)))
+    assert ends == (1,)
+    # Without a plan the list with most parameters.
+    assert ModelPlan().layers_in("net", net)[0] == layers[2:]
+    assert ModelPlan().layers_in("net", nn.Linear(1, 1)) == ((), ())
+
+
+def test_an_unknown_style_is_told_where_the_plan_is_made() -> None:
+    with pytest.raises(ValueError, match=r"'by rows'.*must be among colwise"):
+        ModelPlan(styles={"net.up": "by rows"})
+
+
+@pytest.fixture
+def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes a process that is started an error."""
+
+    def started(*_: Any, **__: Any) -> None:
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr(subprocess, "Popen", started)
+
+
+@pytest.mark.usefixtures("no_process")
+@pytest.mark.parametrize(
+    ("module", "layout", "plan", "shown"),
+    [
+        (networks.Built, Layout(world=2, tp=2), None, r'styles=\{"net.blocks.\*.attention.query": "colwise"'),
+        (Cut, Layout(world=2, tp=2, sp=True), None, "sequence_parallel cuts no tokens of Cut"),
+        # The strategy's plan comes before the module's.
+        (Cut, Layout(world=2, tp=2), ModelPlan(styles={"net.no": "colwise"}), r"is called 'net\.no'"),
+        (networks.Built, Layout(world=2, pp=2), ModelPlan(layers=("net.norm",)), "is a LayerNorm; it must be"),
+    ],
+)
+def test_a_plan_that_does_not_fit_starts_no_process(
+    module: Any, layout: Layout, plan: ModelPlan | None, shown: str
+) -> None:
+    strategy = layout.strategy()
+    assert isinstance(strategy, MegatronStrategy)
+    strategy.plan = plan
+    with pytest.raises(ConfigurationError, match=shown):
+        make_trainer(layout, strategy=strategy).fit(module(), networks.loader())
+
+
+def told(plan: ModelPlan) -> str:
+    layout = Layout(world=2, pp=2)
+    strategy = layout.strategy()
+    assert isinstance(strategy, MegatronStrategy)
+    strategy.plan = plan
+    try:
+        make_trainer(layout, strategy=strategy).fit(networks.Trains(), networks.loader())
+    except ConfigurationError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_plan_for_what_configure_model_makes_is_looked_at_then() -> None:
+    for shown in run_on_ranks(2, told, ModelPlan(layers=("net.layers",)), init=False):
+        assert "'net.layers') is no module of Trains; its lists are net.blocks" in shown

@@ -1,0 +1,36 @@
+"""Linears cut by styles compute one device's numbers; what does not fit stays whole, with all of its parent."""
+
+from torch import nn
+
+from lightning_megatron.any_module.tensor_styles import cut_by, matching, styles_of
+from lightning_megatron.testing import certify
+from tests.any_module import networks
+
+STYLES = networks.TrainsOverTensor().model_plan().styles
+OF_NET = {pattern.removeprefix("net."): style for pattern, style in STYLES.items()}
+
+
+def test_a_gpt_is_cut_over_tensor_parallel_ranks_as_its_plan_says() -> None:
+    certify(networks.TrainsOverTensor, networks.batches, layouts=("tp2", "tp2pp2"), steps=3).assert_equal()
+
+
+def test_whole_heads_and_split_inputs_are_right_too() -> None:
+    certify(networks.TrainsWholeHeads, networks.batches, layouts=("tp2",), steps=3).assert_equal()
+
+
+def test_a_star_stands_for_one_name() -> None:
+    net = networks.GPT()
+    assert len(list(matching(net, {"blocks.*.up": "colwise"}))) == 4
+    assert not list(matching(net, {"*.up": "colwise"})) and not list(matching(net, {"blocks.*.upper": "colwise"}))
+    assert styles_of(net) == {}
+
+
+def test_all_linears_of_a_parent_are_cut_or_none() -> None:
+    net = networks.GPT()
+    assert len(cut_by(net, OF_NET, 2)) == 24
+    # Attention has 16 features, and the feed-forward network 64 between its linears.
+    assert {name.split(".")[-1] for name, _, _ in cut_by(net, OF_NET, 32)} == {"up", "down"}
+    packed = OF_NET | {"blocks.*.attention.query": "packed_colwise"}
+    assert {name.split(".")[-1] for name, _, _ in cut_by(net, packed, 2)} == {"up", "down"}
+    net.blocks[0].up = nn.Sequential(nn.Linear(16, 64))
+    assert len(cut_by(net, OF_NET, 2)) == 22
