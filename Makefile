@@ -16,7 +16,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests start hundreds of processes: where this is set, each of them compiles all sources anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test certificate mutants bench lint clean
+.PHONY: demo test certificate models-table mutants bench lint clean
 .DEFAULT_GOAL := test
 
 $(VENV)/.ready: pyproject.toml constraints.txt
@@ -44,6 +44,10 @@ test: lint
 certificate: $(VENV)/.ready
 	$(BIN)/python -m tests.certificate --write docs/certificate.md
 	$(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --dist loadfile --whole -m matrix $(PYTEST_ARGS)
+
+# Trains every causal model of transformers as a tiny twin, unchanged, and writes the page.
+models-table: $(VENV)/.ready
+	$(BIN)/python -m tests.models_table --write docs/models_table.md
 
 # Plants faults in a copy of the tree, one by one; fails where the tests of every run do not notice one.
 mutants: $(VENV)/.ready

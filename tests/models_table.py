@@ -1,17 +1,24 @@
 """Trains a tiny twin of each causal model of the installed transformers, unchanged, on layouts, beside one device.
 
-python -m tests.models_table [--types llama qwen3 ...] [--layouts pp2 tp2 ...] [--write docs/models_table.md]
+    python -m tests.models_table [--types llama qwen3 ...] [--layouts pp2 tp2 ...] [--results FILE] [--write PAGE]
+
+A cell is the largest deviation from one device, relative to the largest value of each tensor, of losses, every
+gradient, the gradient norm and the weights over three steps of AdamW in float64; or why there is none. What the models
+compute in float32 is computed in float64 on both sides. With a file of results, what is in it is not run again.
 """
 
 import argparse
 import functools
+import json
 import sys
-import time
 import warnings
+from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
+import transformers
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -22,6 +29,15 @@ from lightning_megatron.testing.tiny import twin_of
 
 LAYOUTS = ("pp2", "pp2vp2", "tp2", "dp2pp2tp2-zero")
 VOCABULARY, TOKENS, ROWS = 64, 12, 8
+
+_WHAT = """\
+`python -m tests.models_table` trains a tiny twin of each causal model of the installed transformers, as it is, on
+layouts and on one device. A cell is the largest deviation, relative to the largest value of each tensor, of losses,
+every gradient, the gradient norm and the weights over three steps of AdamW in float64; or a number in brackets, for the
+reason below. What the models compute in float32 is computed in float64 on both sides."""
+
+Row = dict[str, str]
+"""Cells of a type, by layout."""
 
 
 class Causal(L.LightningModule):
@@ -37,9 +53,8 @@ class Causal(L.LightningModule):
             torch.manual_seed(1)
             self.model = AutoModelForCausalLM.from_config(config_of(self.model_type))
 
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Any]:
-        loss = self.model(**batch).loss
-        return loss
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        return self.model(**batch).loss
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
@@ -56,6 +71,8 @@ def config_of(model_type: str) -> Any:
             setattr(one, name, token)
         one.vocab_size = VOCABULARY
         one.use_cache = False
+        # The grouped products of experts know no float64.
+        one._experts_implementation = "eager"
     return config
 
 
@@ -71,39 +88,90 @@ def batches() -> list[dict[str, Tensor]]:
     return found
 
 
-def row_of(model_type: str, layouts: tuple[str, ...]) -> dict[str, str]:
+def row_of(model_type: str, layouts: tuple[str, ...]) -> Row:
     """What each layout gave: the largest deviation, or a reason."""
     try:
         found = certify(functools.partial(Causal, model_type), batches, layouts=layouts, steps=3)
-    except CertifyError as error:
+    except (CertifyError, ValueError) as error:
         return dict.fromkeys(layouts, f"one device: {_short(str(error))}")
     row = {}
     for result in found.results:
         largest = max(result.largest.values(), default=float("nan"))
-        is_number = result.verdict in ("equal", "differs")
-        row[result.layout.name] = (
-            f"{result.verdict} {largest:.0e}" if is_number else f"{result.verdict}: {_short(result.message)}"
-        )
+        number = f"{largest:.0e}" + ("" if found.facts.precision == "64-true" else " in float32")
+        told = {"equal": number, "differs": f"differs: {number}"}
+        row[result.layout.name] = told.get(result.verdict, f"{result.verdict}: {_short(result.message)}")
     return row
 
 
 def _short(message: str) -> str:
-    return " ".join(message.split())[:160]
+    words = " ".join(message.split()).removeprefix("this configuration cannot run: - ")
+    return words.removeprefix("the module does not train on one device: ")[:110]
+
+
+def is_number(cell: str) -> bool:
+    """Whether a cell says that its layout computes one device's numbers."""
+    return cell[:1].isdigit()
+
+
+def page_of(rows: dict[str, Row], layouts: tuple[str, ...]) -> str:
+    """The table, and the reasons that its cells point to."""
+    reasons: dict[str, int] = {}
+    lines = []
+    for model_type, row in sorted(rows.items()):
+        cells = []
+        for layout in layouts:
+            cell = row.get(layout, "not run")
+            cells.append(cell if is_number(cell) else f"[{reasons.setdefault(cell, len(reasons) + 1)}]")
+        lines.append(f"| {model_type} | {' | '.join(cells)} |")
+    counts = Counter(layout for row in rows.values() for layout, cell in row.items() if is_number(cell))
+    trained = sum(not all(cell.startswith("one device") for cell in row.values()) for row in rows.values())
+    head = [
+        "# Causal models of transformers, unchanged",
+        "",
+        "<!-- Written by `make models-table`; do not edit by hand. -->",
+        "",
+        _WHAT,
+        "",
+        f"transformers {transformers.__version__}, torch {torch.__version__}. {len(rows)} types, of which {trained} "
+        "train as a tiny twin on",
+        f"one device; equal to it: {', '.join(f'{layout} {counts[layout]}' for layout in layouts)}.",
+        "",
+        f"| type | {' | '.join(layouts)} |",
+        f"|---|{'---:|' * len(layouts)}",
+        *lines,
+        "",
+        "## Reasons",
+        "",
+        "```text",
+        *(f"[{number}] {reason}" for reason, number in reasons.items()),
+        "```",
+        "",
+    ]
+    return "\n".join(head)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Runs what has no result yet, and writes the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--types", nargs="*", default=sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
     parser.add_argument("--layouts", nargs="*", default=LAYOUTS)
+    parser.add_argument("--results", type=Path, help="file of results, which grows")
+    parser.add_argument("--write", type=Path, help="write the page here")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
+    kept = options.results
+    rows: dict[str, Row] = json.loads(kept.read_text()) if kept and kept.exists() else {}
     for model_type in options.types:
-        started = time.monotonic()
-        row = row_of(model_type, tuple(options.layouts))
-        for layout, cell in row.items():
-            print(f"{model_type:24} {layout:16} {cell}", flush=True)
-        print(f"{model_type:24} {time.monotonic() - started:.0f} s", flush=True)
-    return 0
+        missing = tuple(layout for layout in options.layouts if layout not in rows.get(model_type, {}))
+        if missing:
+            found = row_of(model_type, missing)
+            rows.setdefault(model_type, {}).update(found)
+            print(model_type, *(f"{layout}: {cell}" for layout, cell in found.items()), sep="\n    ", flush=True)
+            if kept:
+                kept.write_text(json.dumps(rows, indent=1))
+    if options.write:
+        options.write.write_text(page_of(rows, tuple(options.layouts)))
+    return int(any(cell.startswith("differs") for row in rows.values() for cell in row.values()))
 
 
 if __name__ == "__main__":

@@ -2,15 +2,19 @@
 
     style                            what becomes of a linear, and of its output
     colwise                          column-parallel: the features of a rank
+    colwise_gather_output            the same, and all features are gathered: whole
     rowwise                          row-parallel, behind a colwise one: whole
     rowwise_split_input              row-parallel, behind one that is whole: whole
     replicated_with_grad_allreduce   whole, on features of a rank: its gradient is a term of a sum over tp
+    mla_kv_a_proj                    whole; the last features, a key's rotary part, go to heads of a rank (DeepSeek's
+                                     multi-head latent attention), the others to a colwise linear
 
 The words are those of transformers. A style that is not among these leaves all linears of its parent whole: what one
 of them gives another takes.
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -21,7 +25,16 @@ from lightning_megatron.mesh import Axis
 from lightning_megatron.sharding import Initial, Shard, ShardedParameter
 from lightning_megatron.tensor.linear import ColumnParallelLinear, RowParallelLinear, TokenKeys
 
-STYLES = ("colwise", "rowwise", "rowwise_split_input", "replicated_with_grad_allreduce")
+STYLES = (
+    "colwise",
+    "colwise_gather_output",
+    "rowwise",
+    "rowwise_split_input",
+    "replicated_with_grad_allreduce",
+    "mla_kv_a_proj",
+)
+_BY_OUTPUTS = ("colwise", "colwise_gather_output")
+_BY_INPUTS = ("rowwise", "rowwise_split_input")
 
 
 def styles_of(network: nn.Module) -> dict[str, str]:
@@ -42,11 +55,14 @@ def matching(network: nn.Module, styles: Mapping[str, str]) -> Iterator[tuple[st
 def cut_by(network: nn.Module, styles: Mapping[str, str], size: int) -> list[tuple[str, nn.Module, str]]:
     """The modules of a network that so many ranks cut, each with its style: those whose parents fit in all."""
     found = list(matching(network, styles))
+    held = Counter(weight for child in network.modules() for weight in child._parameters.values() if weight is not None)
     whole = {
         name.rpartition(".")[0]
         for name, module, style in found
-        if style not in STYLES or not _fits(module, style, size)
+        if style not in STYLES or not _fits(network, name, style, size)
     }
+    # A tied weight is one of two modules, of which the other needs all of it.
+    found = [one for one in found if all(held[weight] == 1 for weight in one[1].parameters())]
     return [(name, module, style) for name, module, style in found if name.rpartition(".")[0] not in whole]
 
 
@@ -54,20 +70,33 @@ def cut_linears(network: nn.Module, styles: Mapping[str, str], tp: Axis) -> None
     """Cuts the linears of a network in place."""
     for name, module, style in cut_by(network, styles, tp.size):
         parent, _, last = name.rpartition(".")
+        owner = network.get_submodule(parent)
         if style == "replicated_with_grad_allreduce":
             _sum_gradients(module, tp)
+            continue
+        assert isinstance(module, nn.Linear)
+        if style == "mla_kv_a_proj":
+            setattr(owner, last, LatentLinear(module, tp, _rotary_size(owner)))
         else:
-            assert isinstance(module, nn.Linear)
-            kind = ColwiseLinear if style == "colwise" else RowwiseLinear
-            setattr(network.get_submodule(parent), last, kind(module, tp, style))
+            kind = ColwiseLinear if style in _BY_OUTPUTS else RowwiseLinear
+            setattr(owner, last, kind(module, tp, style))
 
 
-def _fits(module: nn.Module, style: str, size: int) -> bool:
+def _fits(network: nn.Module, name: str, style: str, size: int) -> bool:
+    module = network.get_submodule(name)
     if style == "replicated_with_grad_allreduce":
         return True
     if type(module) is not nn.Linear:
         return False
-    return (module.out_features if style == "colwise" else module.in_features) % size == 0
+    if style == "mla_kv_a_proj":
+        return _rotary_size(network.get_submodule(name.rpartition(".")[0])) > 0
+    return (module.out_features if style in _BY_OUTPUTS else module.in_features) % size == 0
+
+
+def _rotary_size(attention: nn.Module) -> int:
+    """Features of a key's rotary part, as transformers' attention modules call them; 0 where there is none."""
+    size = getattr(attention, "qk_rope_head_dim", 0)
+    return size if isinstance(size, int) else 0
 
 
 def _sum_gradients(module: nn.Module, tp: Axis) -> None:
@@ -78,19 +107,37 @@ def _sum_gradients(module: nn.Module, tp: Axis) -> None:
             setattr(child, name, held)
 
 
+class LatentLinear(nn.Linear):
+    """A linear [*, I] to [*, O] that every rank holds whole; the heads of all ranks read the last `rotary` features."""
+
+    def __init__(self, linear: nn.Linear, tp: Axis, rotary: int) -> None:
+        nn.Module.__init__(self)
+        self.tp, self.rotary = tp, rotary
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.weight, self.bias = linear.weight, linear.bias
+
+    def forward(self, input: Tensor) -> Tensor:
+        latent, key = super().forward(input).split((self.out_features - self.rotary, self.rotary), -1)
+        return torch.cat((latent, differentiable.copy(key, self.tp)), -1)
+
+
 class ColwiseLinear(ColumnParallelLinear):
-    """A linear [*, I] to [*, O/tp]."""
+    """A linear [*, I] to [*, O/tp], or to all outputs [*, O] under `colwise_gather_output`."""
 
     def __init__(self, linear: nn.Linear, tp: Axis, style: str) -> None:
         alone = Axis.alone(tp.ranks[tp.rank], "sp")
         super().__init__(
             linear.in_features, linear.out_features, tp=tp, sp=alone, bias=linear.bias is not None, initial=Initial()
         )
-        self.in_features, self.out_features = linear.in_features, linear.out_features // tp.size
+        self.gathers_output = style == "colwise_gather_output"
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features // (1 if self.gathers_output else tp.size)
         take_weights(self, linear)
 
     def forward(self, x: Tensor, tokens: TokenKeys | None = None) -> Tensor:
         y_TO = super().forward(x.reshape(-1, x.shape[-1]))
+        if self.gathers_output:
+            y_TO = differentiable.all_gather_invariant(y_TO, self.tp, dim=1)
         return y_TO.view(*x.shape[:-1], y_TO.shape[-1])
 
 

@@ -218,6 +218,30 @@ class TrainsWholeHeads(TrainsOverTensor):
         return ModelPlan(styles={"net.blocks.*.attention.out": "rowwise_split_input"})
 
 
+class UntiedGPT(GPT):
+    """Its head has a weight of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+
+class TrainsGathered(TrainsOverTensor):
+    """The head, and what comes out of the first linear, are cut and gathered."""
+
+    network = UntiedGPT
+
+    def model_plan(self) -> ModelPlan:
+        """Each linear by itself."""
+        return ModelPlan(
+            styles={
+                "net.head": "colwise_gather_output",
+                "net.blocks.*.up": "colwise_gather_output",
+                "net.blocks.*.down": "rowwise_split_input",
+            }
+        )
+
+
 class TrainsSkipping(Trains):
     network = SkippingGPT
 

@@ -1,5 +1,9 @@
 """Linears cut by styles compute one device's numbers; what does not fit stays whole, with all of its parent."""
 
+from collections.abc import Callable
+from typing import Any
+
+import pytest
 from torch import nn
 
 from lightning_megatron.any_module.tensor_styles import cut_by, matching, styles_of
@@ -14,8 +18,14 @@ def test_a_gpt_is_cut_over_tensor_parallel_ranks_as_its_plan_says() -> None:
     certify(networks.TrainsOverTensor, networks.batches, layouts=("tp2", "tp2pp2"), steps=3).assert_equal()
 
 
-def test_whole_heads_and_split_inputs_are_right_too() -> None:
-    certify(networks.TrainsWholeHeads, networks.batches, layouts=("tp2",), steps=3).assert_equal()
+@pytest.mark.parametrize("module", [networks.TrainsWholeHeads, networks.TrainsGathered])
+def test_split_inputs_and_gathered_outputs_are_right_too(module: Callable[[], Any]) -> None:
+    certify(module, networks.batches, layouts=("tp2",), steps=3).assert_equal()
+
+
+def test_a_tied_weight_stays_whole() -> None:
+    styles = {"head": "colwise_gather_output"}
+    assert not cut_by(networks.GPT(), styles, 2) and len(cut_by(networks.UntiedGPT(), styles, 2)) == 1
 
 
 def test_a_star_stands_for_one_name() -> None:
