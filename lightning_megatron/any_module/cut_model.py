@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_megatron.any_module.loss_count import mean_count
 from lightning_megatron.any_module.skeleton import put_together, taken_apart
 from lightning_megatron.mesh import Mesh
-from lightning_megatron.pipeline.module import Part, PipelineModule
+from lightning_megatron.pipeline.module import Part, PipelineModule, StagePart
 
 AROUND = ""
 """Name of what stands around the layers, as a part whose weights are needed."""
@@ -145,7 +145,8 @@ class CutModel(PipelineModule):
             return self._of_earlier_stage(index)
         self.before_part(name)
         self._require_known(name, args, kwargs)
-        output = _plain_call(layer, _LAYER, args, kwargs)
+        part = StagePart(module=layer, is_layer=True, run=lambda given: _plain_call(layer, _LAYER, *given))
+        output = self.runner([part], (args, kwargs))
         if index == own.stop - 1 and self._stage < self.mesh.sizes.num_stages - 1:
             self._payload = self._packed(index, output)
             raise _StageEnd

@@ -5,7 +5,7 @@ How a call runs (alone, as one microbatch of a schedule, or as a collective of a
 """
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -116,7 +116,7 @@ class PipelineModule(nn.Module):
         Raises ValueError where two stages would share a parameter: each would train a copy of its own.
         """
         parts = [Part(name=name, build=partial(_itself, module)) for name, module in modules.items()]
-        chain = PipelineModule(parts, mesh=mesh)
+        chain = _Chain(parts, mesh=mesh)
         _require_unshared(list(modules.items()), chain.stages, chain.mesh.sizes)
         return chain
 
@@ -206,6 +206,28 @@ class PipelineModule(nn.Module):
         """The unsplit model's output, or, within a schedule, this stage's share of it: see `driver`."""
         self.tallies = {}
         return self.driver(self, args, kwargs)
+
+
+class _Chain(PipelineModule):
+    """A chain of modules, which may be indexed as the `nn.Sequential` that it was made of."""
+
+    def __len__(self) -> int:
+        return len(self.part_names)
+
+    def __getitem__(self, index: int) -> nn.Module:
+        name = self.part_names[index]
+        if not self._has(name):
+            stages = ", ".join(map(str, self.mesh.own_stages))
+            raise IndexError(
+                f"module {name} of the chain is on another pipeline stage than those of this rank ({stages}); go over "
+                "named_parameters() or named_modules(), where each rank finds its own, or use "
+                "pipeline_model_parallel_size=1"
+            )
+        return self.get_submodule(name)
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        """The modules of this rank's stages, in order."""
+        return (self.get_submodule(name) for name in self.part_names if self._has(name))
 
 
 _FOLLOWING: dict[int, "weakref.ref[PipelineModule]"] = {}

@@ -50,6 +50,9 @@ class Evidence:
         self.is_right_by_rows = is_right_by_rows
         self.alike = [one for one in deviations if (one.quantity, one.step) == (first.quantity, first.step)]
         self.differing = [one for one in self.alike if one.relative > tolerance]
+        moved = [one for one in deviations if one.quantity == BUFFERS and one.relative > tolerance]
+        # Buffers that are others by the end of the step.
+        self.moved_buffers = sorted({one.name for one in moved if one.step <= first.step})
 
     @property
     def names(self) -> str:
@@ -177,6 +180,8 @@ def _loss(of: Evidence) -> Found:
     theirs, parts = of.first.theirs, of.layout.num_parts
     if of.facts.is_random:
         return _RANDOM
+    if of.moved_buffers and not of.facts.batch_norms:
+        return _moved(of, ", ".join(of.moved_buffers[:_MOST_NAMES]))
     if of.may_be_rows:
         kind = of.halves(LOSS, "loss", theirs) if of.first.step == 1 else ""
         if (kind in ("coupled", "own mean", "")) and of.facts.batch_norms:
@@ -200,7 +205,7 @@ def _loss(of: Evidence) -> Found:
                 "num_microbatches=1 and no data-parallel ranks for such a step, or gather what couples rows "
                 "(self.all_gather with sync_grads=True over data-parallel ranks)",
             )
-    if of.divides_weights:
+    if of.divides_weights and (not of.may_be_rows or of.has_different_copies):
         where = "pipeline stage" if of.layout.pp > 1 else "tensor-parallel rank"
         return (
             f"the loss has a term over self.parameters() or something else that a {where} has only a part of"
@@ -318,10 +323,13 @@ def _clipped(of: Evidence) -> Found:
 def _buffers(of: Evidence) -> Found:
     if of.facts.batch_norms and any(of.first.name.startswith(f"{name}.") for name in of.facts.batch_norms):
         return _batch_norm(of)
+    return _moved(of, of.names)
+
+
+def _moved(of: Evidence, names: str) -> Found:
     per = f"moves once for each of {of.counts}" if of.may_be_rows else "moves on some ranks alone"
     return (
-        f"{of.names}: a buffer that is changed in forward or training_step {per}, where one device "
-        "moves it once a batch",
+        f"{names}: a buffer that is changed in forward or training_step {per}, where one device moves it once a batch",
         "change it in on_train_batch_end or on_before_optimizer_step, from values of the whole batch",
     )
 
@@ -352,7 +360,8 @@ def _drifting(of: Evidence, what: str) -> Found:
 
 def _unknown(of: Evidence) -> Found:
     return (
-        f"not known: {of.names} differ from one device's",
+        f"not known: {of.names} is not what one device has; a step that counts its calls, or keeps something from one "
+        "to the next, is entered once for each microbatch and stage",
         "leave parts out of the module until it is equal; what was left out last is the cause",
     )
 

@@ -11,7 +11,7 @@ __all__ = ["Certificate", "LayoutResult"]
 
 @dataclass(frozen=True, kw_only=True)
 class Certificate(Outcome):
-    """A module on one device beside itself under layouts; true where nothing differs."""
+    """A module on one device beside itself under layouts; true where a layout is equal to it and none differs."""
 
     @property
     def text(self) -> str:
@@ -24,7 +24,7 @@ class Certificate(Outcome):
         return record_of(self)
 
     def __bool__(self) -> bool:
-        return not self.differing
+        return not self.differing and self._has_run
 
     def __str__(self) -> str:
         return self.text
@@ -33,5 +33,9 @@ class Certificate(Outcome):
         """Raises AssertionError with the whole text where something differs, or where no layout ran."""
         if self.differing:
             raise AssertionError(self.text)
-        if not any(result.verdict == "equal" for result in self.results):
+        if not self._has_run:
             raise AssertionError(f"no layout ran:\n{self.text}")
+
+    @property
+    def _has_run(self) -> bool:
+        return any(result.verdict == "equal" for result in self.results)

@@ -132,14 +132,19 @@ def _result(layout: Layout, facts: Facts, ended: Sequence[Ended], by_rows: Seque
     reports = [one.result for one in ended if isinstance(one.result, RankReport)]
     warnings = tuple(dict.fromkeys(text for report in reports for text in report.warnings))
     errors = [report for report in reports if report.error]
-    if refusals := [report for report in errors if report.is_refused]:
-        return LayoutResult(layout=layout, verdict="refused", message=refusals[0].error, warnings=warnings)
+    deviations = [one for report in reports for one in report.deviations]
+    if refusals := [report.error for report in errors if report.is_refused]:
+        if not summarised(deviations, TOLERANCE[facts.precision])[1]:
+            return LayoutResult(layout=layout, verdict="refused", message=refusals[0], warnings=warnings)
+        # Steps before it went wrong already.
+        warnings = (*warnings, f"a later step was refused: {refusals[0]}")
+        errors = [report for report in errors if not report.is_refused]
     lost = [f"rank {rank}: {one.failure}\n{one.printed}".rstrip() for rank, one in enumerate(ended) if one.failure]
     if errors or lost:
         message = f"rank {errors[0].rank}: {errors[0].error}" if errors else lost[0]
         return LayoutResult(layout=layout, verdict="failed", message=message, warnings=warnings)
     tolerance = TOLERANCE[facts.precision]
-    deviations = [one for report in reports for one in report.deviations] + _unheld(facts, reports)
+    deviations += [] if refusals else _unheld(facts, reports)
     largest, first = summarised(deviations, tolerance)
     differences = tuple(
         explained(

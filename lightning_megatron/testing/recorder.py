@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_flatten
+from torchmetrics import Metric
 
 from lightning_megatron.checkpoint import Slot
 from lightning_megatron.sharding import Box, Shard, shard_of
@@ -77,12 +78,18 @@ class Recorder(pl.Callback):
         self._sink = sink
         self._begin = begin
         self._num_stepped = 0
+        # Optimizer steps of the batch at hand.
+        self._num_in_batch = 0
         self._step = 0
         self.dropouts: list[str] = []
         """Names of the dropouts that were turned off."""
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.dropouts = turn_off_dropout(pl_module)
+        if str(trainer.precision) == "64-true":
+            # A metric keeps the dtype in which it was made, whatever becomes of the module.
+            for metric in (child for child in pl_module.modules() if isinstance(child, Metric)):
+                metric.set_dtype(torch.float64)
         self._sink.tensors(INITIAL, 0, weights_of(pl_module) + buffers_of(pl_module))
         self._begin(trainer, pl_module)
 
@@ -92,12 +99,15 @@ class Recorder(pl.Callback):
         leaves = [leaf for leaf in tree_flatten(batch)[0] if isinstance(leaf, Tensor)]
         parts = [(f"tensor {i}", leaf.detach().clone(), whole(leaf)) for i, leaf in enumerate(leaves)]
         self._end_step(pl_module)
-        self._step = batch_idx + 1
+        self._step, self._num_in_batch = batch_idx + 1, 0
         self._sink.tensors(BATCH, self._step, parts)
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
-        self._sink.tensors(GRADIENT, self._step, gradients_of(pl_module))
-        self._sink.numbers(NORM, self._step, {"norm": grad_norm(trainer, pl_module)})
+        self._num_in_batch += 1
+        which = f" (optimizer step {self._num_in_batch} of the batch)" if self._num_in_batch > 1 else ""
+        gradients = [(name + which, gradient, box) for name, gradient, box in gradients_of(pl_module)]
+        self._sink.tensors(GRADIENT, self._step, gradients)
+        self._sink.numbers(NORM, self._step, {"norm" + which: grad_norm(trainer, pl_module)})
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int

@@ -483,7 +483,7 @@ class MegatronStrategy(ParallelStrategy):
                 self.root_device,
             )
             self._plugin.begin(run.dp_comm, self.loss_scale, self.optimizers, self._before_step, self._after_step)
-            if self.mesh.world.size > 1 and (hooks := optimizers.gradient_hooks(module)):
+            if self.mesh.world.size > 1 and (hooks := optimizers.gradient_hooks(module, of_users=True)):
                 run.hook_check = HookCheck(run.dp_comm.gradients, hooks)
         self.setup_precision_plugin()
         if not self.is_distributed:

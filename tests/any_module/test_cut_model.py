@@ -4,9 +4,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
+from lightning_megatron import ConfigurationError, MegatronStrategy, RecomputeConfig
 from lightning_megatron.testing import certify
 from tests.any_module import networks
+from tests.harness.ranks import RankFailed, run_on_ranks
+from tests.trainer.layouts import Layout, make_trainer
 
 
 def test_a_gpt_is_cut_at_its_blocks() -> None:
@@ -29,3 +34,42 @@ def test_what_all_layers_read_is_there_on_every_stage(module: Callable[[], Any])
 def test_what_cannot_be_cut_is_refused_by_name(module: Callable[[], Any], shown: str) -> None:
     [result] = certify(module, networks.batches, layouts=("pp2",), steps=2).results
     assert result.verdict == "refused" and shown in result.message
+
+
+class Counted(networks.Trains):
+    """Counts how often its blocks run."""
+
+    calls = 0
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        for block in self.net.blocks:
+            block.norm_1.register_forward_hook(self.count)
+
+    def count(self, *_: Any) -> None:
+        self.calls += 1
+
+
+def trained(recompute: RecomputeConfig) -> tuple[int, dict[str, Tensor]]:
+    layout = Layout(world=2, pp=2, microbatches=2)
+    strategy, module = layout.strategy(), Counted()
+    assert isinstance(strategy, MegatronStrategy)
+    strategy.recompute = recompute
+    try:
+        make_trainer(layout, strategy=strategy, max_epochs=1).fit(module, networks.loader())
+    except ConfigurationError as error:
+        raise RuntimeError(str(error)) from None
+    return module.calls, {name: p.detach().clone() for name, p in module.named_parameters()}
+
+
+def test_layers_are_recomputed_in_the_backward() -> None:
+    plain = run_on_ranks(2, trained, RecomputeConfig(), init=False)
+    again = run_on_ranks(2, trained, RecomputeConfig(granularity="full"), init=False)
+    for (num_plain, wanted), (num_again, found) in zip(plain, again, strict=True):
+        assert num_again == 2 * num_plain > 0
+        assert wanted.keys() == found.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_groups_of_layers_are_not_recomputed() -> None:
+    with pytest.raises(RankFailed, match=r"recompute method \('uniform'\) with num_layers \(2\) groups layers"):
+        run_on_ranks(2, trained, RecomputeConfig(granularity="full", num_layers=2), init=False)

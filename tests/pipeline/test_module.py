@@ -46,6 +46,15 @@ def test_each_stage_builds_its_own_parts_and_all_together_the_whole_model() -> N
     assert names.count("embedding.weight") == 2 and "embedding again" not in built_whole
 
 
+def test_a_chain_may_be_indexed_where_it_holds_the_module() -> None:
+    modules = {str(i): nn.Linear(i + 1, i + 2) for i in range(4)}
+    chain: Any = PipelineModule.from_modules(modules, mesh=mesh_of_stage(1, 2))
+    assert len(chain) == 4 and chain[2] is modules["2"] and chain[-1] is modules["3"]
+    assert list(chain) == [modules["2"], modules["3"]]
+    with pytest.raises(IndexError, match=r"module 0 of the chain is on another pipeline stage .* \(1\); go over named"):
+        chain[0]
+
+
 @pytest.mark.parametrize("placement", ["loop", "v"])
 def test_a_rank_builds_the_parts_of_all_its_stages(placement: Any) -> None:
     sizes = Sizes(world=2, pp=2, vp=2, placement=placement, stage_layout=StageLayout(text="t|tt|tt|t*3"))

@@ -186,11 +186,12 @@ def share_recomputation(module: nn.Module, config: RecomputeConfig, mesh: Mesh) 
             f"recompute granularity ('full') needs a model of parts, and {type(module).__name__} has none; use a "
             "GPTModel, or make your network a PipelineModule, for instance by PipelineModule.from_modules"
         )
-    if config.granularity == "full" and any(isinstance(model, CutModel) for model in models):
+    by_layers = config.method == "uniform" and config.num_layers == 1
+    if config.granularity == "full" and not by_layers and any(isinstance(model, CutModel) for model in models):
         faults.append(
-            f"recompute granularity ('full') runs the parts of models of this package again, and the network of "
-            f"{type(module).__name__} runs by its own forward; checkpoint its layers by themselves (with transformers "
-            "model.gradient_checkpointing_enable()) and leave recompute out"
+            f"recompute method ({config.method!r}) with num_layers ({config.num_layers}) groups layers, and the "
+            f"network of {type(module).__name__} runs by its own forward, layer by layer; use method='uniform' and "
+            "num_layers=1"
         )
     if faults:
         raise ConfigurationError(faults)

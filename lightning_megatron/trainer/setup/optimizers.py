@@ -62,14 +62,18 @@ def make_data_parallel_comm(
     return dp_comm
 
 
-def gradient_hooks(module: pl.LightningModule) -> list[str]:
-    """Names of the user's code that may read or change gradients between a backward and the optimizer's step."""
+def gradient_hooks(module: pl.LightningModule, *, of_users: bool = False) -> list[str]:
+    """Names of the code that may read gradients between a backward and the optimizer's step; `of_users`: and may change
+    them, as this package's callbacks do not."""
     hooks = ("on_after_backward", "on_before_optimizer_step")
     own = [name for name in (*hooks, "optimizer_step", "configure_gradient_clipping") if is_overridden(name, module)]
     found = [f"{type(module).__name__}.{name}" for name in own]
     if not module.automatic_optimization:
         found.append(f"{type(module).__name__}.training_step")
+    package = __name__.partition(".")[0] + "."
     for callback in module.trainer.callbacks:  # type: ignore[attr-defined]
+        if of_users and type(callback).__module__.startswith(package):
+            continue
         found += [f"{type(callback).__name__}.{name}" for name in hooks if is_overridden(name, callback)]
     return found
 
