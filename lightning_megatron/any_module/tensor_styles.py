@@ -33,8 +33,8 @@ STYLES = (
     "replicated_with_grad_allreduce",
     "mla_kv_a_proj",
 )
-_BY_OUTPUTS = ("colwise", "colwise_gather_output")
-_BY_INPUTS = ("rowwise", "rowwise_split_input")
+BY_OUTPUTS = ("colwise", "colwise_gather_output")
+BY_INPUTS = ("rowwise", "rowwise_split_input")
 
 
 def styles_of(network: nn.Module) -> dict[str, str]:
@@ -55,15 +55,32 @@ def matching(network: nn.Module, styles: Mapping[str, str]) -> Iterator[tuple[st
 def cut_by(network: nn.Module, styles: Mapping[str, str], size: int) -> list[tuple[str, nn.Module, str]]:
     """The modules of a network that so many ranks cut, each with its style: those whose parents fit in all."""
     found = list(matching(network, styles))
-    held = Counter(weight for child in network.modules() for weight in child._parameters.values() if weight is not None)
-    whole = {
-        name.rpartition(".")[0]
+    whole = {_parent(name) for name, _, style in found if _misfit(network, name, style, size)}
+    tied = _tied(network)
+    return [
+        (name, module, style)
         for name, module, style in found
-        if style not in STYLES or not _fits(network, name, style, size)
-    }
-    # A tied weight is one of two modules, of which the other needs all of it.
-    found = [one for one in found if all(held[weight] == 1 for weight in one[1].parameters())]
-    return [(name, module, style) for name, module, style in found if name.rpartition(".")[0] not in whole]
+        if _parent(name) not in whole and tied.isdisjoint(module.parameters())
+    ]
+
+
+def reason_of_whole(network: nn.Module, styles: Mapping[str, str], name: str, size: int) -> str:
+    """Why a module of that name, which has a style, stays whole over so many ranks."""
+    beside = [one for one in matching(network, styles) if _parent(one[0]) == _parent(name)]
+    for other, _, style in sorted(beside, key=lambda one: one[0] != name):
+        if misfit := _misfit(network, other, style, size):
+            return misfit if other == name else f"as {other.rpartition('.')[2]} beside it, {misfit}"
+    return "its weight is tied to another module's"
+
+
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _tied(network: nn.Module) -> set[nn.Parameter]:
+    """Weights of which several modules are owners: what one of them gives away, another needs."""
+    held = Counter(weight for child in network.modules() for weight in child._parameters.values() if weight is not None)
+    return {weight for weight, count in held.items() if count > 1}
 
 
 def cut_linears(network: nn.Module, styles: Mapping[str, str], tp: Axis) -> None:
@@ -78,19 +95,23 @@ def cut_linears(network: nn.Module, styles: Mapping[str, str], tp: Axis) -> None
         if style == "mla_kv_a_proj":
             setattr(owner, last, LatentLinear(module, tp, _rotary_size(owner)))
         else:
-            kind = ColwiseLinear if style in _BY_OUTPUTS else RowwiseLinear
+            kind = ColwiseLinear if style in BY_OUTPUTS else RowwiseLinear
             setattr(owner, last, kind(module, tp, style))
 
 
-def _fits(network: nn.Module, name: str, style: str, size: int) -> bool:
+def _misfit(network: nn.Module, name: str, style: str, size: int) -> str:
+    """Why a module cannot be cut by its style over so many ranks; empty where it can."""
     module = network.get_submodule(name)
+    if style not in STYLES:
+        return f"the style {style} is not known"
     if style == "replicated_with_grad_allreduce":
-        return True
+        return ""
     if type(module) is not nn.Linear:
-        return False
+        return f"{style} is a style of nn.Linear, and not of {type(module).__name__}"
     if style == "mla_kv_a_proj":
-        return _rotary_size(network.get_submodule(name.rpartition(".")[0])) > 0
-    return (module.out_features if style in _BY_OUTPUTS else module.in_features) % size == 0
+        return "" if _rotary_size(network.get_submodule(_parent(name))) else "its attention has no qk_rope_head_dim"
+    features = module.out_features if style in BY_OUTPUTS else module.in_features
+    return f"{size} ranks do not divide its {features} features" if features % size else ""
 
 
 def _rotary_size(attention: nn.Module) -> int:

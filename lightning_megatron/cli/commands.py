@@ -14,6 +14,7 @@ COMMANDS = {
     "checkpoint": "inspect, verify, consolidate and prune checkpoints",
     "convert": "convert between a Hugging Face folder and a checkpoint directory",
     "certify": "your own module on one device, beside itself under every layout: what differs first, and why",
+    "model-plan": "how a network that knows nothing of ranks is cut, and what each rank holds",
     "prepare-data": "turn text into the token files that training reads",
 }
 

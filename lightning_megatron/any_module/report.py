@@ -1,0 +1,93 @@
+"""What a plan makes of a network, in words: its stages, its cut linears, what stays whole, what a rank holds."""
+
+import re
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+
+from lightning_megatron.any_module.plan import ModelPlan
+from lightning_megatron.any_module.tensor_styles import BY_INPUTS, BY_OUTPUTS, cut_by, matching, reason_of_whole
+from lightning_megatron.mesh import Sizes, StageLayout
+from lightning_megatron.pipeline.layout import assign
+
+
+def report_of(name: str, network: nn.Module, plan: ModelPlan, sizes: Sizes) -> str:
+    """A text for a network, the child `name` of its module, over `sizes.tp` and `sizes.num_stages` ranks.
+
+    Raises ValueError where the layers are fewer than the stages.
+    """
+    layers, _ = plan.layers_in(name, network)
+    styles = plan.styles_in(name, network)
+    cut = {one: style for one, _, style in cut_by(network, styles, sizes.tp)} if sizes.tp > 1 else {}
+    blocks = [_layers(network, layers, plan, sizes)]
+    if sizes.tp > 1:
+        blocks.append(_linears(network, styles, cut, sizes.tp))
+    blocks.append(_held(network, layers, cut, sizes))
+    return "\n".join(line for block in blocks for line in block)
+
+
+def _layers(network: nn.Module, layers: Sequence[str], plan: ModelPlan, sizes: Sizes) -> list[str]:
+    if not layers:
+        return ["layers: no list of like modules was found; name one with ModelPlan(layers=...)"]
+    kinds = ", ".join(dict.fromkeys(type(network.get_submodule(layer)).__name__ for layer in layers))
+    how = "named by the plan" if plan.layers else "the list of like modules with most parameters"
+    lists = ", ".join(dict.fromkeys(layer.rpartition(".")[0] for layer in layers))
+    lines = [f"layers: {len(layers)} of {kinds} in {lists} ({how})"]
+    if sizes.num_stages > 1:
+        own = enumerate(_stages(layers, sizes))
+        lines += [f"  stage {stage}: {layers[part.start]} to {layers[part.stop - 1]}" for stage, part in own]
+    return lines
+
+
+def _stages(layers: Sequence[str], sizes: Sizes) -> tuple[range, ...]:
+    return assign(["t"] * len(layers), [1.0] * len(layers), sizes.num_stages, StageLayout())
+
+
+def _linears(network: nn.Module, styles: Mapping[str, str], cut: Mapping[str, str], size: int) -> list[str]:
+    groups: dict[tuple[str, str], int] = {}
+    for found, _, style in matching(network, styles):
+        what = style if found in cut else f"whole: {reason_of_whole(network, styles, found, size)}"
+        key = (_pattern(found), what)
+        groups[key] = groups.get(key, 0) + 1
+    named = {found for found, _, _ in matching(network, styles)}
+    for found, child in network.named_modules():
+        if isinstance(child, nn.Linear) and found not in named:
+            key = (_pattern(found), "whole: no style")
+            groups[key] = groups.get(key, 0) + 1
+    if not groups:
+        return ["tensor parallel: the network has no linears"]
+    width = max(len(pattern) for pattern, _ in groups)
+    return [
+        "tensor parallel:",
+        *(f"  {pattern:{width}}  {what} ({count})" for (pattern, what), count in groups.items()),
+    ]
+
+
+def _pattern(name: str) -> str:
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+
+
+def _held(network: nn.Module, layers: Sequence[str], cut: Mapping[str, str], sizes: Sizes) -> list[str]:
+    """Parameters of the network, and of the rank that holds most."""
+    inside: dict[str, int] = dict.fromkeys(layers, 0)
+    around = 0
+    for name, weight in network.named_parameters():
+        owner = name.rpartition(".")[0]
+        is_cut = cut.get(owner) in BY_OUTPUTS or (cut.get(owner) in BY_INPUTS and weight.dim() > 1)
+        count = weight.numel() // (sizes.tp if is_cut else 1)
+        layer = next((layer for layer in layers if name.startswith(f"{layer}.")), None)
+        if layer is None:
+            around += count
+        else:
+            inside[layer] += count
+    whole = sum(weight.numel() for weight in network.parameters())
+    most = sum(inside.values())
+    if layers and sizes.num_stages > 1:
+        by_rank = [0] * sizes.pp
+        for stage, own in enumerate(_stages(layers, sizes)):
+            by_rank[sizes.pp_rank_of(stage)] += sum(inside[layers[index]] for index in own)
+        most = max(by_rank)
+    lines = [f"parameters: {whole:,}, of which a rank holds at most {most + around:,}"]
+    if sizes.num_stages > 1:
+        lines.append(f"  {around:,} of them stand around the layers, and are on every stage")
+    return lines

@@ -1,0 +1,94 @@
+"""The report of a plan says what is cut, what stays whole and why, and what a rank holds."""
+
+import json
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from lightning_megatron import ModelPlan
+from lightning_megatron.any_module.report import report_of
+from lightning_megatron.cli.main import main
+from lightning_megatron.mesh import Sizes
+from tests.any_module import networks
+
+
+def report(network: nn.Module, plan: ModelPlan, tp: int = 1, pp: int = 1, vp: int = 1) -> str:
+    return report_of("net", network, plan, Sizes(world=tp * pp, tp=tp, pp=pp, vp=vp))
+
+
+def test_layers_stages_and_linears_are_told() -> None:
+    text = report(networks.GPT(), networks.TrainsOverTensor().model_plan(), tp=2, pp=2)
+    for line in (
+        "layers: 4 of Block in blocks (the list of like modules with most parameters)",
+        "  stage 1: blocks.2 to blocks.3",
+        "  blocks.*.attention.query  colwise (4)",
+        "  blocks.*.down             rowwise (4)",
+        "  head                      whole: no style (1)",
+    ):
+        assert f"{line}\n" in text, text
+
+
+def test_what_a_rank_holds_is_what_it_holds() -> None:
+    net = networks.UntiedGPT()
+    around = sum(p.numel() for name, p in net.named_parameters() if not name.startswith("blocks."))
+    layer = sum(p.numel() for p in net.blocks[0].parameters())
+    assert f"of which a rank holds at most {around + 2 * layer:,}\n" in report(net, ModelPlan(), pp=2)
+    text = report(net, ModelPlan(styles={"net.head": "colwise_gather_output"}), tp=2)
+    assert text.endswith(f"a rank holds at most {4 * layer + around - net.head.weight.numel() // 2:,}")
+
+
+@pytest.mark.parametrize(
+    ("styles", "tp", "line"),
+    [
+        (
+            {"net.blocks.*.up": "colwise"},
+            3,
+            "blocks.*.up               whole: 3 ranks do not divide its 64 features (4)",
+        ),
+        ({"net.head": "colwise"}, 2, "head                      whole: its weight is tied to another module's (1)"),
+    ],
+)
+def test_why_a_linear_stays_whole_is_told(styles: dict[str, str], tp: int, line: str) -> None:
+    assert line in report(networks.GPT(), ModelPlan(styles=styles), tp=tp)
+
+
+def test_a_style_that_is_not_known_leaves_its_neighbours_whole() -> None:
+    class Planned(networks.GPT):
+        _tp_plan = {"blocks.*.up": "packed_colwise", "blocks.*.down": "rowwise"}  # noqa: RUF012
+
+    text = report(Planned(), ModelPlan(), tp=2)
+    assert "blocks.*.up               whole: the style packed_colwise is not known (4)" in text
+    assert "blocks.*.down             whole: as up beside it, the style packed_colwise is not known (4)" in text
+
+
+def test_the_command_reads_a_module_and_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text("from tests.any_module.networks import Trains\n\n\nclass Mine(Trains):\n    pass\n")
+    assert main(["model-plan", "mine.py:Mine", "--pp", "2"]) == 0
+    assert "net (GPT)\nlayers: 4 of Block in blocks" in capsys.readouterr().out
+    Path("llama").mkdir()
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 3, "vocab_size": 64}
+    Path("llama/config.json").write_text(json.dumps(config))
+    assert main(["model-plan", "llama", "--tp", "2", "--pp", "3"]) == 0
+    told = capsys.readouterr().out
+    assert (
+        "layers: 3 of LlamaDecoderLayer in model.layers" in told and "stage 2: model.layers.2 to model.layers.2" in told
+    )
+    assert "lm_head                          colwise_gather_output (1)" in told
+
+
+@pytest.mark.parametrize(
+    ("args", "shown"),
+    [
+        (("nowhere",), "nowhere has no config.json"),
+        (("nowhere.py:Mine",), "is no file"),
+        (("llama", "--pp", "0"), "pipeline_model_parallel_size (0) must be at least 1"),
+    ],
+)
+def test_what_cannot_be_read_is_told(args: tuple[str, ...], shown: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["model-plan", *args])
+    assert ended.value.code == 2 and shown in capsys.readouterr().err
