@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,7 +23,7 @@ def meta_model(folder: Path) -> nn.Module:
     except (ValueError, OSError, json.JSONDecodeError) as error:
         raise ValueError(f"{file} is no configuration that transformers reads: {str(error).splitlines()[0]}") from error
     names = config.architectures or []
-    kind = getattr(transformers, names[0], None) if names else transformers.AutoModel
+    kind: Any = getattr(transformers, names[0], None) if names else transformers.AutoModel
     if kind is None:
         raise ValueError(f"{file}: the installed transformers has no {names[0]}")
     with torch.device("meta"):

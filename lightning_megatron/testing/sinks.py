@@ -43,7 +43,8 @@ class ReferenceSink:
         self.reference.numbers.setdefault((quantity, step), {}).update(values)
 
     def tensors(self, quantity: str, step: int, parts: Parts) -> None:
-        self.reference.tensors[quantity, step] = {name: tensor for name, tensor, _ in parts}
+        kept = self.reference.tensors.setdefault((quantity, step), {})
+        kept |= {name: tensor for name, tensor, _ in parts}
 
 
 class ComparisonSink:

@@ -640,7 +640,8 @@ def sampled_cells() -> dict[str, list[Cell]]:
     """The cells that every run of the tests sees, by layout.
 
     Each pair of settings of the layout, of the family of models and of the precision meets in one of them, and each
-    model meets each axis. Numbers of microbatches differ in whether there are several and whether stages divide them.
+    model meets each axis. Of sizes a pair knows whether they are above 1, and each size comes by itself; numbers of
+    microbatches differ in whether there are several and whether stages divide them.
     """
     cells = [(layout, cell) for layout in LAYOUTS for cell in cells_of(layout)]
     chosen: dict[str, list[Cell]] = {}
@@ -653,10 +654,12 @@ def _pairs(cell: tuple[str, Cell]) -> list[Hashable]:
     layout, (variant, precision) = LAYOUTS[cell[0]], cell[1]
     settings = {field.name: getattr(layout, field.name) for field in fields(layout) if field.name != "world"}
     microbatches = "one" if layout.microbatches == 1 else "uneven" if layout.microbatches % layout.pp else "even"
-    settings |= {"microbatches": microbatches, "dp": layout.dp, "precision": precision, "family": _family(variant)}
+    sizes = {axis: getattr(layout, axis) for axis in ("tp", "pp", "cp", "vp", "ep", "etp", "dp")}
+    settings |= {axis: size > 1 for axis, size in sizes.items()}
+    settings |= {"microbatches": microbatches, "precision": precision, "family": _family(variant)}
     axes = {axis: getattr(layout, axis) > 1 for axis in ("tp", "pp", "cp", "dp")}
     axes |= {"exchange": layout.cp > 1 and layout.context, "precision": precision}
-    return [*pairs_of(settings), *((variant, axis) for axis in axes.items())]
+    return [*pairs_of(settings), *((variant, axis) for axis in axes.items()), *sizes.items()]
 
 
 def _family(variant: str) -> str:

@@ -4,6 +4,7 @@ from typing import Any
 
 import lightning as L
 import torch
+import torchmetrics
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
@@ -294,3 +295,35 @@ class NeedsArguments(Right):
 def few_rows() -> list[tuple[Tensor, Tensor]]:
     """Two batches, which are not enough."""
     return [(torch.zeros(8, WIDTH), torch.zeros(8, dtype=torch.long))] * 2
+
+
+class TwoOptimizers(Right):
+    """Steps two optimizers a batch by hand, each by gradients of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for optimizer, sign in zip(self.optimizers(), (1, -1), strict=True):  # type: ignore[arg-type]
+            loss = functional.cross_entropy(sign * self.net(batch[0]), batch[1])
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        halves = list(self.parameters())[::2], list(self.parameters())[1::2]
+        return [torch.optim.SGD(half, lr=0.1) for half in halves]
+
+
+class LogsMetric(Right):
+    """Logs a metric, whose state was made in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.error = torchmetrics.MeanSquaredError()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.error(self.net(batch[0]).softmax(-1)[:, 0], (batch[1] == 0).to(batch[0].dtype))
+        self.log("error", self.error)
+        return super().training_step(batch, batch_idx)
