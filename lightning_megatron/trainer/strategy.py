@@ -869,7 +869,12 @@ class MegatronStrategy(ParallelStrategy):
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        if self.is_global_zero:
+        if not self.is_global_zero:
+            return
+        if self.checkpoint.kind == "file" and not Path(filepath).is_dir():
+            # Whatever wrote the file knows where it is.
+            self.checkpoint_io.remove_checkpoint(filepath)
+        else:
             self._saver.remove(str(filepath))
 
     def _require_run(self) -> ActiveRun:

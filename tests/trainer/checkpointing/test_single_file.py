@@ -13,11 +13,13 @@ from lightning_megatron import CheckpointConfig, MegatronStrategy
 from lightning_megatron.models import GPTModel
 from lightning_megatron.optim.config import OptimizerConfig
 from lightning_megatron.trainer.checkpointing import run_history
+from lightning_megatron.trainer.checkpointing.single_file import FileIO
 from lightning_megatron.trainer.resume import run_state
 from tests.harness.ranks import run_on_ranks
 from tests.trainer.checkpointing.test_checkpoint_dict import CONFIG, TOLERANCE, Language, Texts
 from tests.trainer.fits import parts_apart, weights
 from tests.trainer.layouts import PLAIN, Layout, make_trainer
+from tests.trainer.modules import Data, Small
 
 pytestmark = pytest.mark.filterwarnings("ignore:The dirpath has changed from:UserWarning")
 ZERO = OptimizerConfig(kind="distributed", bucket_size=700)
@@ -109,3 +111,29 @@ def test_every_layout_writes_the_file_that_lightning_writes_and_any_goes_on_from
         assert parts_apart(found["weights"], plain[1]["weights"]) < TOLERANCE and found["seen"] == 8
     module = Plain.load_from_checkpoint(path, map_location="cpu")
     assert module.hparams["sizes"] == (1, 2) and torch.equal(module.seen, torch.tensor(3))
+
+
+class Counting(FileIO):
+    """A plugin of the user's that counts what it writes and removes."""
+
+    def __init__(self) -> None:
+        self.written: list[str] = []
+        self.removed: list[str] = []
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+        self.written.append(Path(path).name)
+        super().save_checkpoint(checkpoint, path, storage_options)
+
+    def remove_checkpoint(self, path: Any) -> None:
+        self.removed.append(Path(path).name)
+        super().remove_checkpoint(path)
+
+
+def test_the_plugin_that_writes_a_file_removes_it(tmp_path: Path) -> None:
+    io = Counting()
+    strategy = MegatronStrategy(checkpoint=CheckpointConfig(kind="file"), checkpoint_io=io)
+    best = ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=1, monitor="epoch", mode="max")
+    options: dict[str, Any] = {"strategy": strategy, "callbacks": [best], "enable_checkpointing": True}
+    make_trainer(Layout(), max_epochs=2, limit_val_batches=0, **options).fit(Small(), Data())
+    assert io.written == ["epoch=0.ckpt", "epoch=1.ckpt"] and io.removed == ["epoch=0.ckpt"]
+    assert [path.name for path in tmp_path.iterdir()] == ["epoch=1.ckpt"]
