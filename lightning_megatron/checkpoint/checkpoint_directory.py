@@ -18,9 +18,8 @@ from pathlib import Path
 
 from lightning_megatron.checkpoint.atomic_directory import REMOVED, REPLACED, UNFINISHED, is_unfinished_name
 from lightning_megatron.checkpoint.folder import Address, Folder, is_remote, name_at, paths_in
-from lightning_megatron.checkpoint.manifest import MANIFEST_FILE, is_checkpoint, read_manifest, read_meta
+from lightning_megatron.checkpoint.manifest import MANIFEST_FILE, SUFFIX, is_checkpoint, read_manifest, read_meta
 
-SUFFIX = ".ckpt"
 # Keys of the metadata that Lightning saves.
 STEP, EPOCH = "global_step", "epoch"
 

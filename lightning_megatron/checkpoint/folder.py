@@ -1,4 +1,4 @@
-"""A directory on a mounted file system, or at any address that fsspec knows."""
+"""A directory or a file on a mounted file system, or at any address that fsspec knows."""
 
 import os
 import sys
@@ -43,6 +43,14 @@ def system_of(path: Address) -> tuple[Any, str]:
             "that fsspec knows (s3://, gs://, file://), whose package is installed"
         ) from error
     return found
+
+
+def is_torch_file(path: Address) -> bool:
+    """Whether a file begins as torch.save begins one: a zip archive or, in older versions of torch, a pickle."""
+    system, place = system_of(path)
+    with system.open(place, "rb") as stream:
+        head: bytes = stream.read(4)
+    return head == b"PK\x03\x04" or head[:1] == b"\x80"
 
 
 @contextmanager

@@ -19,13 +19,14 @@ import torch
 
 from lightning_megatron.checkpoint import safe_metadata
 from lightning_megatron.checkpoint.chunk_file import ChunkLocation, DamagedError, checksum_of, gaps, read_bytes
-from lightning_megatron.checkpoint.folder import Address, Folder
+from lightning_megatron.checkpoint.folder import Address, Folder, is_torch_file
 from lightning_megatron.checkpoint.tensor_entry import Chunk, TensorEntry, cover_faults
 from lightning_megatron.sharding import Box
 from lightning_megatron.version import VERSION
 
 MANIFEST_FILE = "manifest.json"
 META_FILE = "meta.pt"
+SUFFIX = ".ckpt"
 # Version of the files' layout; a reader refuses a newer one.
 LAYOUT_VERSION = 2
 _FORMAT = "lightning_megatron checkpoint"
@@ -157,6 +158,37 @@ def is_checkpoint(path: Address) -> bool:
     return Folder(path).has(MANIFEST_FILE)
 
 
+def require_checkpoint(folder: Folder) -> None:
+    """Raises ValueError, saying what is at the path, unless it is a checkpoint."""
+    if folder.has(MANIFEST_FILE):
+        return
+    expected = f"a checkpoint is a directory that holds {MANIFEST_FILE}, or one file that torch.save wrote"
+    kind = folder.kind()
+    if kind == "file" and is_torch_file(folder.path):
+        raise ValueError(
+            f"checkpoint {folder.path} is a plain file, as torch.save and CheckpointConfig(kind='file') write it, and "
+            f"this reads directories that hold {MANIFEST_FILE}; look at it with torch.load({folder.path!r}, "
+            "weights_only=True)"
+        )
+    if kind == "file":
+        raise ValueError(f"checkpoint {folder.path} is a plain file that torch.save did not write; {expected}")
+    if kind == "link":
+        raise ValueError(f"checkpoint {folder.path} is a link to {folder.target()}, which is not there; {expected}")
+    if kind == "device":
+        raise ValueError(f"checkpoint {folder.path} is a pipe or a device, but {expected}")
+    if kind == "nothing":
+        raise ValueError(f"checkpoint {folder.path} does not exist; {expected}")
+    found = sorted(folder.sizes())
+    if inside := sorted([*folder.folders(), *(name for name in found if name.endswith(SUFFIX))]):
+        raise ValueError(
+            f"checkpoint {folder.path} is a folder with {', '.join(inside[:5])} in it; {expected}: give one of them"
+        )
+    if not found:
+        raise ValueError(f"checkpoint {folder.path} is an empty directory; {expected}")
+    more = f" and {len(found) - 5} more" if len(found) > 5 else ""
+    raise ValueError(f"checkpoint {folder.path} has no {MANIFEST_FILE} among {', '.join(found[:5])}{more}; {expected}")
+
+
 def read_manifest(path: Address) -> Manifest:
     """The manifest of the checkpoint at the path.
 
@@ -172,7 +204,7 @@ def read_manifest(path: Address) -> Manifest:
 def read_stored_manifest(path: Address) -> Manifest:
     """The manifest as by `read_manifest`, without a check of the files that it lists."""
     folder = Folder(path)
-    _require_checkpoint(folder)
+    require_checkpoint(folder)
     try:
         with folder.open(MANIFEST_FILE) as stream:
             data = stream.read(_MOST_BYTES + 1)
@@ -241,28 +273,3 @@ def _unpacked(body: Mapping[str, Any]) -> Manifest:
         whole={role: location(*where) for role, where in body["whole"].items()},
         entries=entries,
     )
-
-
-def _require_checkpoint(folder: Folder) -> None:
-    """Raises ValueError, saying what is at the path, unless it is a checkpoint."""
-    if folder.has(MANIFEST_FILE):
-        return
-    expected = f"a checkpoint is a directory that holds {MANIFEST_FILE}"
-    kind = folder.kind()
-    if kind == "file":
-        raise ValueError(f"checkpoint {folder.path} is a plain file, but {expected}; was it saved by another strategy?")
-    if kind == "link":
-        raise ValueError(f"checkpoint {folder.path} is a link to {folder.target()}, which is not there; {expected}")
-    if kind == "device":
-        raise ValueError(f"checkpoint {folder.path} is a pipe or a device, but {expected}")
-    if kind == "nothing":
-        raise ValueError(f"checkpoint {folder.path} does not exist; {expected}")
-    found = sorted(folder.sizes())
-    if inside := folder.folders():
-        raise ValueError(
-            f"checkpoint {folder.path} is a folder with {', '.join(inside[:5])} in it; {expected}: give one of them"
-        )
-    if not found:
-        raise ValueError(f"checkpoint {folder.path} is an empty directory; {expected}")
-    more = f" and {len(found) - 5} more" if len(found) > 5 else ""
-    raise ValueError(f"checkpoint {folder.path} has no {MANIFEST_FILE} among {', '.join(found[:5])}{more}; {expected}")

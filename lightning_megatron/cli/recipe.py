@@ -31,12 +31,11 @@ from lightning_megatron.precision.fp8 import Fp8Config, engine_faults
 from lightning_megatron.rules.limits import MOST_PROCESSES, limit_faults, model_limit_faults, shown
 from lightning_megatron.trainer import ConfigurationError, MegatronStrategy
 from lightning_megatron.trainer.checkpointing.hyper_parameters import warn_of_other_hyper_parameters
+from lightning_megatron.trainer.checkpointing.single_file import why_unread
 from lightning_megatron.trainer.setup.checks import architecture_of, is_named_checkpoint, trainer_faults
 from lightning_megatron.trainer.setup.memory_checks import memory_faults
 
 _PARSER = {"exit_on_error": False, "allow_abbrev": False, "parser_mode": BOUNDED_YAML}
-# Beginning of torch's own reason in its message.
-_UNPICKLER = "WeightsUnpickler error:"
 # Seeds of torch, NumPy and Python alike.
 _MOST_SEED = 2**32 - 1
 # Seconds that the rank which reports an error gets to end before the others do.
@@ -197,7 +196,7 @@ class RecipeCLI(LightningCLI):
         except Exception as error:
             # A file that is no checkpoint can end in any error of the unpickler.
             path = self.config[self.config.subcommand].get("ckpt_path")
-            reason = _why_unread(str(error))
+            reason = why_unread(path, error)
             raise ConfigurationError(f"ckpt_path ({path}) cannot be read as a checkpoint: {reason}") from error
 
 
@@ -247,11 +246,6 @@ def _wait_for_the_parent() -> None:
 
 def _is_settings(annotation: Any) -> bool:
     return any(is_dataclass(kind) for kind in (annotation, *get_args(annotation)))
-
-
-def _why_unread(text: str) -> str:
-    """Torch's reason for not reading a file, without its advice to trust the file."""
-    return text.rpartition(_UNPICKLER)[2].strip().partition("\n")[0]
 
 
 def _require_checkpoint(path: str, strategy: Strategy) -> None:

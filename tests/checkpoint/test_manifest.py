@@ -76,6 +76,15 @@ def make_file(path: Path) -> None:
     torch.save({}, path)
 
 
+def make_text(path: Path) -> None:
+    path.write_text("not one")
+
+
+def make_folder_of_files(path: Path) -> None:
+    path.mkdir()
+    torch.save({}, path / "step=4.ckpt")
+
+
 def make_empty(path: Path) -> None:
     path.mkdir()
 
@@ -98,7 +107,9 @@ def make_half(path: Path) -> None:
     ("make", "message"),
     [
         (make_missing, "does not exist; a checkpoint is a directory that holds manifest.json"),
-        (make_file, "is a plain file"),
+        (make_file, "look at it with torch.load("),
+        (make_text, "is a plain file that torch.save did not write; a checkpoint is a directory"),
+        (make_folder_of_files, "is a folder with step=4.ckpt in it;"),
         (make_empty, "is an empty directory"),
         (make_strange, "has no manifest.json among notes.txt"),
         (make_dangling, "is a link to gone.ckpt, which is not there"),

@@ -129,7 +129,7 @@ MISTAKES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("pip install 'lightning-megatron[fp8]'", "engine 'transformer_engine'"),
     ),
     "a checkpoint that is not there": (("--ckpt_path=none/step.ckpt",), ("none/step.ckpt", "does not exist")),
-    "a directory that is no checkpoint": (("--ckpt_path=empty",), ("empty", "without a checkpoint")),
+    "a directory that is no checkpoint": (("--ckpt_path=empty",), ("empty", "is an empty directory")),
     "a checkpoint that is not there, plain": ((*AUTO, "--ckpt_path=none.ckpt"), ("none.ckpt",)),
     "a directory, plain": ((*AUTO, "--ckpt_path=empty"), ("ckpt_path (empty)", "MegatronStrategy")),
     "a checkpoint of another module": (
@@ -194,7 +194,7 @@ def test_a_file_that_is_no_checkpoint_is_reported_in_one_line(folder: Path, capf
     with pytest.raises(SystemExit):
         run("--ckpt_path=text.ckpt")
     [line] = [line for line in capfd.readouterr().err.splitlines() if "text.ckpt" in line]
-    assert line.endswith("ckpt_path (text.ckpt) cannot be read as a checkpoint: Unsupported operand 35")
+    assert line.endswith("ckpt_path (text.ckpt) cannot be read as a checkpoint: it is no file that torch.save wrote")
 
 
 def test_only_one_process_of_a_machine_prints_it(

@@ -42,6 +42,11 @@ def load_from_checkpoint(
     is left, with a warning. `weights_only=False` lets a file, never a directory, run code. Raises ValueError where the
     path is no checkpoint, or does not fit.
     """
+    if not (isinstance(cls, type) and issubclass(cls, pl.LightningModule)):
+        raise ValueError(
+            f"the first argument of load_from_checkpoint ({cls!r}) must be the class of a LightningModule, and the "
+            "second the path: load_from_checkpoint(MyModule, 'step=4.ckpt')"
+        )
     path, io = os.fspath(checkpoint_path), FileIO()
     mesh = mesh if mesh is not None else ambient_mesh()
     meta: Mapping[str, Any]

@@ -19,7 +19,8 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_megatron.checkpoint import CheckpointConfig, Saver, read_meta
-from lightning_megatron.checkpoint.checkpoint_directory import STEP, SUFFIX, scan_directory
+from lightning_megatron.checkpoint.checkpoint_directory import STEP, scan_directory
+from lightning_megatron.checkpoint.manifest import SUFFIX
 from lightning_megatron.checkpoint.prune import plan_of, prune
 from lightning_megatron.checkpoint.repair import bring_back
 from lightning_megatron.comm.collectives import gather_objects

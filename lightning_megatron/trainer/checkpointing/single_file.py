@@ -20,7 +20,7 @@ from lightning_megatron import checkpoint as directory
 from lightning_megatron.checkpoint import Piece, TensorEntry, is_checkpoint
 from lightning_megatron.checkpoint.checkpoint_directory import STEP
 from lightning_megatron.checkpoint.consolidate import consolidate, lightning_dictionary, write_file
-from lightning_megatron.checkpoint.folder import Folder, is_remote
+from lightning_megatron.checkpoint.folder import Folder, is_remote, is_torch_file
 from lightning_megatron.checkpoint.gather import gather_on_first_rank
 from lightning_megatron.checkpoint.load import fill
 from lightning_megatron.checkpoint.safe_metadata import faults_of
@@ -45,6 +45,8 @@ from lightning_megatron.trainer.checkpointing.contents import (
 from lightning_megatron.trainer.checkpointing.parameter_order import in_module_order, names_on_ranks
 
 _SHOWN = 20
+# Beginning of torch's own reason in its message.
+_UNPICKLER = "WeightsUnpickler error:"
 
 
 class FileIO(TorchCheckpointIO):
@@ -162,14 +164,20 @@ def read(path: str, io: CheckpointIO, weights_only: bool | None) -> dict[str, An
     except OSError:
         raise
     except Exception as error:
-        reason = str(error).partition("\n")[0] or type(error).__name__
-        raise ValueError(f"{path} cannot be read as a checkpoint: {reason}") from error
+        raise ValueError(f"{path} cannot be read as a checkpoint: {why_unread(path, error)}") from error
     if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get(WEIGHTS), Mapping):
         raise ValueError(
             f"{path} is no checkpoint of Lightning's, which is a dictionary with {WEIGHTS!r}; load weights alone by "
             "module.load_state_dict"
         )
     return checkpoint
+
+
+def why_unread(path: str, error: Exception) -> str:
+    """Reason for which torch did not read a file, in one line, without torch's advice to trust the file."""
+    if not is_torch_file(path):
+        return "it is no file that torch.save wrote"
+    return str(error).rpartition(_UNPICKLER)[2].strip().partition("\n")[0] or type(error).__name__
 
 
 def load_optimizers(

@@ -12,8 +12,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.utils.data import DataLoader
 
-from lightning_megatron.checkpoint import is_checkpoint
-from lightning_megatron.checkpoint.folder import is_remote
+from lightning_megatron.checkpoint.folder import Folder, is_remote
+from lightning_megatron.checkpoint.manifest import require_checkpoint
 from lightning_megatron.checkpoint.safe_metadata import faults_of
 from lightning_megatron.data.batch_ramp import BatchRamp
 from lightning_megatron.mesh import Sizes
@@ -261,12 +261,13 @@ def _link_faults(callback: pl.Callback) -> list[str]:
 
 
 def _checkpoint_faults(path: str) -> list[str]:
-    if "://" in path or is_checkpoint(path) or os.path.isfile(path):
+    if "://" in path or os.path.isfile(path):
         return []
-    what = "does not exist" if not os.path.exists(path) else "is a directory without a checkpoint in it"
-    return [
-        f"ckpt_path ({path}) {what}; give a *.ckpt directory that a MegatronStrategy wrote, a *.ckpt file, or 'last'"
-    ]
+    try:
+        require_checkpoint(Folder(path))
+    except ValueError as error:
+        return [f"ckpt_path ({path}): {error}. 'last' finds the newest of a ModelCheckpoint's folder"]
+    return []
 
 
 def require_cuttable(trainer: pl.Trainer, dataloader: object, num_microbatches: int, microbatch_size: int) -> None:

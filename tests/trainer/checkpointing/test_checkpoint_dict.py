@@ -297,6 +297,13 @@ def resumed_message(layout: Layout, path: Path) -> str:
 
 def test_what_cannot_be_resumed_is_refused_with_the_way_out(tmp_path: Path) -> None:
     (tmp_path / "empty.ckpt").mkdir()
-    for name, what in (("empty.ckpt", "is a directory without a checkpoint"), ("none.ckpt", "does not exist")):
+    (tmp_path / "many" / "step=4.ckpt").mkdir(parents=True)
+    (tmp_path / "text.ckpt").write_text("hello")
+    for name, what in (
+        ("empty.ckpt", "is an empty directory"),
+        ("none.ckpt", "does not exist"),
+        ("many", "is a folder with step=4.ckpt in it"),
+        ("text.ckpt", "text.ckpt cannot be read as a checkpoint: it is no file that torch.save wrote"),
+    ):
         [shown] = run_on_ranks(1, resumed_message, LAYOUTS["one"], tmp_path / name, init=False)
         assert what in shown

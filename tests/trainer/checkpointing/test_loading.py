@@ -195,6 +195,8 @@ def test_arguments_that_were_not_saved_are_asked_for_by_name(tmp_path: Path) -> 
 def test_a_path_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="does not exist"):
         load_from_checkpoint(GPTModule, tmp_path / "none.ckpt")
+    with pytest.raises(ValueError, match=r"first argument of load_from_checkpoint \('a\.ckpt'\) must be the class"):
+        load_from_checkpoint("a.ckpt", GPTModule)  # type: ignore[type-var]
 
 
 def test_only_annotations_make_a_dataclass_of_a_mapping() -> None:
