@@ -201,7 +201,7 @@ def test_the_example_trains_as_typed_and_alike_on_every_layout_that_it_names(tmp
     # The first is to learn, too; the others are to do what it does.
     variants = [(2, source, 20)]
     for line in others:
-        changed, count = re.subn(r"^strategy = .*$", line, source, flags=re.MULTILINE)
+        changed, count = re.subn(r"\bstrategy = .*$", line, source, flags=re.MULTILINE)
         assert count == 1
         world = 1 if "auto" in line else 2
         variants.append((world, changed.replace("devices=2", f"devices={world}"), 6))
@@ -212,6 +212,16 @@ def test_the_example_trains_as_typed_and_alike_on_every_layout_that_it_names(tmp
     losses = runs[0][0]
     assert len(losses) == 20
     assert losses[-1] < 0.8 * losses[0]
+
+
+def test_the_example_is_what_the_certificate_is_asked_for() -> None:
+    [(source, _)] = runnable(ROOT / "README.md")
+    named = set(re.findall(r"\btrain\.py:(\w+)", (ROOT / "README.md").read_text()))
+    scope: dict[str, object] = {"__name__": "train"}
+    exec(compile(source, "train.py", "exec"), scope)
+    assert len(named) == 2 and named <= scope.keys()
+    # Importing it trains nothing.
+    assert "trainer" not in scope
 
 
 # ----------------------------------------------------------------------------------------------------------------------
