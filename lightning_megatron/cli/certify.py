@@ -51,8 +51,9 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     )
     parser.add_argument(
         "--layouts",
+        default="all",
         metavar="NAMES",
-        help=f"layouts with commas between them (default: {','.join(DEFAULT)}, and ep2 where there are experts)",
+        help=f"layouts with commas between them (default: all: {','.join(DEFAULT)}, and ep2 where there are experts)",
     )
     parser.add_argument(
         "--steps", type=int, default=STEPS, metavar="NUMBER", help=f"steps of each run (default: {STEPS})"
@@ -94,11 +95,11 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
 
 def run_certify(options: argparse.Namespace) -> int:
     """Prints the certificate; 1 where something differs. Raises UsageError with all errors of what was given."""
-    names = [name for name in (options.layouts or "").split(",") if name.strip()]
+    names = [name.strip() for name in options.layouts.split(",") if name.strip()]
     try:
         certificate = certified(
             TinyTwin(make=_subject(options)) if options.tiny else _subject(options),
-            layouts=[name.strip() for name in names],
+            layouts="all" if names == ["all"] else names,
             steps=options.steps,
             rows=options.rows,
             limit_seconds=options.limit_seconds,

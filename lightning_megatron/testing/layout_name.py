@@ -7,7 +7,7 @@ order; `-`, `+` and `.` between them are for the eye.
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_megatron.optim.config import OptimizerConfig
 from lightning_megatron.trainer.config import PipelineConfig
@@ -125,16 +125,25 @@ def layout_of(name: str) -> Layout:
 
 
 def layouts_of(names: Iterable[str]) -> list[Layout]:
-    """The layouts of several names. Raises ValueError with all errors, one a line."""
-    found, faults = [], []
+    """The layouts of several names, each another. Raises ValueError with all errors, one a line."""
+    if isinstance(names, str):
+        raise ValueError(f"layouts ({names!r}) must be a list of names, or 'all'; use {names.split(',')}")
+    found: dict[Layout, Layout] = {}
+    faults = []
     for name in names:
         try:
-            found.append(layout_of(name))
+            layout = layout_of(name)
         except ValueError as error:
             faults.append(str(error))
+            continue
+        known = found.setdefault(replace(layout, name=""), layout)
+        if known is not layout:
+            faults.append(f"layouts {known.name!r} and {name!r} are the same; leave one out")
+    if not (found or faults):
+        faults.append("layouts are empty and must name at least one, as 'dp2'; 'all' are those of 1, 2 and 4 ranks")
     if faults:
         raise ValueError("\n".join(faults))
-    return found
+    return list(found.values())
 
 
 def refused_before(layout: Layout, refused: Sequence[Layout]) -> Layout | None:

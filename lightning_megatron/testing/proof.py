@@ -16,7 +16,7 @@ from lightning_megatron.testing.outcome import TOLERANCE, LayoutResult, firsts_o
 from lightning_megatron.testing.processes import Ended, Task, free_port, run_processes
 from lightning_megatron.testing.quantities import NUMBERS, Deviation
 from lightning_megatron.testing.run import Facts, Place, Plan, RankReport, run_one_device, run_rank
-from lightning_megatron.testing.subject import FromFunctions, MakeSubject
+from lightning_megatron.testing.subject import FromFunctions, MakeSubject, maker_fault
 from lightning_megatron.testing.tiny import TinyTwin
 
 STEPS, ROWS, LIMIT_SECONDS = 3, 8, 180.0
@@ -36,7 +36,7 @@ def certify(
     make_module: Callable[[], pl.LightningModule],
     make_batches: Callable[[], pl.LightningDataModule | Iterable[Any]] | None = None,
     *,
-    layouts: Sequence[str] = (),
+    layouts: Sequence[str] = "all",
     steps: int = STEPS,
     rows: int = ROWS,
     trainer: Mapping[str, Any] | None = None,
@@ -47,22 +47,25 @@ def certify(
 
     `make_module` and `make_batches` stand at the top level of a file, because other processes import and call them;
     `make_batches` makes a data module, a loader or a list of batches, and without it the module's own
-    `train_dataloader` is used. `layouts` are names such as "tp2" or "dp2pp2"; none are all of 1, 2 and 4 ranks.
+    `train_dataloader` is used. `layouts` are names such as "tp2" or "dp2pp2"; "all" are those of 1, 2 and 4 ranks.
     `trainer` are further options of the Trainer that change the numbers, such as `gradient_clip_val`. `tiny` trains the
     small twin of a model that is built in `configure_model` from a configuration of the module's. A layout that is
     not done after `limit_seconds` has failed. Raises CertifyError where the module does not train on one device.
     """
+    makers = {"make_module": make_module} | ({} if make_batches is None else {"make_batches": make_batches})
+    if faults := [fault for name, make in makers.items() if (fault := maker_fault(make, name))]:
+        raise CertifyError("\n".join(faults))
     make: MakeSubject = FromFunctions(make_module=make_module, make_batches=make_batches, trainer=dict(trainer or {}))
     if tiny:
         make = TinyTwin(make=make)
-    found_in = [make_module, *([make_batches] if make_batches is not None else [])]
+    found_in = list(makers.values())
     return certified(make, layouts=layouts, steps=steps, rows=rows, limit_seconds=limit_seconds, found_in=found_in)
 
 
 def certified(
     make: MakeSubject,
     *,
-    layouts: Sequence[str] = (),
+    layouts: Sequence[str] = "all",
     steps: int = STEPS,
     rows: int = ROWS,
     limit_seconds: float = LIMIT_SECONDS,
@@ -75,11 +78,11 @@ def certified(
         plan = Plan(make=make, steps=steps, rows=rows, folder=Path(folder))
         progress("one device")
         facts = _facts(plan, limit_seconds, found_in)
-        if not layouts and facts.has_experts:
+        if layouts == "all" and facts.has_experts:
             asked += layouts_of(OF_EXPERTS)
         results: list[LayoutResult] = []
         for layout in asked:
-            refused = [result.layout for result in results if result.verdict == "refused"] if not layouts else []
+            refused = [result.layout for result in results if result.verdict == "refused"] if layouts == "all" else []
             if (known := refused_before(layout, refused)) is not None:
                 results.append(LayoutResult(layout=layout, verdict="not run", message=f"{known.name} is refused"))
                 continue
@@ -93,17 +96,20 @@ def certified(
 def _asked(names: Sequence[str], *, steps: int, rows: int, limit_seconds: float) -> list[Layout]:
     faults = []
     try:
-        layouts = layouts_of(names or DEFAULT)
+        layouts = layouts_of(DEFAULT if names == "all" else names)
     except ValueError as error:
         layouts, faults = [], str(error).splitlines()
     if steps < 1:
         faults.append(f"steps ({steps}) must be at least 1")
     if not 1 <= limit_seconds <= _DAY_SECONDS:
         faults.append(f"limit_seconds ({limit_seconds}) must be from 1 to {_DAY_SECONDS} (a day)")
-    most = max((layout.num_parts for layout in layouts), default=1)
-    if rows < most or any(rows % layout.num_parts for layout in layouts):
-        parts = sorted({layout.num_parts for layout in layouts})
-        faults.append(f"rows ({rows}) must be a multiple of the parts into which layouts divide them ({parts}); use 8")
+    parts = sorted({layout.num_parts for layout in layouts})
+    unit = math.lcm(*parts)
+    if rows < 1 or rows % unit:
+        fits = " or ".join(str(fit) for fit in (rows // unit * unit, max(-(-rows // unit), 1) * unit) if fit > 0)
+        faults.append(
+            f"rows ({rows}) must be a multiple of the parts into which layouts divide them ({parts}); use {fits}"
+        )
     if faults:
         raise CertifyError("\n".join(faults))
     return layouts

@@ -192,8 +192,14 @@ def run_one_device(plan: Plan) -> Facts:
 
     Raises SubjectError where the module does not train there.
     """
+    try:
+        architecture = architecture_of(_made(plan).module)
+    except SubjectError:
+        raise
+    except Exception as error:
+        raise SubjectError(f"the module or its data cannot be made: {told(error)}") from error
     # Up to four processes hold a model at once.
-    if faults := memory_faults(architecture_of(_made(plan).module), Sizes(), num_processes=4, precision="64-true"):
+    if faults := memory_faults(architecture, Sizes(), num_processes=4, precision="64-true"):
         raise SubjectError(f"{'; '.join(faults)}; --tiny trains its small twin")
     try:
         batches = _read_batches(plan)
@@ -204,6 +210,11 @@ def run_one_device(plan: Plan) -> Facts:
         except Exception as error:
             precision, float64_error = "32-true", told(error)
             module, recorder, reference = _on_one_device(plan, batches, precision=precision)
+        if module.automatic_optimization and not any(quantity == LOSS for quantity, _ in reference.numbers):
+            raise SubjectError(
+                f"training_step of {type(module).__name__} returns no loss in any step, so nothing trains; return the "
+                "loss, or a dictionary with 'loss'"
+            )
         torch.save((reference.numbers, reference.tensors), plan.folder / REFERENCE)
         architecture = architecture_of(module)
         return Facts(
@@ -321,4 +332,6 @@ def told(error: BaseException) -> str:
         if "site-packages" not in frame.filename and _PACKAGE not in Path(frame.filename).parents
     ]
     where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {error}{where}"
+    # What cannot be compiled has no frame of its own, and names its file itself.
+    line = f": {error.text.strip()}" if isinstance(error, SyntaxError) and error.text else where
+    return f"{type(error).__name__}: {error}{line}"

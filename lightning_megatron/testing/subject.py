@@ -1,10 +1,12 @@
 """What is certified: a user's module, the batches that it trains on, and how it is to be trained."""
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import lightning.pytorch as pl
+from torch import nn
 
 
 class SubjectError(Exception):
@@ -41,6 +43,28 @@ class FromFunctions:
     def __call__(self) -> Subject:
         data = self.make_batches() if self.make_batches is not None else None
         return Subject(module=require_module(self.make_module()), data=data, trainer=self.trainer)
+
+
+def maker_fault(make: Any, name: str) -> str:
+    """What keeps a class or function of that name from being called without arguments; empty where nothing does."""
+    if isinstance(make, nn.Module) or not callable(make):
+        return (
+            f"{name} must be a class or a function without arguments, and is a {type(make).__name__}; every process "
+            "makes its own: give the class, or a function that returns one"
+        )
+    needed = [
+        argument
+        for argument, parameter in inspect.signature(make).parameters.items()
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
+    if not needed:
+        return ""
+    called = f"{getattr(make, '__name__', name)}({', '.join(f'{argument}=...' for argument in needed)})"
+    return (
+        f"{name} is called without arguments, and needs {', '.join(needed)}; write a function in the same file that "
+        f"returns {called}, and give that"
+    )
 
 
 def require_module(module: Any) -> pl.LightningModule:

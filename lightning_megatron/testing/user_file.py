@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from lightning_megatron.testing.subject import Subject, SubjectError, require_module
+from lightning_megatron.testing.subject import Subject, SubjectError, maker_fault, require_module
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,19 +29,8 @@ class FromFiles:
 def called(spec: str) -> Any:
     """What the class or function makes, called without arguments. Raises SubjectError where that cannot be."""
     found = named(spec)
-    if not callable(found):
-        raise SubjectError(f"{spec} must be a class or a function without arguments, and is a {type(found).__name__}")
-    needed = [
-        name
-        for name, parameter in inspect.signature(found).parameters.items()
-        if parameter.default is parameter.empty
-        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-    ]
-    if needed:
-        raise SubjectError(
-            f"{spec} is called without arguments, and needs {', '.join(needed)}; write a function in the same file "
-            f"that returns {found.__name__}({', '.join(f'{name}=...' for name in needed)}), and name that"
-        )
+    if fault := maker_fault(found, spec):
+        raise SubjectError(fault)
     return found()
 
 

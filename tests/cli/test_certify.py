@@ -31,6 +31,7 @@ def test_the_exit_code_says_whether_something_differs(capsys: pytest.CaptureFixt
         (["nowhere.py:Module"], "nowhere.py is no file"),
         ([f"{MODULES}:Wrong"], "modules.py has no Wrong; it has "),
         ([f"{MODULES}:NeedsArguments"], "is called without arguments, and needs width; write a function"),
+        ([f"{MODULES}:Right", "--layouts", ","], "layouts are empty and must name at least one"),
         ([f"{MODULES}:WIDTH"], "must be a class or a function without arguments, and is a int"),
         (["Module"], "'Module' must be a file and a name in it"),
         (["no_such_package:Module"], "no_such_package cannot be imported"),
@@ -44,6 +45,15 @@ def test_a_mistake_is_one_line(arguments: list[str], message: str, capsys: pytes
     assert main(["certify", *arguments]) == 2
     said = capsys.readouterr().err.splitlines()[-1]
     assert said.startswith("error: ") and message in said
+
+
+def test_a_file_that_cannot_be_compiled_is_shown_by_its_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "wrong.py").write_text("\ndef f(: pass\n")
+    assert main(["certify", f"{tmp_path}/wrong.py:f", "--layouts", "m2"]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "cannot be made: SyntaxError: invalid syntax (wrong.py, line 2): def f(: pass" in said
 
 
 def test_a_recipes_file_names_module_data_and_clipping() -> None:

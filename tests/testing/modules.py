@@ -227,6 +227,21 @@ class CallsTwice(Right):
         return super().loss(inputs, classes) + super().loss(-inputs, classes)
 
 
+class NoLoss(Right):
+    """Returns nothing."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        super().training_step(batch, batch_idx)
+
+
+class SkipsABatch(Right):
+    """Returns no loss for the second batch, which Lightning leaves out on one device."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return None if batch_idx == 1 else loss
+
+
 class Fails(Right):
     """Fails on one device."""
 

@@ -111,6 +111,9 @@ def test_what_a_layout_refuses_is_no_difference_and_what_fails_is_one() -> None:
     assert verdicts(found) == {"pp2": "refused", "pp2-collective": "equal", "pp2cp2ep2sp": "refused"}
     assert "calls a pipelined model more than once" in found.results[0].message
     assert found
+    found = certificate_of(modules.SkipsABatch, "m2", "dp2")
+    assert verdicts(found) == {"m2": "refused", "dp2": "refused"}
+    assert all("training_step returned no loss for a" in result.message for result in found.results)
     found = certificate_of(modules.FailsOnARank, "dp2", "m2")
     assert verdicts(found) == {"dp2": "failed", "m2": "equal"}
     assert "ZeroDivisionError: on purpose" in found.results[0].message
@@ -149,7 +152,15 @@ def test_a_data_module_keeps_its_hooks_and_its_attributes() -> None:
         (lambda: certificate_of(modules.Fails, "m2"), r"does not train on one device: RuntimeError: mat1.*modules\.py"),
         (lambda: certificate_of(modules.Right, "m2", data=modules.few_rows, steps=3), "ends after 2 global batches"),
         (lambda: certificate_of(modules.Right, "tp2x", "dp16", rows=6), "layout 'tp2x' must be made of(.|\n)*16 ranks"),
-        (lambda: certificate_of(modules.Right, "dp2pp2", rows=6), r"rows \(6\) must be a multiple of"),
+        (lambda: certificate_of(modules.Right, "dp2pp2", rows=6), r"rows \(6\) must be a multiple of .*; use 4 or 8"),
+        (lambda: certificate_of(modules.Right, "m3", "m2", rows=0), r"rows \(0\) must .* \(\[2, 3\]\); use 6"),
+        (lambda: certificate_of(modules.Right), "layouts are empty and must name at least one"),
+        (lambda: certificate_of(modules.Right, "dp2", "dp2-"), "layouts 'dp2' and 'dp2-' are the same"),
+        (lambda: certify(modules.Right, layouts="dp2,m2"), r"must be a list of names, or 'all'; use \['dp2', 'm2'\]"),
+        (lambda: certificate_of(modules.Right(), "m2"), "make_module must be a class or a function .*, and is a Right"),
+        (lambda: certificate_of(modules.NeedsArguments, "m2"), r"function .* returns NeedsArguments\(width=...\)"),
+        (lambda: certificate_of(modules.Right, "m2", data=modules.rows()), "make_batches must .*, and is a DataLoader"),
+        (lambda: certificate_of(modules.NoLoss, "m2"), "training_step of NoLoss returns no loss in any step"),
         (lambda: certificate_of(lambda: modules.Right(), "m2"), "no lambda"),
         (lambda: certify(modules.Right, layouts=["m2"]), "Right has no train_dataloader"),
         (lambda: certificate_of(modules.rows, "m2"), "a LightningModule is needed, and what was made is a DataLoader"),

@@ -26,7 +26,7 @@ from lightning_megatron.trainer.step.step_batches import StepBatches
 from lightning_megatron.trainer.step.step_checks import BufferWatch, LossCheck
 from lightning_megatron.trainer.step.step_gradients import StepGradients
 from lightning_megatron.trainer.step.step_log import StepLog
-from lightning_megatron.trainer.step.user_step import OWN_KEYS, Context, UserStep, loss_of, loss_reduction_of
+from lightning_megatron.trainer.step.user_step import OWN_KEYS, Context, UserStep, loss_of, loss_reduction_of, no_loss
 
 
 @dataclass(kw_only=True, eq=False)
@@ -116,10 +116,7 @@ class ScheduledStep:
             raise
         loss, is_sum = loss_of(output), loss_reduction_of(output) == "sum"
         if loss is None:
-            raise RuntimeError(
-                "training_step returned no loss for a microbatch; a schedule cannot skip one, and with several "
-                "processes Lightning skips no batch either; return a loss of zero that depends on the model"
-            )
+            raise no_loss("microbatch")
         weight = user_step.loss_weight(
             output,
             None if self.batches.are_planned else part.rows,

@@ -43,7 +43,14 @@ from lightning_megatron.trainer.step.step_batches import StepBatches
 from lightning_megatron.trainer.step.step_checks import BufferWatch, LossCheck
 from lightning_megatron.trainer.step.step_gradients import StepGradients
 from lightning_megatron.trainer.step.step_log import StepLog
-from lightning_megatron.trainer.step.user_step import Context, UserStep, loss_of, loss_reduction_of, reciprocal
+from lightning_megatron.trainer.step.user_step import (
+    Context,
+    UserStep,
+    loss_of,
+    loss_reduction_of,
+    no_loss,
+    reciprocal,
+)
 from lightning_megatron.transformer.moe import share_yield_to_peer
 
 
@@ -148,7 +155,10 @@ class Steps:
         with self._user_step.counted():
             if self._scheduled is not None:
                 return self._scheduled.run(self.gradients, context, args, kwargs)
-            return self._train_at_once(context, args, kwargs)
+            output = self._train_at_once(context, args, kwargs)
+        if output is None and self._module.automatic_optimization and self._mesh.sizes.world > 1:
+            raise no_loss("batch")
+        return output
 
     def _train_at_once(self, context: Context, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._check_batch("training_step", args)

@@ -179,6 +179,14 @@ def loss_of(output: Any) -> Tensor | None:
     return loss if isinstance(loss, Tensor) else None
 
 
+def no_loss(of_what: str) -> RuntimeError:
+    """Error of a step that returned no loss for a microbatch or a batch where it must."""
+    return RuntimeError(
+        f"training_step returned no loss for a {of_what}; a schedule cannot skip one, and with several processes "
+        "Lightning skips no batch either; return a loss of zero that depends on the model"
+    )
+
+
 def loss_reduction_of(output: Any) -> Literal["mean", "sum"] | None:
     """What a step says its loss is over its batch; None where it says nothing. Raises ValueError for another word."""
     said = output.get("loss_reduction") if isinstance(output, dict) else None
