@@ -25,7 +25,6 @@ class ModelPlan:
     model of transformers brings along."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "layers", tuple([self.layers] if isinstance(self.layers, str) else self.layers))
         if unknown := sorted(set(self.styles.values()) - set(STYLES)):
             raise ValueError(
                 f"plan styles ({', '.join(map(repr, unknown))}) must be among {', '.join(STYLES)}; leave out what "

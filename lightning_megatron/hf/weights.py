@@ -8,8 +8,7 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
-from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import torch
 from torch import Tensor
@@ -124,29 +123,10 @@ def _rebuilt(kind: type, saved: Mapping[str, Any]) -> Any:
         values[name] = tuple(value) if isinstance(value, list) else value
     # YAML takes 1e-5, without a point, for text.
     values |= {name: float(value) for name, value in values.items() if hints[name] is float and isinstance(value, str)}
-    for name, value in values.items():
-        if not _fits(value, hints[name]):
-            rule = getattr(hints[name], "__name__", "") if not get_args(hints[name]) else hints[name]
-            raise ValueError(f"{name} ({value!r}) of {kind.__name__} must be of type {rule}")
     try:
         return kind(**values)
     except (TypeError, AttributeError) as error:
         raise ValueError(f"{kind.__name__} cannot be made of {', '.join(map(str, saved))}: {error}") from error
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value is of an annotated type; true and false are no numbers, and whole numbers are floats."""
-    origin, inner = get_origin(hint), get_args(hint)
-    if origin in (Union, UnionType):
-        return any(_fits(value, option) for option in inner)
-    if origin is Literal:
-        return any(type(value) is type(option) and value == option for option in inner)
-    if origin is tuple and isinstance(value, tuple):
-        options = inner[:1] * len(value) if inner[-1:] == (...,) else inner
-        return len(options) == len(value) and all(map(_fits, value, options))
-    if hint in (int, float):
-        return type(value) is int or type(value) is hint
-    return isinstance(value, origin or hint)
 
 
 def _rebuilt_within(kind: type, value: Any) -> Any:

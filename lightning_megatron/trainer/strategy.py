@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import lightning.pytorch as pl
 import torch
@@ -36,6 +36,7 @@ from lightning_megatron.any_module.plan import ModelPlan
 from lightning_megatron.checkpoint import CheckpointConfig, read_meta
 from lightning_megatron.comm import collectives, differentiable
 from lightning_megatron.comm.raise_on_all_ranks import read_on_first_rank
+from lightning_megatron.config_dataclass import type_faults
 from lightning_megatron.context.balance import DynamicContextConfig
 from lightning_megatron.context.config import ContextConfig
 from lightning_megatron.mesh import Axis, Mesh, Sizes, set_ambient_mesh
@@ -169,6 +170,9 @@ class MegatronStrategy(ParallelStrategy):
             checkpoint_io: Lightning's plugin by which checkpoints that are one file are read and written.
             precision_plugin: Lightning's precision plugin; the Trainer makes it from its `precision`.
         """
+        given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
+        if faults := type_faults(get_type_hints(MegatronStrategy.__init__), given):
+            raise ConfigurationError(faults)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,

@@ -54,18 +54,15 @@ class LoraConfig:
 
     def faults(self) -> list[str]:
         """Every rule that this configuration breaks, one sentence each."""
-        targets = (self.targets,) if isinstance(self.targets, str) else self.targets
         all_targets = _listed(LINEAR_NAMES)
         faults = [
             f"lora target {target!r} is one of experts or a router, which stay frozen; targets may be {all_targets}"
             if target.startswith(("experts", "router", "moe"))
             else f"lora target {target!r} is unknown; targets may be {all_targets}"
-            for target in targets
+            for target in self.targets
             if target not in LINEAR_NAMES
         ]
-        if isinstance(self.targets, str):
-            faults.append(f"lora targets ({self.targets!r}) must be a list; write ({self.targets!r},)")
-        if not targets:
+        if not self.targets:
             faults.append(f"lora targets are empty; name some of {all_targets}, or leave lora out")
         if self.scaling not in get_args(LoraScaling):
             faults.append(f"lora scaling ({self.scaling!r}) must be one of {_listed(get_args(LoraScaling))}")

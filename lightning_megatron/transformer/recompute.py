@@ -75,17 +75,14 @@ class RecomputeConfig:
             for name, choices in (("granularity", Granularity), ("method", Method))
             if getattr(self, name) not in get_args(choices)
         ]
-        parts = (self.parts,) if isinstance(self.parts, str) else self.parts
         faults += [
             f"recompute part {part!r} is unknown; parts may be {_listed(get_args(RecomputePart))}"
-            for part in parts
+            for part in self.parts
             if part not in get_args(RecomputePart)
         ]
-        if isinstance(self.parts, str):
-            faults.append(f"recompute parts ({self.parts!r}) must be a list of parts; write ({self.parts!r},)")
-        if self.granularity == "selective" and not parts:
+        if self.granularity == "selective" and not self.parts:
             faults.append("recompute parts are empty; name some, or use granularity='none'")
-        if "mlp" in parts and "activation" in parts:
+        if "mlp" in self.parts and "activation" in self.parts:
             faults.append("recompute part 'activation' is inside 'mlp'; leave one of them out")
         if self.num_layers < 1:
             faults.append(f"recompute num_layers ({self.num_layers}) must be at least 1")

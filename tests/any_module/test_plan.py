@@ -27,7 +27,7 @@ def faults_of(plan: ModelPlan) -> list[str]:
 @pytest.mark.parametrize(
     ("plan", "shown"),
     [
-        ({"layers": "net.layers"}, "'net.layers') is no module of Trains; its lists are net.blocks"),
+        ({"layers": ("net.layers",)}, "'net.layers') is no module of Trains; its lists are net.blocks"),
         ({"layers": ("net.head",)}, "is a Linear; it must be an nn.ModuleList or nn.Sequential"),
         ({"layers": ("net.blocks", "other.blocks")}, "must lie in one network"),
         ({"styles": {"net.blocks.*.upper": "colwise"}}, "is called 'net.blocks.*.upper'; its linears are net.blocks.0"),
@@ -40,7 +40,7 @@ def test_what_does_not_fit_is_told_with_what_would(plan: dict[str, Any], shown: 
 
 def test_a_plan_that_fits_has_no_faults() -> None:
     styles = networks.TrainsOverTensor().model_plan().styles
-    assert faults_of(ModelPlan(layers="net.blocks", styles=styles)) == []  # type: ignore[arg-type]
+    assert faults_of(ModelPlan(layers=("net.blocks",), styles=styles)) == []
 
 
 def test_layers_of_several_lists_follow_each_other() -> None:

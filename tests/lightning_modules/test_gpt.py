@@ -267,11 +267,8 @@ def test_predicted_texts_are_printed_with_their_prompts(folder: Path, capsys: py
     assert printed.index("the cat sat on") < printed.index("home")
 
 
-@pytest.mark.parametrize("prompts", [None, []])
-def test_a_prediction_from_no_prompts_is_refused_and_one_from_an_empty_prompt_is_not(
-    folder: Path, prompts: list[str] | None
-) -> None:
-    text = data(folder, prompts=prompts)
+def test_a_prediction_from_no_prompts_is_refused_and_one_from_an_empty_prompt_is_not(folder: Path) -> None:
+    text = data(folder, prompts=[])
     with pytest.raises(ConfigurationError, match="there are no prompts to predict from"):
         text.setup("predict")
     text = data(folder, prompts=[""])

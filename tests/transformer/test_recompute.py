@@ -508,7 +508,7 @@ def test_every_fault_is_reported_at_once() -> None:
     ("settings", "message"),
     [
         ({"granularity": "selective", "parts": ()}, "parts are empty; name some"),
-        ({"granularity": "selective", "parts": "mlp"}, r"must be a list of parts; write \('mlp',\)"),
+        ({"granularity": "selective", "parts": "mlp"}, r"must be of type .*; write \('mlp',\)"),
         ({"granularity": "full", "parts": ("mlp",)}, "parts .* acts with granularity='selective' alone.* is 'full'"),
         ({"parts": ("norm",)}, "leave parts out, or use granularity='selective'"),
         ({"granularity": "selective", "num_layers": 2}, "num_layers .* acts with granularity='full' alone"),

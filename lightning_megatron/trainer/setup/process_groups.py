@@ -13,11 +13,10 @@ _MOST_SECONDS = 7 * 24 * 3600
 
 def timeout_faults(timeout_seconds: float) -> list[str]:
     """Errors of a time-out, one sentence each."""
-    is_number = isinstance(timeout_seconds, (int, float)) and not isinstance(timeout_seconds, bool)
-    if is_number and 1 <= timeout_seconds <= _MOST_SECONDS:
+    if 1 <= timeout_seconds <= _MOST_SECONDS:
         return []
     return [
-        f"timeout_seconds ({timeout_seconds!r}) must be from 1 to {_MOST_SECONDS} (a week): so long does a rank wait "
+        f"timeout_seconds ({timeout_seconds}) must be from 1 to {_MOST_SECONDS} (a week): so long does a rank wait "
         "for another before it gives up; 1800 is the default"
     ]
 

@@ -3,6 +3,7 @@
 import subprocess
 from typing import Any
 
+import numpy as np
 import pytest
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 
@@ -72,8 +73,27 @@ def test_a_job_of_slurm_says_how_many_it_has(
     assert len(found) == bool(way_out) and all(fault.endswith(way_out) and "num_nodes (1)" in fault for fault in found)
 
 
-@pytest.mark.parametrize("seconds", [0, -5, float("nan"), float("inf"), 0.5, True, "60", None])
+@pytest.mark.parametrize("seconds", [0, -5, float("nan"), float("inf"), 0.5])
 def test_a_time_out_that_is_none_starts_no_process(seconds: Any) -> None:
     strategy = MegatronStrategy(tensor_model_parallel_size=2, timeout_seconds=seconds)
     found = faults_of(make_trainer(Layout(world=2), strategy=strategy))
-    assert found.startswith(f"timeout_seconds ({seconds!r}) must be from 1 to 604800 (a week)")
+    assert found.startswith(f"timeout_seconds ({seconds}) must be from 1 to 604800 (a week)")
+
+
+def test_arguments_of_another_type_are_told_at_once_and_numbers_of_numpy_are_numbers() -> None:
+    wrong: dict[str, Any] = {
+        "tensor_model_parallel_size": "2",
+        "sequence_parallel": "no",
+        "num_microbatches": 2.0,
+        "microbatch_size": True,
+        "pipeline": "1f1b",
+        "timeout_seconds": "60",
+    }
+    with pytest.raises(ConfigurationError) as refused:
+        MegatronStrategy(**wrong)
+    rules = ("int", "bool", "int", "int", "PipelineConfig or None", "float")
+    assert refused.value.faults == [
+        f"{name} ({value!r}) must be of type {rule}" for (name, value), rule in zip(wrong.items(), rules, strict=True)
+    ]
+    made = MegatronStrategy(tensor_model_parallel_size=np.int64(2), timeout_seconds=60)  # type: ignore[arg-type]
+    assert made.sizes.tp == 2
