@@ -13,6 +13,7 @@ no number of it can pass for a right one.
 """
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
@@ -45,7 +46,8 @@ class CutModel(PipelineModule):
 
     `layers` are names of its layers in the order in which its forward calls them, `ends` how many of them end a list
     whose output later layers read too (the last layer of an encoder). The parameters and children are the model's own,
-    under its own names. Layers of other ranks lose their weights.
+    under its own names. Layers of other ranks lose their weights. Raises ValueError for a layer whose weight another
+    module has too, and for a stage without a layer.
     """
 
     _whole: nn.Module
@@ -63,11 +65,14 @@ class CutModel(PipelineModule):
         self._received: dict[int, Any] = {}
         self._payload: dict[str, Tensor] = {}
         self._called: set[int] = set()
-        self._is_checked = False
-        self._num_calls = 0
+        self._is_checked = self._is_recorded = False
+        self._num_calls: Counter[int] = Counter()
         # A cache of keys and values would have those of this stage's layers alone.
         takes_cache = "use_cache" in inspect.signature(model.forward).parameters
         self._options = {"use_cache": False} if takes_cache and mesh.sizes.num_stages > 1 else {}
+        if not all(self.stages):
+            raise ValueError(f"every stage of {type(model).__name__} needs a layer, and a stage of the layout has none")
+        _require_own_weights(model, layers)
         own = {self.part_names[index] for stage in self.mesh.own_stages for index in self.stages[stage]}
         for name, module in zip(layers, modules, strict=True):
             if name not in own:
@@ -100,9 +105,11 @@ class CutModel(PipelineModule):
         self._stage, self._called = stage, set()
         self._received = {} if hidden is None else _unpacked(hidden)
         self._payload = {}
-        self._num_calls += 1
+        self._num_calls[stage] += 1
+        self._is_recorded = torch.is_grad_enabled()
         # A number that is none may come from the data, or from a learning rate.
-        self._is_checked = stage > 0 and self._num_calls <= _NUM_CHECKED and not _has_nan(self._received)
+        self._is_checked = stage > 0 and self._num_calls[stage] <= _NUM_CHECKED and not _has_nan(self._received)
+        self._refuse_what_stages_share(kwargs)
         self.before_part(AROUND)
         try:
             output = _plain_call(self._whole, _CUT, args, self._options | kwargs)
@@ -127,6 +134,25 @@ class CutModel(PipelineModule):
             )
         return output
 
+    def _refuse_what_stages_share(self, kwargs: dict[str, Any]) -> None:
+        """Raises RuntimeError for options of transformers by which a call collects something of every layer."""
+        if self.mesh.sizes.num_stages == 1:
+            return
+        config = getattr(self._whole, "config", None)
+        configs = [one for one in (config, getattr(config, "text_config", None)) if one is not None]
+        asked = [
+            name
+            for name in ("output_router_logits", "output_hidden_states", "output_attentions")
+            if (kwargs[name] if kwargs.get(name) is not None else any(getattr(one, name, False) for one in configs))
+        ]
+        asked += [name for name in ("use_cache", "past_key_values") if kwargs.get(name) not in (None, False)]
+        if asked:
+            raise RuntimeError(
+                f"{type(self._whole).__name__} was called with {', '.join(asked)}, of which a pipeline stage has those "
+                "of its own layers alone; leave it out (generate(use_cache=False)), or use "
+                "pipeline_model_parallel_size=1"
+            )
+
     def run_layer(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the layer of that index returns on this stage."""
         layer, name = self.get_submodule(self.part_names[index]), self.part_names[index]
@@ -145,6 +171,11 @@ class CutModel(PipelineModule):
             return self._of_earlier_stage(index)
         self.before_part(name)
         self._require_known(name, args, kwargs)
+        if self._is_recorded and not torch.is_grad_enabled() and any(p.requires_grad for p in layer.parameters()):
+            raise RuntimeError(
+                f"{name} runs without recording gradients (torch.no_grad, or checkpoint(use_reentrant=True)), and what "
+                "it sends to the next stage would take none back; use checkpoint(use_reentrant=False)"
+            )
         part = StagePart(module=layer, is_layer=True, run=lambda given: _plain_call(layer, _LAYER, *given))
         output = self.runner([part], (args, kwargs))
         if index == own.stop - 1 and self._stage < self.mesh.sizes.num_stages - 1:
@@ -189,6 +220,31 @@ class CutModel(PipelineModule):
                 f"layer before it returned; layers of {type(self._whole).__name__} cannot be cut there: use "
                 "pipeline_model_parallel_size=1, or a stage layout that keeps these layers together"
             )
+
+
+def names_around(module: nn.Module) -> set[str]:
+    """Names of the parameters and buffers around the layers of the cut networks of a module: every stage has them."""
+    found: set[str] = set()
+    for prefix, child in module.named_modules():
+        cut = child.__dict__.get(_CUT)
+        if isinstance(cut, CutModel):
+            layers = tuple(f"{name}." for name in cut.part_names)
+            named = [*child.named_parameters(), *child.named_buffers()]
+            found |= {f"{prefix}.{name}" if prefix else name for name, _ in named if not name.startswith(layers)}
+    return found
+
+
+def _require_own_weights(model: nn.Module, layers: Sequence[str]) -> None:
+    owners: dict[nn.Parameter, dict[str, str]] = {}
+    prefixes = {f"{layer}.": layer for layer in layers}
+    for name, weight in model.named_parameters(remove_duplicate=False):
+        layer = next((layer for prefix, layer in prefixes.items() if name.startswith(prefix)), "")
+        owners.setdefault(weight, {})[layer] = name
+    if tied := [" and ".join(names.values()) for names in owners.values() if len(names) > 1]:
+        raise ValueError(
+            f"{type(model).__name__} cannot be cut at its layers: {'; '.join(tied)} are one weight, and stages would "
+            "train copies of it; use pipeline_model_parallel_size=1"
+        )
 
 
 def cut_of(module: nn.Module) -> PipelineModule | None:

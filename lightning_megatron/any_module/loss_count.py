@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
 # Operations that change neither the value nor what it is a mean over.
 _PASSING = ("View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "ToCopy", "Alias", "Clone")
@@ -69,9 +70,10 @@ class CountedMeans(TorchFunctionMode):
         given = dict(kwargs or {})
         if func not in _LOSSES or torch.is_grad_enabled():
             return func(*args, **given)
-        inputs, *rest = args if args else [given.pop("input")]
-        with torch.enable_grad():
-            # Autograd counts, for a backward that nobody runs.
+        # Autograd counts, for a backward that nobody runs. It saves no tensors of inference mode.
+        with torch.inference_mode(False), torch.enable_grad():
+            args, given = tree_map_only(Tensor, lambda one: one.clone() if one.is_inference() else one, (args, given))
+            inputs, *rest = args if args else [given.pop("input")]
             recorded = func(inputs.detach().requires_grad_(), *rest, **given)
         result: Tensor = recorded.detach()
         setattr(result, _COUNT, mean_count(recorded))

@@ -8,6 +8,7 @@ from torch import nn
 from lightning_megatron.any_module.layer_list import is_list, layers_of
 from lightning_megatron.any_module.tensor_styles import STYLES, matching, styles_of
 from lightning_megatron.config_dataclass import config_dataclass
+from lightning_megatron.tensor.linear import ParallelLinear
 
 
 @config_dataclass
@@ -54,7 +55,7 @@ class ModelPlan:
         faults += [
             f"plan styles: {name} ({style}) is a {type(child).__name__}; {style} is a style of nn.Linear"
             for name, child, style in found
-            if style != "replicated_with_grad_allreduce" and not isinstance(child, nn.Linear)
+            if style != "replicated_with_grad_allreduce" and not isinstance(child, (nn.Linear, ParallelLinear))
         ]
         return faults
 

@@ -57,11 +57,8 @@ def cut_by(network: nn.Module, styles: Mapping[str, str], size: int) -> list[tup
     found = list(matching(network, styles))
     whole = {_parent(name) for name, _, style in found if _misfit(network, name, style, size)}
     tied = _tied(network)
-    return [
-        (name, module, style)
-        for name, module, style in found
-        if _parent(name) not in whole and tied.isdisjoint(module.parameters())
-    ]
+    whole |= {_parent(name) for name, module, _ in found if not tied.isdisjoint(module.parameters())}
+    return [(name, module, style) for name, module, style in found if _parent(name) not in whole]
 
 
 def reason_of_whole(network: nn.Module, styles: Mapping[str, str], name: str, size: int) -> str:
@@ -180,6 +177,16 @@ class RowwiseLinear(RowParallelLinear):
             x_TI = differentiable.split(x_TI, self.tp, dim=1)
         y_TO = super().forward(x_TI)
         return y_TO.view(*x.shape[:-1], y_TO.shape[-1])
+
+
+def names_of_cut(module: nn.Module) -> set[str]:
+    """Names of the parameters of which a rank has the slices that `cut_linears` made."""
+    return {
+        f"{name}.{key}"
+        for name, child in module.named_modules()
+        if isinstance(child, (ColwiseLinear, RowwiseLinear))
+        for key, weight in child.named_parameters(recurse=False)
+    }
 
 
 @torch.no_grad()

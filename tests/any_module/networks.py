@@ -6,6 +6,7 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lightning_megatron import ModelPlan
@@ -210,6 +211,12 @@ class TrainsOverTensor(Trains):
         )
 
 
+class BuiltOverTensor(Built):
+    """The same plan, for a network that is there before processes start."""
+
+    model_plan = TrainsOverTensor.model_plan
+
+
 class TrainsWholeHeads(TrainsOverTensor):
     """Attention stays whole but for its last linear, which takes a part of what is whole."""
 
@@ -240,6 +247,32 @@ class TrainsGathered(TrainsOverTensor):
                 "net.blocks.*.down": "rowwise_split_input",
             }
         )
+
+
+class SharingGPT(GPT):
+    """Its first and its last block have one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[3].up.weight = self.blocks[0].up.weight
+
+
+class TrainsSharing(Trains):
+    network = SharingGPT
+
+
+class TrainsCheckpointed(Trains):
+    """Recomputes its first block by the reentrant way of torch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.net.run_blocks = self.run_blocks
+        return super().training_step(batch, batch_idx)
+
+    def run_blocks(self, x: Tensor) -> Any:
+        """The blocks in turn, each under a checkpoint."""
+        for block in self.net.blocks:
+            x = checkpoint(block, x, use_reentrant=True)
+        return x
 
 
 class TrainsSkipping(Trains):

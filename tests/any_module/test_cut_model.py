@@ -1,6 +1,7 @@
 """Networks that know nothing of ranks compute one device's numbers on every layout, or are refused by name."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,12 +29,44 @@ def test_what_all_layers_read_is_there_on_every_stage(module: Callable[[], Any])
     [
         (networks.TrainsSkipping, "blocks.3 reads argument 0, which layers of an earlier stage computed"),
         (networks.TrainsLooped, "calls blocks.0 a second time"),
+        (networks.TrainsSharing, "blocks.0.up.weight and blocks.3.up.weight are one weight"),
+        (networks.TrainsCheckpointed, "blocks.0 runs without recording gradients"),
         (networks.TrainsNoted, "blocks.1 returned a set, which cannot be sent to the next stage"),
     ],
 )
 def test_what_cannot_be_cut_is_refused_by_name(module: Callable[[], Any], shown: str) -> None:
     [result] = certify(module, networks.batches, layouts=("pp2",), steps=2).results
     assert result.verdict == "refused" and shown in result.message
+
+
+class Configured(networks.GPT):
+    """Has a configuration that asks for the hidden states of all layers."""
+
+    config = SimpleNamespace(output_hidden_states=True)
+
+
+class TrainsConfigured(networks.Trains):
+    network = Configured
+
+
+def test_what_is_collected_of_all_layers_is_refused() -> None:
+    [result] = certify(TrainsConfigured, networks.batches, layouts=("pp2",), steps=1).results
+    assert result.verdict == "refused" and "was called with output_hidden_states" in result.message
+
+
+def fitted_twice(layout: Layout) -> list[float]:
+    """Two fits of one module, whose network is there before the first, and a validation."""
+    module = networks.BuiltOverTensor()
+    for _ in range(2):
+        trainer = make_trainer(layout, max_epochs=1)
+        trainer.fit(module, networks.loader())
+    return [float(p.detach().double().norm()) for name, p in module.named_parameters() if name == "net.norm.weight"]
+
+
+def test_a_module_that_was_cut_is_fitted_again() -> None:
+    [wanted] = run_on_ranks(1, fitted_twice, Layout(is_plain=True), init=False)
+    for found in run_on_ranks(4, fitted_twice, Layout(world=4, tp=2, pp=2, microbatches=2), init=False):
+        assert found == pytest.approx(wanted, rel=1e-10)
 
 
 class Counted(networks.Trains):

@@ -48,6 +48,11 @@ def test_a_loss_without_a_graph_tells_inside_the_block(case: str) -> None:
     assert torch.equal(loss, made(LOGITS))
     with torch.no_grad():
         assert mean_count(made(LOGITS)) is None
+    # As Lightning validates, but under gloo.
+    with torch.inference_mode(), CountedMeans():
+        loss = made(LOGITS * 1)
+        found = mean_count(loss)
+    assert found == count and torch.equal(loss, made(LOGITS))
 
 
 def validated(layout: Layout) -> float:

@@ -12,12 +12,6 @@ from tests.harness.ranks import run_on_ranks
 from tests.trainer.layouts import Layout, make_trainer
 
 
-class Cut(networks.Built):
-    """Says which linears are cut, of a network that is there before processes start."""
-
-    model_plan = networks.TrainsOverTensor.model_plan
-
-
 def faults_of(plan: ModelPlan) -> list[str]:
     module = networks.Trains()
     module.configure_model()
@@ -74,9 +68,19 @@ def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     ("module", "layout", "plan", "shown"),
     [
         (networks.Built, Layout(world=2, tp=2), None, r'styles=\{"net.blocks.\*.attention.query": "colwise"'),
-        (Cut, Layout(world=2, tp=2, sp=True), None, "sequence_parallel cuts no tokens of Cut"),
+        (
+            networks.BuiltOverTensor,
+            Layout(world=2, tp=2, sp=True),
+            None,
+            "sequence_parallel cuts no tokens of Built",
+        ),
         # The strategy's plan comes before the module's.
-        (Cut, Layout(world=2, tp=2), ModelPlan(styles={"net.no": "colwise"}), r"is called 'net\.no'"),
+        (
+            networks.BuiltOverTensor,
+            Layout(world=2, tp=2),
+            ModelPlan(styles={"net.no": "colwise"}),
+            r"is called 'net\.no'",
+        ),
         (networks.Built, Layout(world=2, pp=2), ModelPlan(layers=("net.norm",)), "is a LayerNorm; it must be"),
     ],
 )

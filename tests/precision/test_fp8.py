@@ -71,7 +71,7 @@ def test_a_recipe_says_what_the_configuration_says_and_back(config: Fp8Config, m
     [
         (engine_stub.MXFP8BlockScaling(), "MXFP8BlockScaling with format E4M3 is not offered"),
         (engine_stub.DelayedScaling(fp8_format=engine_stub.Format.E5M2), "format E5M2 is not offered"),
-        (engine_stub.DelayedScaling(amax_compute_algo=max), "must be one of 'max', 'most_recent'"),
+        (engine_stub.DelayedScaling(amax_compute_algo=max), "must be of type 'max' or 'most_recent'"),
     ],
 )
 def test_a_recipe_that_is_not_offered_is_refused(recipe: Any, message: str) -> None:
