@@ -24,11 +24,9 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_megatron.any_module.loss_count import mean_count
 from lightning_megatron.any_module.skeleton import put_together, taken_apart
+from lightning_megatron.comm import rng
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.pipeline.module import Part, PipelineModule, StagePart
-
-AROUND = ""
-"""Name of what stands around the layers, as a part whose weights are needed."""
 
 _NUM_CHECKED = 8
 """Calls of a rank in which it looks for numbers that a stage does not have."""
@@ -53,13 +51,11 @@ class CutModel(PipelineModule):
     _whole: nn.Module
 
     def __init__(self, model: nn.Module, layers: Sequence[str], *, ends: Sequence[int] = (), mesh: Mesh) -> None:
-        modules = [model.get_submodule(name) for name in layers]
         parts = [Part(name=name, build=partial(model.get_submodule, name)) for name in layers]
         super().__init__(parts, mesh=mesh)
         # The children and weights are the model's: this is another view of them.
         self._modules, self._parameters, self._buffers = model._modules, model._parameters, model._buffers
         self.__dict__["_whole"] = model
-        self._index = {name: index for index, name in enumerate(layers)}
         self._ends = tuple(ends)
         self._stage = -1
         self._received: dict[int, Any] = {}
@@ -73,11 +69,12 @@ class CutModel(PipelineModule):
         if not all(self.stages):
             raise ValueError(f"every stage of {type(model).__name__} needs a layer, and a stage of the layout has none")
         _require_own_weights(model, layers)
+        modules = [model.get_submodule(name) for name in layers]
         own = {self.part_names[index] for stage in self.mesh.own_stages for index in self.stages[stage]}
-        for name, module in zip(layers, modules, strict=True):
-            if name not in own:
+        for index, module in enumerate(modules):
+            if layers[index] not in own:
                 _drop_weights(module)
-            module.__dict__[_LAYER] = (self, self._index[name])
+            module.__dict__[_LAYER] = (self, index)
             _call_through(module, _LAYER)
         model.__dict__[_CUT] = self
         _call_through(model, _CUT)
@@ -88,12 +85,6 @@ class CutModel(PipelineModule):
 
     def _register(self, name: str, module: nn.Module) -> None:
         """Nothing: the model has its modules."""
-
-    def parameters_of(self, part: str) -> list[nn.Parameter]:
-        if part != AROUND:
-            return super().parameters_of(part)
-        inside = {p for name in self.part_names for p in self.get_submodule(name).parameters()}
-        return [p for p in self.parameters() if p not in inside]
 
     def prepare(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """The arguments of the model's forward, which every stage gets; no tensor comes into the first."""
@@ -110,7 +101,6 @@ class CutModel(PipelineModule):
         # A number that is none may come from the data, or from a learning rate.
         self._is_checked = stage > 0 and self._num_calls[stage] <= _NUM_CHECKED and not _has_nan(self._received)
         self._refuse_what_stages_share(kwargs)
-        self.before_part(AROUND)
         try:
             output = _plain_call(self._whole, _CUT, args, self._options | kwargs)
         except _StageEnd:
@@ -176,6 +166,8 @@ class CutModel(PipelineModule):
                 f"{name} runs without recording gradients (torch.no_grad, or checkpoint(use_reentrant=True)), and what "
                 "it sends to the next stage would take none back; use checkpoint(use_reentrant=False)"
             )
+        if index == own.start and self._stage and self._whole.training:
+            _draw_for_layer(index)
         part = StagePart(module=layer, is_layer=True, run=lambda given: _plain_call(layer, _LAYER, *given))
         output = self.runner([part], (args, kwargs))
         if index == own.stop - 1 and self._stage < self.mesh.sizes.num_stages - 1:
@@ -253,6 +245,15 @@ def cut_of(module: nn.Module) -> PipelineModule | None:
         return module
     cut: PipelineModule | None = module.__dict__.get(_CUT)
     return cut
+
+
+def _draw_for_layer(index: int) -> None:
+    """Seeds the default generators from what they would draw and the index of a layer.
+
+    Stages begin with one state and draw nothing for each other's layers: their masks of dropout would be the same.
+    """
+    drawn = int(torch.randint(1 << 31, ()).item())
+    rng.seed_torch(rng.key(drawn, "layer", index) & ((1 << 63) - 1))
 
 
 def _unpacked(payload: Mapping[str, Tensor]) -> dict[int, Any]:

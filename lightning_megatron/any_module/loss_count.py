@@ -9,6 +9,9 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
+from lightning_megatron.pipeline.collective import _Recorded
+from lightning_megatron.pipeline.scheduled import _NoGradientByInput
+
 # Operations that change neither the value nor what it is a mean over.
 _PASSING = ("View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "ToCopy", "Alias", "Clone")
 _MEANS = ("MseLoss", "SmoothL1Loss", "HuberLoss", "BinaryCrossEntropy", "BinaryCrossEntropyWithLogits")
@@ -36,9 +39,7 @@ def mean_count(loss: Tensor) -> Tensor | int | None:
     known: Tensor | int | None = getattr(loss, _COUNT, None)
     if known is not None:
         return known
-    node: Any = loss.grad_fn
-    while node is not None and _kind(node) in _PASSING:
-        node = node.next_functions[0][0]
+    node = _maker(loss)
     if node is None or getattr(node, "_saved_reduction", None) != _MEAN:
         return None
     kind = _kind(node)
@@ -51,6 +52,21 @@ def mean_count(loss: Tensor) -> Tensor | int | None:
     except RuntimeError:
         # Its backward has run and has freed them.
         return None
+
+
+def is_returned(loss: Tensor | None) -> bool:
+    """Whether a step's loss is one that a pipelined network returned, and not computed from that. Without a graph there
+    is nothing to tell by, and it is taken for one."""
+    node = None if loss is None else _maker(loss)
+    return node is None or _kind(node) in (_NoGradientByInput.__name__, _Recorded.__name__)
+
+
+def _maker(loss: Tensor) -> Any:
+    """The operation that made a loss, of those that change it; None without a graph."""
+    node: Any = loss.grad_fn
+    while node is not None and _kind(node) in _PASSING:
+        node = node.next_functions[0][0]
+    return node
 
 
 def _kind(node: Any) -> str:

@@ -16,6 +16,7 @@ of them gives another takes.
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -139,14 +140,17 @@ class LatentLinear(nn.Linear):
         return torch.cat((latent, differentiable.copy(key, self.tp)), -1)
 
 
+def _as_made(linear: nn.Linear, tp: Axis) -> dict[str, Any]:
+    """Arguments of a parallel linear of the same features, outside of sequence parallelism."""
+    alone = Axis.alone(tp.ranks[tp.rank], "sp")
+    return {"tp": tp, "sp": alone, "bias": linear.bias is not None, "initial": Initial()}
+
+
 class ColwiseLinear(ColumnParallelLinear):
     """A linear [*, I] to [*, O/tp], or to all outputs [*, O] under `colwise_gather_output`."""
 
     def __init__(self, linear: nn.Linear, tp: Axis, style: str) -> None:
-        alone = Axis.alone(tp.ranks[tp.rank], "sp")
-        super().__init__(
-            linear.in_features, linear.out_features, tp=tp, sp=alone, bias=linear.bias is not None, initial=Initial()
-        )
+        super().__init__(linear.in_features, linear.out_features, **_as_made(linear, tp))
         self.gathers_output = style == "colwise_gather_output"
         self.in_features = linear.in_features
         self.out_features = linear.out_features // (1 if self.gathers_output else tp.size)
@@ -163,10 +167,7 @@ class RowwiseLinear(RowParallelLinear):
     """A linear [*, I/tp] to [*, O], or of a whole input [*, I] under `rowwise_split_input`."""
 
     def __init__(self, linear: nn.Linear, tp: Axis, style: str) -> None:
-        alone = Axis.alone(tp.ranks[tp.rank], "sp")
-        super().__init__(
-            linear.in_features, linear.out_features, tp=tp, sp=alone, bias=linear.bias is not None, initial=Initial()
-        )
+        super().__init__(linear.in_features, linear.out_features, **_as_made(linear, tp))
         self.splits_input = style == "rowwise_split_input"
         self.in_features, self.out_features = linear.in_features, linear.out_features
         take_weights(self, linear)

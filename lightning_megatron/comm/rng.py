@@ -40,6 +40,15 @@ def key(*parts: int | str) -> int:
     return _signed(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little"))
 
 
+def seed_torch(seed: int) -> None:
+    """Seeds torch's default generators of the CPU and of this process's CUDA device, where there is one."""
+    # Not torch.manual_seed: for each kind of accelerator that is not there it keeps a call, with a stack trace, for the
+    # day that it comes up; once a microbatch that is milliseconds, and memory without end.
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.manual_seed(seed)
+
+
 def _shift(x: Tensor, bits: int) -> Tensor:
     """Logical right shift; torch's own shift of a negative int64 is arithmetic."""
     return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)

@@ -160,8 +160,8 @@ class MegatronPrecision(Precision):
             self.dp_comm.take_gradients()
             self.has_skipped = self._is_to_skip(optimizer, model.trainer.global_step)
             self._after_closure(model, optimizer)
-        # Without new gradients training_step chose to skip the batch. The closure's result does not tell: where a hook
-        # of the user's has run the step's closure by itself, Lightning hands an empty one to the optimizer.
+        # Without new gradients training_step chose to skip the batch. The closure's result does not tell, because where
+        # a user's hook has run the step's closure by itself, Lightning hands an empty one to the optimizer.
         # Under manual optimization optimizers share gradients.
         if not self.has_skipped and (gradients.are_new or not model.automatic_optimization):
             self._is_checked = True

@@ -21,13 +21,14 @@ class Attention(nn.Module):
         super().__init__()
         self.query, self.key, self.value, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
 
+    def heads(self, x: Tensor) -> list[Tensor]:
+        """Queries, keys and values [rows, heads, tokens, features]."""
+        shape = (*x.shape[:2], -1, WIDTH // HEADS)
+        return [one(x).view(shape).transpose(1, 2) for one in (self.query, self.key, self.value)]
+
     def forward(self, x: Tensor) -> Tensor:
-        rows, tokens, _ = x.shape
-        heads = [
-            one(x).view(rows, tokens, -1, WIDTH // HEADS).transpose(1, 2) for one in (self.query, self.key, self.value)
-        ]
-        mixed = F.scaled_dot_product_attention(*heads, is_causal=True)
-        out: Tensor = self.out(mixed.transpose(1, 2).reshape(rows, tokens, -1))
+        mixed = F.scaled_dot_product_attention(*self.heads(x), is_causal=True)
+        out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
         return out
 
 
@@ -68,6 +69,16 @@ class GPT(nn.Module):
         if targets is None:
             return logits, None
         return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+
+
+class AddingGPT(GPT):
+    """Changes what a block returned in place."""
+
+    def run_blocks(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+            x += self.places
+        return x
 
 
 class SkippingGPT(GPT):
@@ -217,6 +228,107 @@ class BuiltOverTensor(Built):
     model_plan = TrainsOverTensor.model_plan
 
 
+class LatentAttention(nn.Module):
+    """DeepSeek's attention: keys and values from few latent features, and one rotary part of a key for all heads."""
+
+    qk_rope_head_dim = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = nn.Linear(WIDTH, WIDTH)
+        self.down = nn.Linear(WIDTH, 6 + self.qk_rope_head_dim)
+        self.norm = nn.LayerNorm(6)
+        self.up = nn.Linear(6, HEADS * (6 + 8))
+        self.out = nn.Linear(HEADS * 8, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, tokens, _ = x.shape
+        latent, rotary = self.down(x).split((6, self.qk_rope_head_dim), -1)
+        query = self.query(x).view(rows, tokens, -1, 8).transpose(1, 2)
+        key, value = self.up(self.norm(latent)).view(rows, tokens, -1, 14).transpose(1, 2).split((6, 8), -1)
+        key = torch.cat((key, rotary.unsqueeze(1).sin().expand(-1, key.shape[1], -1, -1)), -1)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        out: Tensor = self.out(mixed.transpose(1, 2).reshape(rows, tokens, -1))
+        return out
+
+
+class LatentGPT(GPT):
+    """A GPT with latent attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.attention = LatentAttention()
+
+
+class TrainsLatent(TrainsOverTensor):
+    """Says how latent attention is cut."""
+
+    network = LatentGPT
+
+    def model_plan(self) -> ModelPlan:
+        """Heads over tp, and the latent features on every rank."""
+        return ModelPlan(
+            styles={
+                "net.blocks.*.attention.query": "colwise",
+                "net.blocks.*.attention.down": "mla_kv_a_proj",
+                "net.blocks.*.attention.up": "colwise",
+                "net.blocks.*.attention.out": "rowwise",
+            }
+        )
+
+
+class NormedAttention(Attention):
+    """Attention with a norm of each head's queries, as Qwen3 has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH // HEADS)
+
+    def heads(self, x: Tensor) -> list[Tensor]:
+        query, key, value = super().heads(x)
+        return [self.norm(query), key, value]
+
+
+class NormedGPT(GPT):
+    """A GPT with norms of queries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.attention = NormedAttention()
+
+
+class TrainsNormed(TrainsOverTensor):
+    """Says that a norm sees the heads of a rank."""
+
+    network = NormedGPT
+
+    def model_plan(self) -> ModelPlan:
+        """The plan of a GPT, with its norms of queries."""
+        norms = {"net.blocks.*.attention.norm": "replicated_with_grad_allreduce"}
+        return ModelPlan(styles={**super().model_plan().styles, **norms})
+
+
+class Regularised(GPT):
+    """Returns a mean of squares, and no loss of its targets."""
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        logits, _ = super().forward(tokens)
+        return logits, F.mse_loss(logits, torch.zeros_like(logits))
+
+
+class TrainsRegularised(Trains):
+    """Adds what the network returns to a loss of its own."""
+
+    network = Regularised
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits, squares = self.net(batch["tokens"])
+        own = F.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten(), ignore_index=-1)
+        return own + 0.1 * squares
+
+
 class TrainsWholeHeads(TrainsOverTensor):
     """Attention stays whole but for its last linear, which takes a part of what is whole."""
 
@@ -273,6 +385,10 @@ class TrainsCheckpointed(Trains):
         for block in self.net.blocks:
             x = checkpoint(block, x, use_reentrant=True)
         return x
+
+
+class TrainsAdding(Trains):
+    network = AddingGPT
 
 
 class TrainsSkipping(Trains):

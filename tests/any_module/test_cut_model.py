@@ -1,6 +1,8 @@
 """Networks that know nothing of ranks compute one device's numbers on every layout, or are refused by name."""
 
+import os
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +21,7 @@ def test_a_gpt_is_cut_at_its_blocks() -> None:
     certify(networks.Trains, networks.batches, layouts=("pp2", "pp2vp2", "dp2pp2-zero"), steps=3).assert_equal()
 
 
-@pytest.mark.parametrize("module", [networks.TrainsTranslator, networks.TrainsDiffusion])
+@pytest.mark.parametrize("module", [networks.TrainsTranslator, networks.TrainsDiffusion, networks.TrainsAdding])
 def test_what_all_layers_read_is_there_on_every_stage(module: Callable[[], Any]) -> None:
     certify(module, networks.batches, layouts=("pp2vp2",), steps=2).assert_equal()
 
@@ -37,6 +39,61 @@ def test_what_all_layers_read_is_there_on_every_stage(module: Callable[[], Any])
 def test_what_cannot_be_cut_is_refused_by_name(module: Callable[[], Any], shown: str) -> None:
     [result] = certify(module, networks.batches, layouts=("pp2",), steps=2).results
     assert result.verdict == "refused" and shown in result.message
+
+
+def test_a_term_beside_the_networks_own_is_not_weighed_by_that() -> None:
+    [result] = certify(networks.TrainsRegularised, networks.batches, layouts=("pp2",), steps=1).results
+    assert any("is taken for a mean over the rows of its batch" in warning for warning in result.warnings)
+
+
+class Drops(networks.Trains):
+    """Keeps the last mask that each block has drawn."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.masks: dict[int, list[bool]] = {}
+        for index, block in enumerate(self.net.blocks):
+            block.norm_1.register_forward_hook(partial(self.draw, index))
+
+    def draw(self, index: int, *_: Any) -> None:
+        self.masks[index] = torch.nn.functional.dropout(torch.ones(32), 0.5).bool().tolist()
+
+
+def masks_of(layout: Layout) -> dict[int, list[bool]]:
+    module = Drops()
+    make_trainer(layout, max_epochs=1).fit(module, networks.loader())
+    return module.masks
+
+
+def test_layers_of_different_stages_draw_different_masks() -> None:
+    drawn: dict[int, list[bool]] = {}
+    for masks in run_on_ranks(2, masks_of, Layout(world=2, pp=2, microbatches=2), init=False):
+        drawn |= masks
+    assert len(drawn) == len({str(mask) for mask in drawn.values()}) == 4
+
+
+class Unseeded(networks.BuiltOverTensor):
+    """Begins with other values in each process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(os.getpid())
+        for parameter in self.parameters():
+            torch.nn.init.normal_(parameter, 0.0, 0.1, generator)
+
+
+def began_with(layout: Layout) -> dict[str, list[float]]:
+    module = Unseeded()
+    make_trainer(layout, max_epochs=1, limit_train_batches=0).fit(module, networks.loader())
+    return {name: p.detach().flatten().tolist() for name, p in module.named_parameters()}
+
+
+def test_copies_of_a_weight_begin_as_one_whatever_the_seeds() -> None:
+    stages = run_on_ranks(2, began_with, Layout(world=2, pp=2), init=False)
+    both = stages[0].keys() & stages[1].keys()
+    assert "net.tokens.weight" in both and all(stages[0][name] == stages[1][name] for name in both)
+    first, second, third, fourth = run_on_ranks(4, began_with, Layout(world=4, tp=2), init=False)
+    assert first == third and second == fourth and first != second
 
 
 class Configured(networks.GPT):

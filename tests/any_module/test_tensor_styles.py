@@ -18,8 +18,11 @@ def test_a_gpt_is_cut_over_tensor_parallel_ranks_as_its_plan_says() -> None:
     certify(networks.TrainsOverTensor, networks.batches, layouts=("tp2", "tp2pp2"), steps=3).assert_equal()
 
 
-@pytest.mark.parametrize("module", [networks.TrainsWholeHeads, networks.TrainsGathered])
-def test_split_inputs_and_gathered_outputs_are_right_too(module: Callable[[], Any]) -> None:
+STYLED = [networks.TrainsWholeHeads, networks.TrainsGathered, networks.TrainsLatent, networks.TrainsNormed]
+
+
+@pytest.mark.parametrize("module", STYLED)
+def test_each_style_computes_what_one_device_computes(module: Callable[[], Any]) -> None:
     certify(module, networks.batches, layouts=("tp2",), steps=3).assert_equal()
 
 

@@ -20,11 +20,7 @@ def aligned_random(*parts: int | str) -> Iterator[None]:
     python_state, numpy_state = random.getstate(), np.random.get_state()
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices=devices):
-        # Not torch.manual_seed: for each kind of accelerator that is not there it keeps a call, with a stack trace,
-        # for the day that it comes up; once a microbatch that is milliseconds, and memory without end.
-        torch.default_generator.manual_seed(seed)
-        if devices:
-            torch.cuda.manual_seed(seed)
+        rng.seed_torch(seed)
         random.seed(seed)
         np.random.seed(seed & 0xFFFFFFFF)
         try:

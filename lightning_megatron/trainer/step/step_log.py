@@ -303,8 +303,8 @@ class StepLog:
         if entry.reduction == "sum":
             total = (values / self._copies_of(microbatch for microbatch, _ in entry.values)).sum()
             return [total, torch.tensor(sum(entry.sizes), dtype=torch.float64, device=self.device)]
-        # A mean given with its batch size is one over rows; one of a loss, over what that counts; any other, over what
-        # the microbatch's loss is.
+        # A mean given with its batch size is one over rows, and that of a loss one over what the loss counts. Any other
+        # is a mean over what the microbatch's loss is.
         known = [count for count in entry.counts if count is not None]
         shares = (
             self._stack([torch.as_tensor(count) for count in known])

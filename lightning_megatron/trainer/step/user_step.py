@@ -15,7 +15,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_megatron.any_module.loss_count import mean_count
+from lightning_megatron.any_module.cut_model import CutModel
+from lightning_megatron.any_module.loss_count import is_returned, mean_count
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.pipeline.module import Driver, PipelineModule
 from lightning_megatron.trainer.step.global_batches import BatchShare
@@ -133,8 +134,8 @@ class UserStep:
             )
 
     def loss_weight(self, output: Any, rows: float | None, device: torch.device, *, num_parts: int = 1) -> Tensor:
-        """Weight that the step's loss is a mean over, [], float64: by the step, by the model, by the operation that
-        made the loss, else its rows.
+        """Weight that the step's loss is a mean over, [], float64: by the step, by the operation that made the loss,
+        by the model, else its rows.
 
         With several parts of a global batch, `num_parts`, rows that nobody has confirmed are told once. Raises
         ValueError where none of them has one, or several models do.
@@ -142,15 +143,19 @@ class UserStep:
         if isinstance(output, dict) and output.get("loss_weight") is not None:
             return torch.as_tensor(output["loss_weight"], device=device).detach().double().reshape(())
         reduction = loss_reduction_of(output)
-        own = [model.loss_weight for model in self.models if model.loss_weight is not None]
+        loss = loss_of(output)
+        if reduction is None and loss is not None and (count := mean_count(loss)) is not None:
+            return torch.as_tensor(count, device=device).detach().double().reshape(())
+        own = [
+            model.loss_weight
+            for model in self.models
+            if model.loss_weight is not None and (is_returned(loss) or not isinstance(model, CutModel))
+        ]
         if len(own) > 1:
             raise ValueError(
                 f"{len(own)} models computed losses in one step, each a mean over its own tokens; say what the step's "
                 'loss is a mean over: return {"loss": loss, "loss_weight": number of tokens or samples}'
             )
-        loss = loss_of(output)
-        if not own and reduction is None and loss is not None and (count := mean_count(loss)) is not None:
-            own = [torch.as_tensor(count, device=device)]
         if own:
             return own[0].detach().double().reshape(())
         if rows is None:
