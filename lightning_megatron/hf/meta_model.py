@@ -1,17 +1,18 @@
 """A model of transformers without memory, from the configuration in its folder."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from lightning_megatron.rules.limits import MOST_LAYERS, limit_faults
+
 
 def meta_model(folder: Path) -> nn.Module:
     """The model whose configuration is in a folder, as its architecture says, on the meta device.
 
-    Raises ValueError where there is no configuration, or transformers does not know the architecture.
+    Raises ValueError where there is no configuration, or transformers makes no model of it.
     """
     import transformers
 
@@ -20,12 +21,23 @@ def meta_model(folder: Path) -> nn.Module:
         raise ValueError(f"{folder} has no config.json, and so is no folder of a model of transformers")
     try:
         config = transformers.AutoConfig.from_pretrained(str(folder))
-    except (ValueError, OSError, json.JSONDecodeError) as error:
-        raise ValueError(f"{file} is no configuration that transformers reads: {str(error).splitlines()[0]}") from error
-    names = config.architectures or []
+    except Exception as error:
+        # Transformers reads the fields before it looks at their types.
+        told = str(error).partition("\n")[0]
+        raise ValueError(f"{file} is no configuration that transformers reads: {told}") from error
+    # A model of meta tensors takes time and memory for each layer, whatever its size.
+    num_layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
+    if faults := limit_faults({"num_hidden_layers": num_layers}, MOST_LAYERS):
+        raise ValueError(f"{file}: {faults[0]}")
+    names = [str(name) for name in config.architectures or []]
     kind: Any = getattr(transformers, names[0], None) if names else transformers.AutoModel
-    if kind is None:
-        raise ValueError(f"{file}: the installed transformers has no {names[0]}")
-    with torch.device("meta"):
-        made: nn.Module = kind.from_config(config) if kind is transformers.AutoModel else kind(config)
+    if not hasattr(kind, "_from_config") and kind is not transformers.AutoModel:
+        raise ValueError(f"{file}: the installed transformers has no model {names[0]}")
+    make = kind.from_config if kind is transformers.AutoModel else kind._from_config
+    try:
+        with torch.device("meta"):
+            made: nn.Module = make(config)
+    except Exception as error:
+        # Whatever a model raises of sizes that do not fit each other.
+        raise ValueError(f"{file}: transformers makes no model of it: {type(error).__name__}: {error}") from error
     return made

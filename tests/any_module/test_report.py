@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import nn
@@ -78,6 +79,27 @@ def test_the_command_reads_a_module_and_a_folder(
         "layers: 3 of LlamaDecoderLayer in model.layers" in told and "stage 2: model.layers.2 to model.layers.2" in told
     )
     assert "lm_head                          colwise_gather_output (1)" in told
+
+
+@pytest.mark.parametrize(
+    ("config", "shown"),
+    [
+        ({"architectures": ["nn"]}, "has no model nn"),
+        ({"architectures": [3]}, "config.json"),
+        ({"architectures": ["LlamaForCausalLM"], "num_attention_heads": 0}, "config.json"),
+        ({"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 10**9}, "must be at most 4,096"),
+        ({"model_type": "no such"}, "is no configuration that transformers reads"),
+        ([], "is no configuration that transformers reads"),
+    ],
+)
+def test_a_configuration_of_which_nothing_can_be_made_is_told(
+    config: Any, shown: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written = {"model_type": "llama", **config} if isinstance(config, dict) else config
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    assert main(["model-plan", str(tmp_path)]) == 2
+    told = capsys.readouterr().err
+    assert shown in told and "Traceback" not in told
 
 
 @pytest.mark.parametrize(
