@@ -140,6 +140,11 @@ class LatentLinear(nn.Linear):
         return torch.cat((latent, differentiable.copy(key, self.tp)), -1)
 
 
+def _as_a_call(module: nn.Module, args: tuple[Any, ...]) -> None:
+    """A hook that does nothing: with one torch's transformer layers call their linears in evaluation, too, and do not
+    take the weights, of which a rank has slices, into a kernel of their own."""
+
+
 def _as_made(linear: nn.Linear, tp: Axis) -> dict[str, Any]:
     """Arguments of a parallel linear of the same features, outside of sequence parallelism."""
     alone = Axis.alone(tp.ranks[tp.rank], "sp")
@@ -155,6 +160,7 @@ class ColwiseLinear(ColumnParallelLinear):
         self.in_features = linear.in_features
         self.out_features = linear.out_features // (1 if self.gathers_output else tp.size)
         take_weights(self, linear)
+        self.register_forward_pre_hook(_as_a_call)
 
     def forward(self, x: Tensor, tokens: TokenKeys | None = None) -> Tensor:
         y_TO = super().forward(x.reshape(-1, x.shape[-1]))
@@ -171,6 +177,7 @@ class RowwiseLinear(RowParallelLinear):
         self.splits_input = style == "rowwise_split_input"
         self.in_features, self.out_features = linear.in_features, linear.out_features
         take_weights(self, linear)
+        self.register_forward_pre_hook(_as_a_call)
 
     def forward(self, x: Tensor, tokens: TokenKeys | None = None) -> Tensor:
         x_TI = x.reshape(-1, x.shape[-1])

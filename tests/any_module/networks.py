@@ -415,6 +415,35 @@ class TrainsTranslator(Trains):
         return F.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten(), ignore_index=-1)
 
 
+class Encoder(nn.Module):
+    """Layers of torch, which in evaluation take their weights into a kernel of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
+        layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 2 * WIDTH, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden: Tensor = self.encoder(self.tokens(tokens))
+        return hidden
+
+
+class PredictsEncoded(Built):
+    """Predicts what the encoder returns."""
+
+    network = Encoder
+
+    def model_plan(self) -> ModelPlan:
+        """The feed-forward networks are cut."""
+        layer = "net.encoder.layers.*"
+        return ModelPlan(styles={f"{layer}.linear1": "colwise", f"{layer}.linear2": "rowwise"})
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        encoded: Tensor = self.net(batch["tokens"])
+        return encoded
+
+
 class TrainsDiffusion(Trains):
     network = Diffusion
 

@@ -4,11 +4,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from lightning_megatron.any_module.tensor_styles import cut_by, matching, styles_of
 from lightning_megatron.testing import certify
 from tests.any_module import networks
+from tests.harness.ranks import run_on_ranks
+from tests.trainer.layouts import Layout, make_trainer
 
 STYLES = networks.TrainsOverTensor().model_plan().styles
 OF_NET = {pattern.removeprefix("net."): style for pattern, style in STYLES.items()}
@@ -24,6 +27,17 @@ STYLED = [networks.TrainsWholeHeads, networks.TrainsGathered, networks.TrainsLat
 @pytest.mark.parametrize("module", STYLED)
 def test_each_style_computes_what_one_device_computes(module: Callable[[], Any]) -> None:
     certify(module, networks.batches, layouts=("tp2",), steps=3).assert_equal()
+
+
+def predicted(layout: Layout) -> Tensor:
+    parts: Any = make_trainer(layout).predict(networks.PredictsEncoded(), networks.loader())
+    return torch.cat(parts)
+
+
+def test_layers_of_torch_do_not_go_past_cut_linears_in_evaluation() -> None:
+    [wanted] = run_on_ranks(1, predicted, Layout(is_plain=True), init=False)
+    for found in run_on_ranks(2, predicted, Layout(world=2, tp=2), init=False):
+        assert torch.allclose(found, wanted, rtol=1e-12, atol=1e-12)
 
 
 def test_a_tied_weight_stays_whole() -> None:
