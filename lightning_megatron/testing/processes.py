@@ -89,8 +89,18 @@ def _is_found(name: str) -> bool:
         return False
 
 
-def run_processes(tasks: Sequence[Task], *, limit_seconds: float) -> list[Ended]:
-    """How each of the tasks ended, each in a process of its own, side by side; all have ended when this returns."""
+def _is_right(result: Any) -> bool:
+    return True
+
+
+def run_processes(
+    tasks: Sequence[Task], *, limit_seconds: float, is_right: Callable[[Any], bool] = _is_right
+) -> list[Ended]:
+    """How each of the tasks ended, each in a process of its own, side by side; all have ended when this returns.
+
+    A process whose result is not `is_right` ends at once, and by that the ones that wait for it. The others keep their
+    connections open until all are done.
+    """
     _CONTEXT.set_forkserver_preload(_PRELOADED)
     with tempfile.TemporaryDirectory(prefix="certify-") as folder:
         started: list[tuple[BaseProcess, Connection]] = []
@@ -103,7 +113,7 @@ def run_processes(tasks: Sequence[Task], *, limit_seconds: float) -> list[Ended]
                 process.start()
                 theirs.close()
                 started.append((process, ours))
-            results = _listen(started, limit_seconds)
+            results = _listen(started, limit_seconds, is_right)
         finally:
             for _, connection in started:
                 # It waits for this: a process that is done keeps its connections open for those that are not.
@@ -120,7 +130,9 @@ def run_processes(tasks: Sequence[Task], *, limit_seconds: float) -> list[Ended]
         ]
 
 
-def _listen(started: Sequence[tuple[BaseProcess, Connection]], limit_seconds: float) -> list[tuple[Any, str]]:
+def _listen(
+    started: Sequence[tuple[BaseProcess, Connection]], limit_seconds: float, is_right: Callable[[Any], bool]
+) -> list[tuple[Any, str]]:
     waiting = {connection: index for index, (_, connection) in enumerate(started)}
     found: dict[int, tuple[Any, str]] = {}
     end_seconds = time.monotonic() + limit_seconds
@@ -134,6 +146,8 @@ def _listen(started: Sequence[tuple[BaseProcess, Connection]], limit_seconds: fl
                 process = started[index][0]
                 process.join(timeout=5.0)
                 found[index] = None, f"the process ended by {_how(process.exitcode)} without a word"
+            if not found[index][1] and not is_right(found[index][0]):
+                connection.close()
             if found[index][1]:
                 end_seconds = min(end_seconds, time.monotonic() + _GRACE_SECONDS)
     return [found.get(i, (None, f"it was not done after {limit_seconds:.0f} s")) for i in range(len(started))]

@@ -89,7 +89,9 @@ def certified(
             progress(layout.name)
             tasks = _tasks(plan, layout, facts.precision, found_in)
             by_rows = [one for one in results if not one.layout.axes and one.verdict in ("equal", "differs")]
-            results.append(_result(layout, facts, run_processes(tasks, limit_seconds=limit_seconds), by_rows))
+            results.append(
+                _result(layout, facts, run_processes(tasks, limit_seconds=limit_seconds, is_right=_is_right), by_rows)
+            )
     return Certificate(facts=facts, steps=steps, rows=rows, results=tuple(results))
 
 
@@ -133,24 +135,30 @@ def _tasks(plan: Plan, layout: Layout, precision: str, found_in: Sequence[Callab
     return [Task.of(partial(run_rank, plan, layout, precision, place), found_in) for place in places]
 
 
+def _is_right(report: RankReport) -> bool:
+    return not report.error
+
+
 def _result(layout: Layout, facts: Facts, ended: Sequence[Ended], by_rows: Sequence[LayoutResult]) -> LayoutResult:
     """A row of the certificate, given those of layouts that divide nothing but the rows of a batch."""
     reports = [one.result for one in ended if isinstance(one.result, RankReport)]
     warnings = tuple(dict.fromkeys(text for report in reports for text in report.warnings))
-    errors = [report for report in reports if report.error]
+    errors = sorted((report for report in reports if report.error), key=lambda report: report.ended_seconds)
     deviations = [one for report in reports for one in report.deviations]
-    if refusals := [report.error for report in errors if report.is_refused]:
+    is_refused = bool(errors) and errors[0].is_refused
+    if is_refused:
+        refusal = errors[0].error
         if not summarised(deviations, TOLERANCE[facts.precision])[1]:
-            return LayoutResult(layout=layout, verdict="refused", message=refusals[0], warnings=warnings)
+            return LayoutResult(layout=layout, verdict="refused", message=refusal, warnings=warnings)
         # Steps before it went wrong already.
-        warnings = (*warnings, f"a later step was refused: {refusals[0]}")
-        errors = [report for report in errors if not report.is_refused]
+        warnings = (*warnings, f"a later step was refused: {refusal}")
+        errors = []
     lost = [f"rank {rank}: {one.failure}\n{one.printed}".rstrip() for rank, one in enumerate(ended) if one.failure]
     if errors or lost:
         message = f"rank {errors[0].rank}: {errors[0].error}" if errors else lost[0]
         return LayoutResult(layout=layout, verdict="failed", message=message, warnings=warnings)
     tolerance = TOLERANCE[facts.precision]
-    deviations += [] if refusals else _unheld(facts, reports)
+    deviations += [] if is_refused else _unheld(facts, reports)
     largest, first = summarised(deviations, tolerance)
     differences = tuple(
         explained(

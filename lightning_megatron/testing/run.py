@@ -1,5 +1,6 @@
 """What a process of a certificate does: one fit of the user's module, on one device or as a rank of a layout."""
 
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -126,6 +127,8 @@ class RankReport:
     """The message of what it raised."""
     is_refused: bool = False
     """Whether the package raised it, and not what it runs on."""
+    ended_seconds: float = 0.0
+    """When the run ended, by the machine's monotonic clock: the first error is the cause of the others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -304,6 +307,7 @@ def run_rank(plan: Plan, layout: Layout, precision: str, place: Place) -> RankRe
             ).run(_made(plan), batches, sink)
         except (Exception, SystemExit) as raised:
             error = raised
+    ended_seconds = time.monotonic()
     own = str(_PACKAGE)
     return RankReport(
         rank=place.rank,
@@ -311,6 +315,7 @@ def run_rank(plan: Plan, layout: Layout, precision: str, place: Place) -> RankRe
         warnings=list(dict.fromkeys(str(one.message) for one in caught if one.filename.startswith(own))),
         error="" if error is None else str(error) if isinstance(error, ConfigurationError) else told(error),
         is_refused=error is not None and _is_refusal(error),
+        ended_seconds=ended_seconds,
     )
 
 
