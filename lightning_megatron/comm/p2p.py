@@ -137,7 +137,8 @@ def build_lanes(
     """Process groups of the hops of this rank; `new_host_group` makes groups for tensors on the host.
 
     Every rank of the world makes equally many groups, and the two ranks of a hop make theirs at the same turn: torch
-    names a group by how many its rank has made, and ranks that disagree about a name wait for ever.
+    names a group by how many its rank has made, and ranks that disagree about a name wait for ever. With NCCL each is
+    a split of the world's communicator, which all ranks must enter.
     """
     lanes: dict[Hop, LaneGroups] = {}
     for turn in _turns(hops):
@@ -147,6 +148,28 @@ def build_lanes(
         if own is not None:
             lanes[own] = LaneGroups(*groups)  # type: ignore[arg-type]
     return lanes
+
+
+def connect_lanes(axis: Axis, lanes: Mapping[Hop, LaneGroups], device: torch.device) -> None:
+    """Sends one byte over every device lane of this rank, in the lane's direction. All ranks of the axis take part.
+
+    NCCL connects two ranks by their first message and holds up the host until both have posted it. A schedule posts
+    receives ahead of their sends, so that ranks would wait for each other in a circle. Here they meet pair by pair, in
+    the order in which their groups were made.
+    """
+    for hop, groups in lanes.items():
+        is_first = axis.rank == hop[0]
+        peer_rank = int(axis.ranks[hop[is_first]] > axis.ranks[axis.rank])
+        for group, is_sender in (
+            (groups.payload, is_first),
+            (groups.resent, is_first),
+            (groups.gradient, not is_first),
+        ):
+            byte = torch.zeros(1, dtype=torch.uint8, device=device)
+            if is_sender:
+                dist.send(byte, group=group, group_dst=peer_rank)
+            else:
+                dist.recv(byte, group=group, group_src=peer_rank)
 
 
 def _turns(hops: Sequence[Hop]) -> list[list[Hop]]:

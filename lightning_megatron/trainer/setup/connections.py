@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from lightning_megatron.checkpoint import CheckpointConfig
-from lightning_megatron.comm.p2p import Hop, LaneGroups, build_lanes
+from lightning_megatron.comm.p2p import Hop, LaneGroups, build_lanes, connect_lanes
 from lightning_megatron.mesh import Axis, Mesh, Sizes
 from lightning_megatron.pipeline.lower import hops
 from lightning_megatron.trainer.checkpointing.checkpoint_saver import CheckpointSaver
@@ -40,6 +40,7 @@ class Connections:
         mesh = Mesh.build(sizes, global_rank, groups.on_device)
         ranks = tuple(sizes.pp_rank_of(stage) for stage in range(sizes.num_stages))
         lanes = build_lanes(mesh.pp, hops(ranks), groups.on_device, groups.on_host)
+        connect_lanes(mesh.pp, lanes, device)
         on_host = mesh.world if device.type == "cpu" else groups.over_host(mesh.world)
         saver = CheckpointSaver(on_host, groups.over_host(mesh.world), config)
         routing = groups.over_host(mesh.axis("dp+cp")) if routes_documents else None
