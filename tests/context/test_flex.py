@@ -103,7 +103,8 @@ def test_it_is_chosen_where_it_is_configured_and_can() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("case", [*TABLE, *WINDOWS])
+# One row is left to another kernel.
+@pytest.mark.parametrize("case", [case for case in (*TABLE, *WINDOWS) if case.num_tokens > 1])
 def test_cudas_kernels_add_up_too(case: Case, has_bias: bool, dtype: torch.dtype) -> None:
     case = Case(**{**vars(case), "has_bias": has_bias})
     errors = by_kernels(case, dtype, FlexAttention(), device="cuda").errors(dense(case))
