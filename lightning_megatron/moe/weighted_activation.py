@@ -36,7 +36,7 @@ class _WeighedGate(torch.autograd.Function):
         ctx.save_for_backward(gate_up_R2F, probs_R)
         ctx.activation = activation
         gate_RF, up_RF = gate_up_R2F.unbind(1)
-        return scale_rows(GATES[activation](gate_RF).mul_(up_RF), probs_R)
+        return scale_rows(GATES[activation](gate_RF).mul_(up_RF), probs_R).detach()
 
     @staticmethod
     @once_differentiable

@@ -55,7 +55,7 @@ class _Gated(torch.autograd.Function):
         ctx.save_for_backward(gate_up_T2F)
         ctx.activation = activation
         gate_TF, up_TF = gate_up_T2F.unbind(1)
-        return GATES[activation](gate_TF).mul_(up_TF)
+        return GATES[activation](gate_TF).mul_(up_TF).detach()
 
     @staticmethod
     def backward(ctx: Any, grad_TF: Tensor) -> tuple[Tensor, None]:
@@ -74,7 +74,7 @@ class _QuickGELU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
-        return torch.sigmoid(_STEEPNESS * x).mul_(x)
+        return torch.sigmoid(_STEEPNESS * x).mul_(x).detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:

@@ -77,7 +77,7 @@ class _CrossEntropy(torch.autograd.Function):
         ctx.save_for_backward(exps_TV, sum_T, index_T, is_own_T, is_ignored_T)
         ctx.valid, ctx.vocab_size, ctx.smoothing, ctx.dtype = valid, vocab_size, smoothing, logits_TV.dtype
         losses_T: Tensor = sum_T.log() - wanted_T
-        return losses_T.masked_fill_(is_ignored_T, 0.0)
+        return losses_T.masked_fill_(is_ignored_T, 0.0).detach()
 
     @staticmethod
     @once_differentiable

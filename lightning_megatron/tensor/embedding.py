@@ -50,7 +50,7 @@ class _LookUp(torch.autograd.Function):
         ctx.gradients, ctx.owner = gradients, weight_VH
         ctx.save_for_backward(torch.where(is_own_T, index_T, -1))
         # A product with zeros is many times as fast as masked_fill_ with a mask that is broadcast.
-        return F.embedding(index_T, weight_VH).mul_(is_own_T.to(weight_VH.dtype).unsqueeze(1))
+        return F.embedding(index_T, weight_VH).mul_(is_own_T.to(weight_VH.dtype).unsqueeze(1)).detach()
 
     @staticmethod
     @once_differentiable

@@ -229,7 +229,7 @@ class _Row(torch.autograd.Function):
         part = call.gemm.forward(saved, weight, None, x.dtype, is_training=call.is_training)
         y_TO = _sum_to_shard(part, call.tp, call.sp).wait()
         # Before the sum, tp ranks would add the bias tp times.
-        return y_TO if bias is None else y_TO.add_(bias)
+        return (y_TO if bias is None else y_TO.add_(bias)).detach()
 
     @staticmethod
     @once_differentiable

@@ -136,7 +136,7 @@ class _Rotate(torch.autograd.Function):
         ctx.save_for_backward(cos, sin)
         out = torch.empty_like(x)
         rotate_into(out, x, cos, sin)
-        return out
+        return out.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
