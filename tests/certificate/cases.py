@@ -268,8 +268,9 @@ class Layout:
         return self.world // (self.tp * self.pp * self.cp)
 
 
+ONE_DEVICE = Layout(world=1)
 LAYOUTS = {
-    "one": Layout(world=1),
+    "one": ONE_DEVICE,
     "one m3": Layout(world=1, microbatches=3),
     "tp2": Layout(world=2, tp=2),
     "tp2+sp": Layout(world=2, tp=2, sp=True),
@@ -639,9 +640,9 @@ def cells_of(layout: str) -> list[Cell]:
 def sampled_cells() -> dict[str, list[Cell]]:
     """The cells that every run of the tests sees, by layout.
 
-    Each pair of settings of the layout, of the family of models and of the precision meets in one of them, and each
-    model meets each axis. Of sizes a pair knows whether they are above 1, and each size comes by itself; numbers of
-    microbatches differ in whether there are several and whether stages divide them.
+    Each two settings that a layout sets meet in one of them, where they meet in the table, and so do each family of
+    models and each setting. Each model, precision and size comes. Of sizes a pair knows whether they are above 1;
+    numbers of microbatches differ in whether there are several and whether stages divide them.
     """
     cells = [(layout, cell) for layout in LAYOUTS for cell in cells_of(layout)]
     chosen: dict[str, list[Cell]] = {}
@@ -652,14 +653,20 @@ def sampled_cells() -> dict[str, list[Cell]]:
 
 def _pairs(cell: tuple[str, Cell]) -> list[Hashable]:
     layout, (variant, precision) = LAYOUTS[cell[0]], cell[1]
-    settings = {field.name: getattr(layout, field.name) for field in fields(layout) if field.name != "world"}
-    microbatches = "one" if layout.microbatches == 1 else "uneven" if layout.microbatches % layout.pp else "even"
     sizes = {axis: getattr(layout, axis) for axis in ("tp", "pp", "cp", "vp", "ep", "etp", "dp")}
-    settings |= {axis: size > 1 for axis, size in sizes.items()}
-    settings |= {"microbatches": microbatches, "precision": precision, "family": _family(variant)}
-    axes = {axis: getattr(layout, axis) > 1 for axis in ("tp", "pp", "cp", "dp")}
-    axes |= {"exchange": layout.cp > 1 and layout.context, "precision": precision}
-    return [*pairs_of(settings), *((variant, axis) for axis in axes.items()), *sizes.items()]
+    settings: dict[str, Hashable] = {f"{axis} above 1": True for axis, size in sizes.items() if size > 1}
+    own = {field.name: getattr(layout, field.name) for field in fields(layout)}
+    settings |= {
+        name: value
+        for name, value in own.items()
+        if value != getattr(ONE_DEVICE, name) and name not in ("world", "microbatches", *sizes)
+    }
+    if layout.microbatches > 1:
+        settings["microbatches"] = "uneven" if layout.microbatches % layout.pp else "even"
+    if layout.recompute != ONE_DEVICE.recompute:
+        settings["recompute"] = layout.recompute.granularity
+    settings["family"] = _family(variant)
+    return [*pairs_of(settings), *settings.items(), *sizes.items(), variant, precision]
 
 
 def _family(variant: str) -> str:
@@ -673,5 +680,5 @@ def _cost(cell: tuple[str, Cell]) -> float:
     """A cell takes about this long: ranks by microbatches, and what a run costs besides."""
     layout = LAYOUTS[cell[0]]
     # Dynamic context parallelism makes a microbatch of few documents.
-    microbatches = BATCH // (layout.dp * layout.cp) if layout.dynamic else layout.microbatches * layout.accumulate
+    microbatches = BATCH if layout.dynamic else layout.microbatches * layout.accumulate
     return layout.world * (8 + microbatches)
