@@ -19,6 +19,7 @@ import torch
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
 
+from tests.harness import device
 from tests.harness.sample import WHOLE, sample_of_matrix
 
 torch.set_num_threads(1)
@@ -36,16 +37,20 @@ def fixed_seed() -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds `--whole`."""
+    """Adds `--whole` and `--device`."""
     parser.addoption(
         "--whole", action="store_true", help="run every cell of sampled matrices (tests/harness/sample.py)"
+    )
+    parser.addoption(
+        "--device", default="cpu", choices=["cpu", "cuda"], help="of tests' Trainers (tests/harness/device.py)"
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Tells test modules, before they are imported, whether they are to sample."""
+    """Tells test modules, before they are imported, whether they are to sample, and on which device to train."""
     if config.getoption("whole"):
         os.environ[WHOLE] = "1"
+    os.environ[device.CHOICE] = config.getoption("device")
 
 
 # Folders whose tests take the longest (docs/suite.md). They begin, so that no worker has one of them left at the end.

@@ -3,6 +3,7 @@
     python -m tests.certificate                                   # the table; progress goes to stderr
     python -m tests.certificate --write docs/certificate.md       # and the page of the documentation
     python -m tests.certificate --layouts tp2 pp2                 # some rows only
+    python -m tests.certificate --device cuda --layouts tp2 pp2   # over NCCL, all ranks on one GPU
 
 A cell is the largest deviation over losses, gradients, gradient norms, weights and logged values, over all steps and
 ranks. Exits with 1 where a cell is not within the tolerance of its precision.
@@ -11,6 +12,7 @@ ranks. Exits with 1 where a cell is not within the tolerance of its precision.
 import argparse
 import contextlib
 import io
+import os
 import platform
 import sys
 import time
@@ -34,6 +36,7 @@ from tests.certificate.cases import (
 )
 from tests.certificate.compare import HALF_QUANTITIES, deviations, half_bound, half_deviations, outcomes
 from tests.certificate.runs import HALF_REACH
+from tests.harness.device import CHOICE
 
 COLUMNS = [f"{variant}, {precision}" for variant, precision in CELLS]
 HALF_COLUMNS = [
@@ -212,11 +215,10 @@ many is off by about the whole of that, more than {int(_bite())} times the bound
 {half_matrix}
 
 Made with torch {torch.__version__}, lightning {lightning.__version__}, Python {platform.python_version()} on
-{platform.machine()} CPUs, with gloo between the processes. NCCL and several GPUs were not there to be tested.
+{platform.machine()} CPUs, with gloo between the processes.
+Some of the rows were run [on a GPU](benchmarks/gpu.md), with NCCL.
 
-`make certificate` makes the tables anew. `make test` holds a sample of the cells to the same tolerances. Every two
-settings of the layout, the family of models and the precision that meet in the table meet in the sample, and every
-model meets tensor, pipeline, context and data parallelism and each exchange that the table has for it.
+`make certificate` makes the tables anew. `make test` holds [a sample of the cells](suite.md) to the same tolerances.
 """
 
 
@@ -237,10 +239,16 @@ def main() -> int:
         metavar="ROW",
         help="some rows only",
     )
+    parser.add_argument(
+        "--device", choices=["cpu", "cuda"], default="cpu", help="of the layouts; one device is the CPU"
+    )
     parser.add_argument("--write", type=Path, metavar="FILE", help="a Markdown page to write all of it to")
     arguments = parser.parse_args()
     if arguments.write and len(arguments.layouts) < len(ALL_LAYOUTS):
         parser.error("--write takes all rows; leave --layouts out")
+    if arguments.write and arguments.device != "cpu":
+        parser.error("--write is for the page of the CPU; leave --device out")
+    os.environ[CHOICE] = arguments.device
     torch.set_num_threads(1)
     rows: dict[str, list[str]] = {}
     faults: list[str] = []

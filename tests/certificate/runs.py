@@ -33,6 +33,7 @@ from tests.certificate.cases import (
     batches,
     config_of,
 )
+from tests.harness.device import device_type, trainer_devices
 from tests.reference.bert import ReferenceBert
 from tests.reference.gpt import ReferenceGPT
 from tests.reference.llava import ReferenceLlava
@@ -303,7 +304,7 @@ def _routing(module: L.LightningModule) -> dict[str, Tensor]:
         report = model.routing_reports[layer]
         own = {f"{name} loss": loss for name, loss in report.losses.items()}
         own |= {"chosen": report.counts_E, "kept": report.accepted_E} | dict(router.named_buffers())
-        found |= {f"{layer} {name}": value.clone() for name, value in own.items()}
+        found |= {f"{layer} {name}": value.to("cpu", copy=True) for name, value in own.items()}
     return found
 
 
@@ -321,7 +322,7 @@ def _slot(shard: ParamShard) -> Slot:
 
 
 def _parts(slot: Slot, tensor: Tensor) -> Parts:
-    return [(piece.box.offsets, piece.tensor.clone()) for piece in slot.pieces(tensor)]
+    return [(piece.box.offsets, piece.tensor.to("cpu", copy=True)) for piece in slot.pieces(tensor)]
 
 
 def under_layout(layout: Layout, cells: list[tuple[str, str]]) -> list[Outcome]:
@@ -365,8 +366,7 @@ def _fit(layout: Layout, module: Module, recorder: L.Callback, dtype: torch.dtyp
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer = L.Trainer(
-            accelerator="cpu",
-            devices=layout.world,
+            **trainer_devices(layout.world),
             strategy=strategy,
             max_epochs=1,
             accumulate_grad_batches=layout.accumulate,
@@ -489,7 +489,7 @@ def _state_of(trainer: L.Trainer) -> dict[str, Tensor]:
         held[f"{place}"] = stepped.detach()
         states = optimizer.state.get(stepped, {})
         held |= {f"{place}.{key}": value for key, value in states.items() if isinstance(value, Tensor)}
-    return {name: tensor.double().clone() for name, tensor in held.items()}
+    return {name: tensor.to("cpu", torch.float64, copy=True) for name, tensor in held.items()}
 
 
 def half_under_layout(layout: Layout, variant: str) -> dict[str, HalfOutcome]:
@@ -499,7 +499,7 @@ def half_under_layout(layout: Layout, variant: str) -> dict[str, HalfOutcome]:
         is_injured = precision == "16-mixed"
         recorder, module = HalfRecorder(), HalfModule(variant, layout, is_injured)
         # By name Lightning gives no float16 to a CPU.
-        plugins = [MixedPrecision(precision, "cpu")]  # type: ignore[arg-type]
+        plugins = [MixedPrecision(precision, device_type())]  # type: ignore[arg-type]
         _fit(layout, module, recorder, torch.float32, plugins=plugins)
         assert bool(module.num_injuries) == (is_injured and module.global_rank == layout.world - 1)
         outcomes[precision] = recorder.outcome

@@ -35,6 +35,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.harness.device import rank_environment
+
 ROOT = Path(__file__).resolve().parents[2]
 CONTEXT = multiprocessing.get_context("forkserver")
 
@@ -349,11 +351,7 @@ def _settle(task: Task, rank: int, num_ranks: int, port: int) -> None:
     os.environ.update(
         OMP_NUM_THREADS="1",
         RANK=str(rank),
-        LOCAL_RANK=str(rank),
         WORLD_SIZE=str(num_ranks),
-        LOCAL_WORLD_SIZE=str(num_ranks),
-        GROUP_RANK="0",
-        GROUP_WORLD_SIZE="1",
         ROLE_RANK=str(rank),
         ROLE_WORLD_SIZE=str(num_ranks),
         MASTER_ADDR="127.0.0.1",
@@ -362,6 +360,7 @@ def _settle(task: Task, rank: int, num_ranks: int, port: int) -> None:
         TORCHELASTIC_RESTART_COUNT="0",
         TORCHELASTIC_MAX_RESTARTS="0",
     )
+    os.environ.update(rank_environment(rank, num_ranks))
     if sys.platform == "linux":
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)

@@ -10,6 +10,7 @@ from lightning_megatron import ContextConfig, MegatronStrategy, PipelineConfig
 from lightning_megatron.mesh import StageLayout
 from lightning_megatron.optim.config import OptimizerConfig
 from lightning_megatron.pipeline.registry import ScheduleName
+from tests.harness.device import trainer_devices
 
 # Values that the strategy hands to `log` are those of the global batch already.
 QUIET = "ignore:It is recommended to use .*sync_dist=True:UserWarning"
@@ -73,8 +74,7 @@ PLAIN = Layout(is_plain=True)
 def make_trainer(layout: Layout, **options: Any) -> L.Trainer:
     """A Trainer of two epochs in float64 under the layout, with no output; `options` are the Trainer's."""
     defaults: dict[str, Any] = {
-        "accelerator": "cpu",
-        "devices": layout.world,
+        **trainer_devices(layout.world),
         "strategy": layout.strategy(),
         "precision": "64-true",
         "max_epochs": 2,
