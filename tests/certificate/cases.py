@@ -651,8 +651,17 @@ def sampled_cells() -> dict[str, list[Cell]]:
     return chosen
 
 
+def sampled_half_layouts() -> list[str]:
+    """The layouts in 16 bits that every run of the tests sees: each two settings, as above, and each optimizer."""
+    return sampled(list(HALF_LAYOUTS), lambda name: _pairs_of(HALF_LAYOUTS[name]))
+
+
 def _pairs(cell: tuple[str, Cell]) -> list[Hashable]:
     layout, (variant, precision) = LAYOUTS[cell[0]], cell[1]
+    return [*_pairs_of(layout, family=_family(variant)), variant, precision]
+
+
+def _pairs_of(layout: Layout, **more: Hashable) -> list[Hashable]:
     sizes = {axis: getattr(layout, axis) for axis in ("tp", "pp", "cp", "vp", "ep", "etp", "dp")}
     settings: dict[str, Hashable] = {f"{axis} above 1": True for axis, size in sizes.items() if size > 1}
     own = {field.name: getattr(layout, field.name) for field in fields(layout)}
@@ -665,8 +674,8 @@ def _pairs(cell: tuple[str, Cell]) -> list[Hashable]:
         settings["microbatches"] = "uneven" if layout.microbatches % layout.pp else "even"
     if layout.recompute != ONE_DEVICE.recompute:
         settings["recompute"] = layout.recompute.granularity
-    settings["family"] = _family(variant)
-    return [*pairs_of(settings), *settings.items(), *sizes.items(), variant, precision]
+    settings |= more
+    return [*pairs_of(settings), *settings.items(), *sizes.items()]
 
 
 def _family(variant: str) -> str:

@@ -7,7 +7,6 @@ from tests.certificate.cases import (
     BAD_STEP,
     BATCH,
     EXPERTS,
-    HALF_LAYOUTS,
     HALF_VARIANT,
     RATE_DECAY,
     SEQUENCE,
@@ -15,6 +14,7 @@ from tests.certificate.cases import (
     TOLERANCE,
     Layout,
     sampled_cells,
+    sampled_half_layouts,
 )
 from tests.certificate.compare import HALF_QUANTITIES, deviations, half_bound, half_deviations, outcomes
 from tests.certificate.runs import reference
@@ -33,7 +33,7 @@ def test_a_layout_computes_what_one_device_computes(layout: str) -> None:
     assert not wrong, wrong
 
 
-@pytest.mark.parametrize("layout", list(HALF_LAYOUTS))
+@pytest.mark.parametrize("layout", sampled_half_layouts())
 def test_a_layout_in_16_bits_skips_and_steps_as_one_device_does(layout: str) -> None:
     for precision in HALF_QUANTITIES:
         for quantity, deviation in half_deviations(layout, precision).items():

@@ -51,7 +51,7 @@ WAYS = {
 }
 # With a link to them new paths are saved and removed alike.
 SAMPLED = [way for way in WAYS if WHOLE in os.environ or WAYS[way].keeps != "new paths"]
-ROUNDS = 25 if WHOLE in os.environ else 10
+ROUNDS = 25 if WHOLE in os.environ else 6
 
 
 def keep_saving(folder: Path, way: Way, steps: range, report: Callable[[int], None]) -> None:

@@ -152,6 +152,7 @@ def test_a_sequence_that_cp_does_not_divide_is_refused_on_request() -> None:
         model_of(LLAMA, Mesh.imagine(0, sizes))(torch.zeros(1, 13, dtype=torch.int64))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("variant", ["gpt2 dropout", "llama"])
 @pytest.mark.parametrize("options", [{}, *EXCHANGES.values()], ids=["one device", *EXCHANGES])
 def test_a_batch_without_documents_has_loss_zero_and_zero_gradients(options: dict[str, Any], variant: str) -> None:

@@ -21,7 +21,7 @@ from lightning_megatron.mesh import Mesh
 from lightning_megatron.models import GPTConfig, GPTModel
 from lightning_megatron.optim.config import OptimizerConfig
 from tests.harness.ranks import run_on_ranks
-from tests.harness.sample import WHOLE
+from tests.harness.sample import WHOLE, every_nth
 from tests.trainer.layouts import Layout, make_trainer, replica_of
 
 # Small buckets, so that a rank's share begins and ends within parameters.
@@ -72,7 +72,9 @@ class Case:
 
 
 CASES = {
-    "float64, tied": Case(precision="64-true", config=CONFIG, layouts=tuple(LAYOUTS), tolerance=1e-10, itemsize=8),
+    "float64, tied": Case(
+        precision="64-true", config=CONFIG, layouts=tuple(every_nth(LAYOUTS, 2)), tolerance=1e-10, itemsize=8
+    ),
     # Products are rounded to 8 bits; the weights, in float32, are not.
     "bf16-mixed, untied": Case(
         precision="bf16-mixed",

@@ -19,6 +19,7 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning_megatron.checkpoint import is_checkpoint
 from lightning_megatron.trainer.setup.launcher import CheckingLauncher
 from tests.harness.ranks import ROOT, free_port, run_on_ranks
+from tests.harness.sample import every_nth
 from tests.trainer.layouts import PLAIN, make_trainer
 from tests.trainer.modules import Data, Small
 
@@ -32,7 +33,9 @@ def plain_loss() -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", [(), ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")])
+@pytest.mark.parametrize(
+    "launcher", every_nth([(), ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")], 2)
+)
 def test_a_script_under_a_launcher_trains_as_one_device_and_saves_and_leaves_at_a_signal(
     launcher: tuple[str, ...], tmp_path: Path
 ) -> None:
