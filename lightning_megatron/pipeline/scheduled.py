@@ -120,6 +120,9 @@ class ScheduledCall:
         self._num_calls = 0
         # Whether the caller's step runs, whose own calls of autograd are none of the schedule's backwards.
         self.is_in_step = False
+        # Where the output of the last stage begins in autograd's graph.
+        self._output_nodes: set[Any] = set()
+        self._weight_names: dict[Any, str] | None = None
         self._saved: dict[tuple[int, int], _SavedStage] = {}
         self._weight_tasks: dict[tuple[int, int], list[Task]] = {}
 
@@ -135,7 +138,11 @@ class ScheduledCall:
         output = module.run_stage(self._stage, hidden if self._stage == 0 else self._received, context)
         module.draws.call += 1
         if self._stage == self._num_stages - 1:
-            return output if self._num_stages == 1 else self._tied_to(output, (args, kwargs))
+            if self._num_stages > 1:
+                output = self._tied_to(output, (args, kwargs))
+                leaves = (leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
+                self._output_nodes = {leaf.grad_fn for leaf in leaves}
+            return output
         if not isinstance(output, (Tensor, dict)):
             raise RuntimeError(
                 f"a stage hands {type(output).__name__} to the next; it must hand a tensor or a dict of tensors"
@@ -174,6 +181,8 @@ class ScheduledCall:
             self.is_in_step = False
         if output is None:
             self._require_end_of_step()
+            if loss is not None and self._num_stages > 1:
+                self._require_no_weight_in(loss)
         self._saved[stage, microbatch] = _SavedStage(received, output, loss)
         return output
 
@@ -189,6 +198,27 @@ class ScheduledCall:
                 f"training_step went on after the model call on stage {self._stage} of {self._num_stages}: a bare "
                 "`except:` swallowed the exit of the stage; write `except Exception:`"
             )
+
+    def _require_no_weight_in(self, loss: Tensor) -> None:
+        """Raises where the loss depends on a weight of the model by another way than the output of its call."""
+        if self._weight_names is None:
+            # Going over all parameters to differentiate is refused inside of a step.
+            with torch.no_grad():
+                self._weight_names = {p: name for module in self._modules for name, p in module.named_parameters()}
+        seen, pending = set(self._output_nodes), [loss.grad_fn]
+        self._output_nodes = set()
+        while pending:
+            if (node := pending.pop()) is None or node in seen:
+                continue
+            seen.add(node)
+            if (name := self._weight_names.get(getattr(node, "variable", None))) is not None:
+                raise RuntimeError(
+                    f"the loss has a term over {name}, a weight of the pipelined model, beside the model's output: the "
+                    "last stage, which computes the loss, holds its own weights alone. Penalise weights by "
+                    "weight_decay of the optimizer, or add to their gradients in on_before_optimizer_step, where each "
+                    "rank has its own"
+                )
+            pending += [inner for inner, _ in node.next_functions]
 
     def backward(self, stage: int, microbatch: int, grad: Payload | None) -> Payload | None:
         """Runs the backward of a microbatch through a stage."""

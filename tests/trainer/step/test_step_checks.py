@@ -28,6 +28,15 @@ class Penalised(Small):
         return loss + 0.01 * torch.stack([p.square().sum() for p in self.parameters()]).sum()
 
 
+class PenalisedByModules(Small):
+    """The same term, over what its layers hold, of which the last stage has one."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss: Tensor = super().training_step(batch, batch_idx)
+        weights = [layer.weight for layer in self.modules() if isinstance(layer, nn.Linear)]
+        return loss + 0.01 * torch.stack([weight.square().sum() for weight in weights]).sum()
+
+
 class Drawn(Small):
     """A random number of each rank's own in the loss."""
 
@@ -150,6 +159,7 @@ ROWS = "the loss of {}.training_step is taken for a mean over the rows of its ba
     [
         (TP2, Penalised, "computed different losses (rank 0: "),
         (PP2, Penalised, "training_step went over all parameters of Penalised"),
+        (PP2, PenalisedByModules, "the loss has a term over 6.weight, a weight of the pipelined model"),
         (COLLECTIVE, Penalised, "computed different losses (rank 0: "),
         (TP2, Drawn, "computed different losses (rank 0: "),
         (PP2, GradientByInput, "asked for a gradient through a pipelined model, by its input"),
