@@ -10,6 +10,7 @@ Note: sums on the CPU. Gloo's reductions cost several times an exchange followed
 gloo.md`), so two CPU ranks swap tensors and add, and more of them scatter sums by an all-to-all.
 """
 
+import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, overload
@@ -17,6 +18,7 @@ from typing import Any, Literal, overload
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _get_object_coll_device
 
 from lightning_megatron.mesh import Axis
 
@@ -25,6 +27,8 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp
 _LOCALLY: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 # Above so many bytes a swap of full tensors costs two CPU ranks more than gloo's all-reduce, which moves halves twice.
 _SWAPPED_BYTES = 2 << 20
+# Of the message that gathers objects, and of the length at its start: what ranks compare in a step is smaller.
+_SMALL_BYTES, _LENGTH_BYTES = 512, 8
 
 # torch 2.13 renamed the single-tensor collectives and warns about the old names, which are all that 2.11 has.
 _all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -260,11 +264,21 @@ def broadcast_object(value: Any, axis: Axis, source: int = 0) -> Any:
 
 
 def gather_objects(value: Any, axis: Axis) -> list[Any]:
-    """Picklable values of all ranks, in the order of the axis, on each of them."""
+    """Picklable values of all ranks, in the order of the axis, on each of them; small ones by a single message."""
     if axis.size == 1:
         return [value]
-    by_group_rank: list[Any] = [None] * axis.size
-    dist.all_gather_object(by_group_rank, value, group=group_of(axis))
+    group, data = group_of(axis), pickle.dumps(value)
+    message = len(data).to_bytes(_LENGTH_BYTES, "little") + data[: _SMALL_BYTES - _LENGTH_BYTES]
+    own = torch.frombuffer(bytearray(message.ljust(_SMALL_BYTES, b"\0")), dtype=torch.uint8)
+    own = own.to(_get_object_coll_device(group))
+    gathered = own.new_empty(axis.size * _SMALL_BYTES)
+    _all_gather_single(gathered, own, group=group)
+    messages = [row.numpy().tobytes() for row in gathered.cpu().view(axis.size, _SMALL_BYTES)]
+    if all(int.from_bytes(one[:_LENGTH_BYTES], "little") <= _SMALL_BYTES - _LENGTH_BYTES for one in messages):
+        by_group_rank = [pickle.loads(one[_LENGTH_BYTES:]) for one in messages]
+    else:
+        by_group_rank = [None] * axis.size
+        dist.all_gather_object(by_group_rank, value, group=group)
     return [by_group_rank[group_rank(axis, rank)] for rank in range(axis.size)]
 
 

@@ -674,6 +674,8 @@ def _pairs_of(layout: Layout, **more: Hashable) -> list[Hashable]:
         settings["microbatches"] = "uneven" if layout.microbatches % layout.pp else "even"
     if layout.recompute != ONE_DEVICE.recompute:
         settings["recompute"] = layout.recompute.granularity
+    if layout.dynamic is not None:
+        settings["dynamic"] = True
     settings |= more
     return [*pairs_of(settings), *settings.items(), *sizes.items()]
 

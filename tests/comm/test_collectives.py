@@ -117,6 +117,9 @@ def check_on_gloo(size: int) -> None:
     pp = real_mesh(Sizes(world=size, pp=size)).pp
     assert pp.rank == size - 1 - dist.get_rank()
     assert collectives.gather_objects(f"stage {pp.rank}", pp) == [f"stage {i}" for i in range(size)]
+    # The last one's does not go into the one message of small objects.
+    texts = [f"stage {i}" * (1 + 100 * (i == size - 1)) for i in range(size)]
+    assert collectives.gather_objects(texts[pp.rank], pp) == texts
     for source in range(size):
         assert collectives.broadcast_object({"stage": pp.rank}, pp, source) == {"stage": source}
         assert collectives.broadcast_(torch.full((2,), pp.rank), pp, source).tolist() == [source, source]

@@ -23,6 +23,7 @@ from lightning_megatron.mesh import Mesh
 from lightning_megatron.models import T5Config, T5Model
 from tests.data.chats import write_rows, write_tokenizer
 from tests.harness.ranks import run_on_ranks
+from tests.harness.sample import every_nth
 from tests.lightning_modules.corpus import held_out
 from tests.lightning_modules.losses import Losses
 from tests.lightning_modules.pretrained import ANSWERS, write_model
@@ -105,7 +106,7 @@ def on_one_device(folder: Path, packing: str) -> dict[str, Any]:
     return run(PLAIN, folder, packing)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", every_nth(LAYOUTS, 2))
 def test_losses_metrics_and_answers_are_those_of_one_device(name: str, folder: Path) -> None:
     layout, packing = LAYOUTS[name]
     wanted = on_one_device(folder, packing)

@@ -4,6 +4,7 @@ import pytest
 from torch import nn
 
 from tests.harness.ranks import run_on_ranks
+from tests.harness.sample import every_nth
 from tests.trainer.fits import Case, Trace, difference
 from tests.trainer.layouts import PLAIN, Layout
 from tests.trainer.modules import OwnPipeline, Small
@@ -39,7 +40,7 @@ def run_all(layout: Layout, modules: dict[str, type[Small]]) -> dict[str, Trace]
 # The compiler looks at everything that the driver of the model holds.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor:UserWarning")
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", list(LAYOUTS))
+@pytest.mark.parametrize("layout", every_nth(LAYOUTS, 2))
 def test_compiled_code_computes_the_same(layout: str) -> None:
     [wanted] = run_on_ranks(1, run_all, PLAIN, UNCOMPILED, init=False)
     for found in run_on_ranks(2, run_all, LAYOUTS[layout], COMPILED, init=False, timeout=120):

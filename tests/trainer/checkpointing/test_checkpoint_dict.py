@@ -181,6 +181,7 @@ def under_tp2(saved: Path, full: dict[str, Any]) -> Path:
 
 
 @pytest.mark.filterwarnings("ignore:The dirpath has changed from:UserWarning")
+@pytest.mark.matrix
 @pytest.mark.parametrize("step", [3, 6])
 @pytest.mark.parametrize("layout", ["pp2", "dp2", "one", "pp2 vp2", "pp2 zb_v"])
 def test_a_run_goes_on_under_another_layout(

@@ -24,6 +24,7 @@ from lightning_megatron.checkpoint.state import Piece
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.trainer.fault_tolerance import failure_watch
 from tests.harness.ranks import run_on_ranks
+from tests.harness.sample import every_nth
 from tests.trainer.checkpointing.test_checkpoint_dict import Language, Texts
 from tests.trainer.fits import Parts, weights
 from tests.trainer.layouts import PLAIN, Layout, make_trainer
@@ -119,7 +120,7 @@ def fit_behind_a_gate(layout: Layout, folder: Path) -> None:
     assert is_checkpoint(folder / "after.ckpt")
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", every_nth(LAYOUTS, 2))
 def test_steps_go_on_while_a_save_is_written_and_it_has_the_weights_of_its_moment(
     layout: Layout, tmp_path: Path
 ) -> None:
@@ -242,7 +243,7 @@ def fit_with_callbacks(layout: Layout, folder: Path) -> dict[str, Any]:
     return {**found, "best": Path(top.best_model_path).name}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", every_nth(LAYOUTS, 2))
 def test_stock_callbacks_keep_what_they_would_keep(layout: Layout, tmp_path: Path) -> None:
     for found in run_on_ranks(layout.world, fit_with_callbacks, layout, tmp_path, init=False):
         assert found["top"] == ["epoch=3.ckpt", "epoch=4.ckpt", "last.ckpt"]

@@ -22,7 +22,7 @@ from lightning_megatron.models import GPTConfig, GPTModel
 from lightning_megatron.trainer.dynamic_context.prefetch import DynamicContext
 from lightning_megatron.trainer.setup.replica import Replica
 from tests.harness.ranks import RankFailed, run_on_ranks
-from tests.harness.sample import WHOLE
+from tests.harness.sample import WHOLE, every_nth
 from tests.trainer.fits import Parts, parts_apart, weights
 from tests.trainer.layouts import QUIET, replica_of
 
@@ -404,7 +404,7 @@ PLACES = {"noisy": (1, 4), "own state": (2,), "stream": (4,)}
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("data", PLACES)
+@pytest.mark.parametrize("data", every_nth(PLACES, 2))
 def test_a_run_resumed_within_an_epoch_is_bit_by_bit_the_run_that_never_stopped(data: str, tmp_path: Path) -> None:
     steps = (1, 2, 4) if WHOLE in os.environ else PLACES[data]
     for found in run_on_ranks(2, resumed, data, steps, tmp_path, init=False, timeout=120):
