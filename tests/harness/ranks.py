@@ -69,6 +69,7 @@ class Task:
     timeout_seconds: float
     linger_seconds: float
     environment: dict[str, str]
+    start_method: str
     folder: str
     # (action, message pattern, category, module pattern, line) of the running test.
     warning_filters: list[tuple[str, str, type[Warning], str, int]]
@@ -150,6 +151,7 @@ def _run(
                 timeout_seconds=timeout,
                 linger_seconds=LINGER_SECONDS,
                 environment=dict(os.environ),
+                start_method=multiprocessing.get_start_method(),
                 folder=folder,
                 warning_filters=_warning_filters(),
             )
@@ -346,6 +348,8 @@ def _settle(task: Task, rank: int, num_ranks: int, port: int) -> None:
     stack = os.open(f"{task.folder}/stack-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
 
+    # A child of a fork server would start its own children, as workers of loaders are, by servers without our modules.
+    multiprocessing.set_start_method(task.start_method, force=True)
     os.environ.clear()
     os.environ.update(task.environment)
     os.environ.update(
