@@ -5,6 +5,7 @@ import errno
 import os
 import resource
 import signal
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -197,8 +198,14 @@ def test_what_one_rank_runs_into_before_it_writes_ends_the_save_on_both(
     save(path, halves(1), {}, world=world)
     saver, pieces, wanted = Saver(world, mesh_of(Sizes(world=2)).world), halves(2), "MemoryError: not on this rank"
     kind: type[Exception] = RuntimeError
+    opened, write = threading.Event(), chunk_file.ChunkWriter.write
     if where == "the comparison":
-        # It is made with a save that is in the air.
+        # It is made with a save that is in the air, which stays there until the rank has failed.
+        def after_failure(self: chunk_file.ChunkWriter, value: torch.Tensor | bytes) -> chunk_file.ChunkLocation:
+            assert opened.wait(30)
+            return write(self, value)
+
+        chunk_file.ChunkWriter.write = after_failure  # type: ignore[method-assign]
         saver.save(tmp_path / "other.ckpt", halves(2), {}, wait=False)
     if where == "its input":
         kind, wanted = ValueError, "ValueError: .*must have the sizes of its box"
@@ -209,6 +216,7 @@ def test_what_one_rank_runs_into_before_it_writes_ends_the_save_on_both(
             raise_in(where, saver)
     with pytest.raises(kind, match=rf"last\.ckpt was not written: rank 1: {wanted}") as raised:
         saver.save(path, pieces, {}, wait=not in_background)
+    opened.set()
     assert (raised.value.__cause__.__cause__ is not None) == (dist.get_rank() == 1)
     saver.wait()
     require_step(path, 1, world)
