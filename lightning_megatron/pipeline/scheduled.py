@@ -120,8 +120,8 @@ class ScheduledCall:
         self._num_calls = 0
         # Whether the caller's step runs, whose own calls of autograd are none of the schedule's backwards.
         self.is_in_step = False
-        # Where the output of the last stage begins in autograd's graph.
-        self._output_nodes: set[Any] = set()
+        # Where the output of the last stage begins in autograd's graph; None where it is no known tree of tensors.
+        self._output_nodes: set[Any] | None = None
         self._weight_names: dict[Any, str] | None = None
         self._saved: dict[tuple[int, int], _SavedStage] = {}
         self._weight_tasks: dict[tuple[int, int], list[Task]] = {}
@@ -140,8 +140,9 @@ class ScheduledCall:
         if self._stage == self._num_stages - 1:
             if self._num_stages > 1:
                 output = self._tied_to(output, (args, kwargs))
-                leaves = (leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
-                self._output_nodes = {leaf.grad_fn for leaf in leaves}
+                leaves = tree_leaves(output)
+                is_known = all(leaf is None or isinstance(leaf, Tensor | int | float | str) for leaf in leaves)
+                self._output_nodes = {leaf.grad_fn for leaf in leaves if isinstance(leaf, Tensor)} if is_known else None
             return output
         if not isinstance(output, (Tensor, dict)):
             raise RuntimeError(
@@ -167,6 +168,7 @@ class ScheduledCall:
         for tensor in named(received).values():
             tensor.requires_grad_(tensor.is_floating_point())
         self._stage, self._received, self._output, self._num_calls = stage, received, None, 0
+        self._output_nodes = None
         for module in self._modules:
             module.draws.first_sample, module.draws.call = self._first_samples[microbatch], 0
         output: Payload | None = None
@@ -181,8 +183,8 @@ class ScheduledCall:
             self.is_in_step = False
         if output is None:
             self._require_end_of_step()
-            if loss is not None and self._num_stages > 1:
-                self._require_no_weight_in(loss)
+            if loss is not None and self._output_nodes is not None:
+                self._require_no_weight_in(loss, self._output_nodes)
         self._saved[stage, microbatch] = _SavedStage(received, output, loss)
         return output
 
@@ -199,14 +201,13 @@ class ScheduledCall:
                 "`except:` swallowed the exit of the stage; write `except Exception:`"
             )
 
-    def _require_no_weight_in(self, loss: Tensor) -> None:
+    def _require_no_weight_in(self, loss: Tensor, output_nodes: set[Any]) -> None:
         """Raises where the loss depends on a weight of the model by another way than the output of its call."""
         if self._weight_names is None:
             # Going over all parameters to differentiate is refused inside of a step.
             with torch.no_grad():
                 self._weight_names = {p: name for module in self._modules for name, p in module.named_parameters()}
-        seen, pending = set(self._output_nodes), [loss.grad_fn]
-        self._output_nodes = set()
+        seen, pending = set(output_nodes), [loss.grad_fn]
         while pending:
             if (node := pending.pop()) is None or node in seen:
                 continue

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_megatron.comm.p2p import Hop, LaneGroups, Mailbox, Payload, TensorMeta, build_lanes
+from lightning_megatron.comm.p2p import Hop, LaneGroups, Mailbox, Payload, TensorMeta, build_lanes, connect_lanes
 from lightning_megatron.mesh import Axis, Sizes
 from tests.harness.ranks import run_on_ranks
 from tests.harness.threads import DeadlockError, ThreadGroup, new_group, run_on_threads
@@ -373,6 +374,22 @@ def test_ranks_make_equally_many_groups_and_the_two_of_a_hop_theirs_at_the_same_
         members = tuple(sorted((10 + pp - one, 10 + pp - two)))
         turns = [[turn for turn, group in enumerate(made[rank]) if group == members] for rank in (one, two)]
         assert turns[0] == turns[1] and len(turns[0]) == 4 * ((one, two) in pairs) + 4 * ((two, one) in pairs)
+
+
+def test_every_device_lane_is_connected_in_its_direction(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = Sizes(world=3, pp=3, vp=2)
+    messages: dict[str, list[tuple[Any, int]]] = {"send": [], "recv": []}
+    for rank in range(3):
+        monkeypatch.setattr(dist, "send", lambda x, group, group_dst, own=rank: messages["send"].append((group, own)))
+        monkeypatch.setattr(dist, "recv", lambda x, group, group_src, own=rank: messages["recv"].append((group, own)))
+        names = ("header", "payload", "resent", "gradient")
+        lanes = {hop: LaneGroups(*((name, hop) for name in names)) for hop in hops_of(sizes) if rank in hop}  # type: ignore[arg-type]
+        connect_lanes(Axis("pp", 3, rank, (0, 1, 2)), lanes, CPU)
+    forward = [((name, hop), hop) for hop in hops_of(sizes) for name in ("payload", "resent")]
+    backward = [(("gradient", hop), hop[::-1]) for hop in hops_of(sizes)]
+    wanted = [*forward, *backward]
+    assert sorted(messages["send"]) == sorted((group, ends[0]) for group, ends in wanted)
+    assert sorted(messages["recv"]) == sorted((group, ends[1]) for group, ends in wanted)
 
 
 # -- what is refused

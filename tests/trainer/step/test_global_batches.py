@@ -146,6 +146,7 @@ def test_every_layout_gets_the_global_batches_of_one_device(layout: str) -> None
     wanted = told_by_one()
     told_by_all = run_on_ranks(LAYOUTS[layout].world, told, LAYOUTS[layout], init=False, timeout=150)
     replicas = dict(reversed(told_by_all))
+    assert set(PREDICTED) & set(loaders_for(LAYOUTS[layout]))
     for name in loaders_for(LAYOUTS[layout]):
         full = wanted[name]
         seen = [replicas[rank][name]["seen"] for rank in range(2)]

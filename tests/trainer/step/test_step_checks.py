@@ -37,6 +37,33 @@ class PenalisedByModules(Small):
         return loss + 0.01 * torch.stack([weight.square().sum() for weight in weights]).sum()
 
 
+class Held:
+    """An output that no library takes apart."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.hidden = hidden
+
+
+class HandsAnObject(nn.Linear):
+    def forward(self, x: Tensor) -> Any:
+        return Held(super().forward(x))
+
+
+class OutputInAnObject(Small):
+    """The last layer of the chain hands the tensor in an object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        assert isinstance(self.net, nn.Sequential)
+        last = HandsAnObject(8, 8)
+        last.load_state_dict(self.net[6].state_dict())
+        self.net[6] = last
+
+    def logits(self, inputs: Tensor) -> Tensor:
+        output: Tensor = self.after(self.cut(self.net(self.before(inputs)).hidden))
+        return output
+
+
 class Drawn(Small):
     """A random number of each rank's own in the loss."""
 
@@ -217,6 +244,17 @@ class Summed(Small):
             {"train_loss": loss, "detached": loss.detach(), "mean": losses.mean()}, on_step=True, on_epoch=True
         )
         return {"loss": loss, "loss_reduction": "sum", "largest": losses.detach().mean()}
+
+
+def held(layout: Layout) -> Trace:
+    # A validation could not join what the microbatches hand.
+    return Case(module=OutputInAnObject, trainer={"limit_val_batches": 0}).run(layout)
+
+
+def test_an_output_that_cannot_be_taken_apart_is_no_term_over_weights() -> None:
+    [wanted] = run_on_ranks(1, held, PLAIN, init=False)
+    for trace in run_on_ranks(2, held, PP2, init=False):
+        assert difference(trace, wanted) < 1e-12
 
 
 def summed(layout: Layout) -> Trace:
