@@ -34,6 +34,8 @@ _FORMAT = "lightning_megatron checkpoint"
 _MOST_BYTES = 512 * 2**20
 # Sizes of tensors have 64 bits, of which one is the sign.
 _MOST_ELEMENTS = 2**63 - 1
+# Many of torch's operations take no more.
+_MOST_DIMS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +114,8 @@ class Manifest:
             raise DamagedError(f"{MANIFEST_FILE} is not one that this package writes: {error!r}") from error
         if body.get("format") != _FORMAT or not is_sound:
             raise DamagedError(f"{MANIFEST_FILE} does not sum up to its own checksum: it is damaged")
+        if layout < 1:
+            raise DamagedError(f"{MANIFEST_FILE} has layout {layout}, and the first one has number 1")
         if layout > LAYOUT_VERSION:
             raise ValueError(
                 f"it has layout {layout}, written by lightning_megatron {package}; this version reads layouts up to "
@@ -261,7 +265,7 @@ def _unpacked(body: Mapping[str, Any]) -> Manifest:
             Chunk(Box(tuple(map(int, offsets)), tuple(map(int, sizes))), location(*where))
             for offsets, sizes, *where in tensor["chunks"]
         )
-        if max(map(int, tensor["shape"]), default=0) > _MOST_ELEMENTS:
+        if max(map(int, tensor["shape"]), default=0) > _MOST_ELEMENTS or len(tensor["shape"]) > _MOST_DIMS:
             raise ValueError(f"no tensor has the shape {tensor['shape']}")
         entries[name] = TensorEntry(tuple(map(int, tensor["shape"])), dtype, chunks)
     return Manifest(

@@ -2,7 +2,7 @@
 
 import argparse
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -83,6 +83,7 @@ def run_of_recipe(path: Path, data: dict[str, Any], options: argparse.Namespace)
         recipe = FINETUNING.get(kind, FINETUNING["gpt"])
     config = read_recipe(data | {"model": _known_options(data, section, recipe, options)}, recipe)
     model = _model_of_recipe(model, kind, config.model, errors)
+    _check_settings(recipe, config.model, errors)
     if model is not None and (absurd := model_limit_faults(model)):
         raise ValueError("\n".join(absurd))
     arguments = _strategy_arguments(config.trainer.strategy, errors)
@@ -216,6 +217,18 @@ def _model_of_recipe(known: Model | None, kind: str, module: Namespace, errors: 
         return model
     moe = made_settings(MoEConfig, module.upcycle, "model.upcycle", errors) if module.get("upcycle") else None
     return known if moe is None else upcycling(known, moe).config
+
+
+def _check_settings(recipe: Recipe, module: Namespace, errors: list[str]) -> None:
+    """Adds the errors of the module's settings that a plan does not read, such as the rates of its optimizer."""
+    for name, parameter in signature(recipe.module, eval_str=True).parameters.items():
+        given = module.get(name)
+        if name == "config" or given is None or not is_dataclass(parameter.annotation):
+            continue
+        if isinstance(given, (Namespace, Mapping)):
+            made_settings(parameter.annotation, given, f"model.{name}", errors)
+        else:
+            errors.append(f"model.{name} ({given!r}) must be a table of options")
 
 
 def _strategy_arguments(strategy: Any, errors: list[str]) -> Namespace | None:

@@ -154,6 +154,8 @@ def test_a_newer_layout_is_refused_by_name(checkpoint: Path) -> None:
         {"tensors": {"w": {"shape": [1], "dtype": "float32", "chunks": [[[0], [1], 99, 0, 1, 1]]}}},
         {"whole": {"meta": [0, -5, 1, 1]}},
         {"whole": []},
+        {"layout": -1},
+        {"tensors": {"w": {"shape": [1] * 200, "dtype": "float32", "chunks": []}}},
     ],
 )
 def test_a_crafted_manifest_is_refused(checkpoint: Path, changes: dict[str, object]) -> None:

@@ -518,6 +518,8 @@ _FIT = {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args"
             {"model.optimizer": {"lrr": 3}},
             ("optimizer.lrr' is not accepted; the nearest is --model.optimizer.lr",),
         ),
+        ({"model.optimizer": 5}, ("model.optimizer (5) must be a table of options",)),
+        ({"model.optimizer": {"lr": float("nan")}}, ("model.optimizer: lr (nan) must be at least 0, and finite",)),
         ({"model.optimizer": {"lr": "x"}}, ("--model.optimizer.lr: Expected a <class 'float'>. Got value: x",)),
         ({"model.path": "here"}, ("Option 'model.path' is not accepted",)),
         ({"data.blend": [{"weight": "a"}]}, ("--data.blend: ", '"weight": must be a number or null')),
