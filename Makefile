@@ -47,7 +47,7 @@ certificate: $(VENV)/.ready
 
 # Trains every causal model of transformers as a tiny twin, unchanged, and writes the page.
 models-table: $(VENV)/.ready
-	$(BIN)/python -m tests.models_table --write docs/models_table.md
+	$(BIN)/python -m tests.any_module.models_table --write docs/models_table.md
 
 # Plants faults in a copy of the tree, one by one; fails where the tests of every run do not notice one.
 mutants: $(VENV)/.ready

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from lightning_megatron.any_module.cut_tokens import ContextAttention, CutTokens, deviation_of, hidden_of
 from lightning_megatron.any_module.loss_count import mean_count
 from lightning_megatron.any_module.skeleton import put_together, taken_apart
 from lightning_megatron.comm import rng
@@ -50,18 +51,31 @@ class CutModel(PipelineModule):
 
     _whole: nn.Module
 
-    def __init__(self, model: nn.Module, layers: Sequence[str], *, ends: Sequence[int] = (), mesh: Mesh) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Sequence[str],
+        *,
+        ends: Sequence[int] = (),
+        mesh: Mesh,
+        attention: ContextAttention | None = None,
+    ) -> None:
         parts = [Part(name=name, build=partial(model.get_submodule, name)) for name in layers]
         super().__init__(parts, mesh=mesh)
         # The children and weights are the model's: this is another view of them.
         self._modules, self._parameters, self._buffers = model._modules, model._parameters, model._buffers
-        self.__dict__["_whole"] = model
+        self._whole = model
         self._ends = tuple(ends)
         self._stage = -1
         self._received: dict[int, Any] = {}
         self._payload: dict[str, Tensor] = {}
         self._called: set[int] = set()
         self._is_checked = self._is_recorded = False
+        self.tokens = CutTokens(mesh.cp, mesh.sp, attention)
+        self.cuts_sequences = mesh.cp.size > 1
+        self._probed: set[int] = set()
+        # Hidden states that own layers return while they are looked at, by index.
+        self._outputs: dict[int, Tensor] | None = None
         self._num_calls: Counter[int] = Counter()
         # A cache of keys and values would have those of this stage's layers alone.
         takes_cache = "use_cache" in inspect.signature(model.forward).parameters
@@ -72,12 +86,18 @@ class CutModel(PipelineModule):
         modules = [model.get_submodule(name) for name in layers]
         own = {self.part_names[index] for stage in self.mesh.own_stages for index in self.stages[stage]}
         for index, module in enumerate(modules):
-            if layers[index] not in own:
+            if layers[index] in own:
+                self.tokens.watch(module)
+            else:
                 _drop_weights(module)
             module.__dict__[_LAYER] = (self, index)
             _call_through(module, _LAYER)
         model.__dict__[_CUT] = self
         _call_through(model, _CUT)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Children and weights are the model's, whatever they are called; what is set here is of the cut alone.
+        object.__setattr__(self, name, value)
 
     def get_submodule(self, target: str) -> nn.Module:
         # By the model itself: names of children may be those of attributes here.
@@ -93,8 +113,11 @@ class CutModel(PipelineModule):
     def run_stage(self, stage: int, hidden: Any, context: Any) -> Any:
         """The model's output on the last stage; on another, the tensors that the next one gets, by name."""
         args, kwargs = context
-        self._stage, self._called = stage, set()
         self._received = {} if hidden is None else _unpacked(hidden)
+        if self.tokens.size > 1 and stage not in self._probed:
+            self._probed.add(stage)
+            self._require_cut_alike(stage, args, kwargs)
+        self._stage, self._called = stage, set()
         self._payload = {}
         self._num_calls[stage] += 1
         self._is_recorded = torch.is_grad_enabled()
@@ -123,6 +146,54 @@ class CutModel(PipelineModule):
                 "that are cut must each run once a call"
             )
         return output
+
+    def _note(self, index: int, output: Any, *, is_end: bool) -> None:
+        hidden = hidden_of(output)
+        if hidden is not None:
+            assert self._outputs is not None
+            self._outputs[index] = hidden
+        if is_end:
+            raise _StageEnd
+
+    @torch.no_grad()
+    def _require_cut_alike(self, stage: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Runs own layers on a few tokens, cut and whole. Raises RuntimeError for one whose numbers differ."""
+        received, tokens = self._received, self.tokens
+        args, kwargs = tokens.shortened((args, kwargs), are_all=True)
+        short = {index: tokens.shortened(value, are_all=index in self._ends) for index, value in received.items()}
+        modes = {module: module.training for module in self._whole.modules()}
+        self._is_checked = self._is_recorded = False
+        self._whole.eval()
+        try:
+            cut = self._hidden_states(stage, args, kwargs, short)
+            whole = {index: one if index in self._ends else tokens.of_all_ranks(one) for index, one in short.items()}
+            with tokens.off():
+                wanted = self._hidden_states(stage, args, kwargs, whole)
+        finally:
+            self._received = received
+            for module, mode in modes.items():
+                module.training = mode
+        for index, hidden in wanted.items():
+            own = cut[index] if cut[index].shape == hidden.shape else tokens.of_all_ranks(cut[index])
+            if deviation := deviation_of(own, hidden):
+                raise RuntimeError(
+                    f"{self.part_names[index]} ({type(self.get_submodule(self.part_names[index])).__name__}) computes "
+                    f"other hidden states from the tokens of a rank (off by {deviation:.0e} of the largest): it mixes "
+                    f"tokens elsewhere than in an attention that can be cut; use {tokens.without}"
+                )
+
+    def _hidden_states(
+        self, stage: int, args: tuple[Any, ...], kwargs: dict[str, Any], received: dict[int, Any]
+    ) -> dict[int, Tensor]:
+        """What own layers return, by index."""
+        self._stage, self._called, self._received, self._outputs = stage, set(), dict(received), {}
+        try:
+            _plain_call(self._whole, _CUT, args, self._options | kwargs)
+        except _StageEnd:
+            return self._outputs
+        finally:
+            self._stage, self._outputs = -1, None
+        raise RuntimeError(f"the forward of {type(self._whole).__name__} ended without calling its layers")
 
     def _refuse_what_stages_share(self, kwargs: dict[str, Any]) -> None:
         """Raises RuntimeError for options of transformers by which a call collects something of every layer."""
@@ -168,8 +239,14 @@ class CutModel(PipelineModule):
             )
         if index == own.start and self._stage and self._whole.training:
             _draw_for_layer(index)
+        is_start = index == 0 or index - 1 in self._ends
+        args, kwargs = self.tokens.enter(args, kwargs, is_whole=is_start)
         part = StagePart(module=layer, is_layer=True, run=lambda given: _plain_call(layer, _LAYER, *given))
         output = self.runner([part], (args, kwargs))
+        if index in self._ends or index == len(self.part_names) - 1:
+            output = self.tokens.leave(output, hidden_of(output))
+        if self._outputs is not None:
+            self._note(index, output, is_end=index == own.stop - 1)
         if index == own.stop - 1 and self._stage < self.mesh.sizes.num_stages - 1:
             self._payload = self._packed(index, output)
             raise _StageEnd

@@ -87,7 +87,9 @@ def cut_linears(network: nn.Module, styles: Mapping[str, str], tp: Axis) -> None
         parent, _, last = name.rpartition(".")
         owner = network.get_submodule(parent)
         if style == "replicated_with_grad_allreduce":
-            _sum_gradients(module, tp)
+            for child in module.modules():
+                for key, weight in list(child.named_parameters(recurse=False)):
+                    sum_gradients(child, key, weight, tp)
             continue
         assert isinstance(module, nn.Linear)
         if style == "mla_kv_a_proj":
@@ -118,12 +120,11 @@ def _rotary_size(attention: nn.Module) -> int:
     return size if isinstance(size, int) else 0
 
 
-def _sum_gradients(module: nn.Module, tp: Axis) -> None:
-    for child in module.modules():
-        for name, weight in child.named_parameters(recurse=False):
-            held = ShardedParameter(weight.detach(), requires_grad=weight.requires_grad)
-            held.shard = Shard(global_shape=tuple(weight.shape), replicas=(tp,), partial=tp)
-            setattr(child, name, held)
+def sum_gradients(module: nn.Module, name: str, weight: nn.Parameter, tp: Axis) -> None:
+    """Makes the gradient of a weight that every rank of `tp` has, a parameter of that name, a term of a sum over it."""
+    held = ShardedParameter(weight.detach(), requires_grad=weight.requires_grad)
+    held.shard = Shard(global_shape=tuple(weight.shape), replicas=(tp,), partial=tp)
+    setattr(module, name, held)
 
 
 class LatentLinear(nn.Linear):

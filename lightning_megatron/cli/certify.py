@@ -11,6 +11,7 @@ from typing import Any
 
 from lightning_megatron.cli.commands import add_command
 from lightning_megatron.cli.usage import UsageError
+from lightning_megatron.pipeline.registry import SCHEDULES
 from lightning_megatron.testing.layout_name import DEFAULT, WORDS
 from lightning_megatron.testing.proof import LIMIT_SECONDS, ROWS, STEPS, CertifyError, certified
 from lightning_megatron.testing.subject import MakeSubject
@@ -22,7 +23,8 @@ MODULE is a class or a function in a file of yours, called without arguments, as
 package.module:MyModule; or a recipe's YAML file, which has data and options of the Trainer too.
 
 A layout is a row of sizes and words: tp2, dp2pp2, pp2m4-collective, dp2-zero. m4 is 4 microbatches,
-{", ".join(f"{word} {what}" for word, what in WORDS.items())}.
+{", ".join(f"{word} {what}" for word, what in WORDS.items())};
+{", ".join(SCHEDULES)} are schedules.
 
 exit code: 0 where nothing differs, 1 where something does, 2 for a mistake
 

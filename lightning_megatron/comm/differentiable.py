@@ -8,6 +8,8 @@
     split                 own shard                  all-gather              into the sequence-parallel region
     all_gather_invariant  all-gather                 own shard               to a consumer that all ranks run alike
     all_to_all            all-to-all                 all-to-all, dims swapped    shards of tokens to shards of heads
+    split_of_mean         own shard                  all-gather / size       split, where gradients are averaged later
+    gather_of_mean        all-gather                 own shard * size        its inverse
 
 What each takes and gives (replicate, invariant, partial, shard) and why these are pairs: `docs/comm.md`, algebra of
 collectives. Source: Narayanan et al., arXiv 2104.04473, section 2.3 (copy, reduce); Korthikanti et al., arXiv
@@ -100,6 +102,27 @@ def all_to_all(x: Tensor, axis: Axis, split: int, join: int) -> Tensor:
         x,
         lambda x: collectives.all_to_all(x, axis, split, join),
         lambda grad: collectives.all_to_all(grad, axis, join, split),
+    )
+    return out
+
+
+def split_of_mean(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
+    """This rank's part of `x` along `dim`, into a region of ranks whose gradients of weights are averaged in the end;
+    weights outside of the region have all of their gradient on every rank."""
+    out: Tensor = _Conjugates.apply(
+        x,
+        lambda x: x if axis.size == 1 else collectives.shard_slice(x, axis, dim).clone(),
+        lambda grad: collectives.all_gather(grad, axis, dim) / axis.size,
+    )
+    return out
+
+
+def gather_of_mean(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
+    """Shards joined along `dim`, out of the region of `split_of_mean`: there a mean over ranks is to be a sum."""
+    out: Tensor = _Conjugates.apply(
+        x,
+        lambda x: collectives.all_gather(x, axis, dim),
+        lambda grad: collectives.shard_slice(grad, axis, dim) * axis.size,
     )
     return out
 

@@ -73,7 +73,7 @@ class PipelineModule(nn.Module):
     tensor or a dict of tensors. Raises ValueError where the parts do not fit the stages that the mesh asks for.
     """
 
-    cuts_sequences: ClassVar[bool] = False
+    cuts_sequences: bool = False
     """Whether ranks of cp each compute a part of a call; else each computes all of it."""
     spreads_documents: ClassVar[bool] = False
     """Whether any ranks may run any documents of a batch, as dynamic context parallelism has them."""

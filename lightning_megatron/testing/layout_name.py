@@ -1,15 +1,17 @@
 """Layouts by short names, such as `dp2tp2` or `pp2-collective`, and the strategy of each.
 
-A name is a row of sizes (`tp2`, `pp2`, `vp2`, `cp2`, `ep2`, `etp2`, `dp2`, `m4` for microbatches) and words, in any
-order; `-`, `+` and `.` between them are for the eye.
+A name is a row of sizes (`tp2`, `pp2`, `vp2`, `cp2`, `ep2`, `etp2`, `dp2`, `m4` for microbatches), of words and of the
+name of a schedule (`zb_v`), in any order; `-`, `+` and `.` between them are for the eye.
 """
 
 import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal, cast
 
 from lightning_megatron.optim.config import OptimizerConfig
+from lightning_megatron.pipeline.registry import SCHEDULES, ScheduleName
 from lightning_megatron.trainer.config import PipelineConfig
 from lightning_megatron.trainer.strategy import MegatronStrategy
 
@@ -29,7 +31,7 @@ OF_EXPERTS = ("ep2", "ep2-zero", "tp2-sp-ep2")
 """Further ones for a module that has experts."""
 
 _SIZES = ("etp", "tp", "pp", "vp", "cp", "ep", "dp", "m")
-_PART = re.compile(rf"({'|'.join(_SIZES)})(\d+)|({'|'.join(WORDS)})|[-+.,_ ]")
+_PART = re.compile(rf"({'|'.join(_SIZES)})(\d+)|({'|'.join(WORDS)})|({'|'.join(SCHEDULES)})|[-+.,_ ]")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +50,7 @@ class Layout:
     has_sequence_parallel: bool = False
     is_distributed: bool = False
     is_collective: bool = False
+    schedule: ScheduleName | Literal["auto"] = "auto"
 
     @property
     def world(self) -> int:
@@ -75,7 +78,7 @@ class Layout:
             expert_tensor_parallel_size=self.etp,
             sequence_parallel=self.has_sequence_parallel,
             num_microbatches=self.microbatches,
-            pipeline=PipelineConfig(mode="collective" if self.is_collective else "auto"),
+            pipeline=PipelineConfig(mode="collective" if self.is_collective else "auto", schedule=self.schedule),
             optimizer=OptimizerConfig(kind="distributed" if self.is_distributed else "replicated"),
             timeout_seconds=timeout_seconds,
         )
@@ -88,16 +91,19 @@ def layout_of(name: str) -> Layout:
     need.
     """
     sizes, words, end = dict.fromkeys(_SIZES, 0), set(), 0
+    schedule: ScheduleName | Literal["auto"] = "auto"
     while end < len(name) and (part := _PART.match(name, end)):
         end = part.end()
         if part[1]:
             sizes[part[1]] = int(part[2])
         elif part[3]:
             words.add(part[3])
+        elif part[4]:
+            schedule = cast(ScheduleName, part[4])
     if end < len(name) or not (words or any(sizes.values())):
         raise ValueError(
             f"layout {name!r} must be made of sizes ({', '.join(f'{size}2' for size in _SIZES)}) and of "
-            f"{', '.join(WORDS)}, as in tp2, dp2pp2 or pp2m4-collective"
+            f"{', '.join((*WORDS, *SCHEDULES))}, as in tp2, dp2pp2 or pp2m4-collective"
         )
     tp, cp, experts = sizes["tp"] or 1, sizes["cp"] or 1, (sizes["ep"] or 1) * (sizes["etp"] or 1)
     dp = sizes["dp"] or experts // math.gcd(experts, tp * cp)
@@ -115,6 +121,7 @@ def layout_of(name: str) -> Layout:
         has_sequence_parallel="sp" in words,
         is_distributed="zero" in words,
         is_collective="collective" in words,
+        schedule=schedule,
     )
     if layout.world > MOST_RANKS:
         raise ValueError(

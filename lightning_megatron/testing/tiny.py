@@ -4,6 +4,7 @@ A model that is built in `configure_model` from a configuration among the module
 small then: that of this package's models, or of Hugging Face's.
 """
 
+import re
 from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -134,32 +135,74 @@ def _moe_twin(moe: MoEConfig, layers: int) -> MoEConfig:
     )
 
 
-_PRETRAINED: dict[str, int] = {
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", "num_decoder_layers"), LAYERS),
-    **dict.fromkeys(("hidden_size", "n_embd", "d_model"), HIDDEN),
-    **dict.fromkeys(("intermediate_size", "n_inner", "d_ff", "moe_intermediate_size"), FFN),
-    **dict.fromkeys(("num_attention_heads", "n_head", "num_heads"), HEADS),
-    **dict.fromkeys(("head_dim", "d_kv"), HEAD_DIM),
-    **dict.fromkeys(("num_local_experts", "num_experts"), EXPERTS),
-    **dict.fromkeys(("max_position_embeddings", "n_positions"), SEQUENCE),
-    "num_experts_per_tok": 2,
-    "vocab_size": VOCABULARY,
-}
+# Largest values of fields by what their names end in; the first pattern counts.
+_PRETRAINED = tuple(
+    (re.compile(pattern), most)
+    for pattern, most in {
+        r".*(layers|n_layer|num_blocks|depth|num_layers_per_stack)": LAYERS,
+        r"(?!num_).*vocab(_size)?(_per_layer_input)?": VOCABULARY,
+        r".*(max_position_embeddings|n_positions|n_ctx|context_length|max_seq_len)": SEQUENCE,
+        r"max_(source|target)_positions": SEQUENCE,
+        r".*(sliding_window|window_size|chunk_size|block_size|chunk_length|window_len)": SEQUENCE // 4,
+        r".*(experts|experts_num|expert_num|num_expert)": EXPERTS,
+        r".*(experts_per_tok(en)?|moe_topk|moe_top_k|topk_experts|top_k_experts|moe_k|index_topk)": 2,
+        r".*(num|n|attention|mamba_n)_heads?(_per_layer)?|.*num_key_value_heads|.*num_kv_heads": HEADS,
+        r".*(head_dim|head_size|d_head|dim_head|d_kv|headdim|rotary_dim|kv_channels)": HEAD_DIM,
+        r".*(intermediate_size|intermediate_size_mlp|ffn_dim|ffn_hidden_size|feed_forward_size|mlp_dim)": FFN,
+        r"d_ff|dff|dim_ff|d_inner|n_inner": FFN,
+        r".*(hidden_size|d_model|n_embd|embedding_size|emb_dim|embedding_dim|embed_proj_dim)": HIDDEN,
+        r".*(embed_dim|lru_width)": HIDDEN,
+        r".*(hidden_size_per_layer_input|output_dim|input_dim|out_dim|in_dim)": HIDDEN,
+        r".*(rank|d_state|state_size)": HEADS * HEADS,
+        # Groups of experts, and how many of them a token may choose from.
+        r"n_group|num_expert_groups?": 2,
+        r"topk_group": 1,
+    }.items()
+)
+_COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers")
+# Numbers of heads that make up so many features each, times an expansion of the hidden size.
+_EXPANDED = (
+    ("mamba_n_heads", "mamba_d_head", "mamba_expand"),
+    ("mamba_num_heads", "mamba_head_dim", "expand"),
+    ("num_heads", "head_dim", "expand"),
+)
 
 
 def _pretrained_twin(config: PretrainedConfig) -> PretrainedConfig:
-    given = config.to_dict()
-    small = {name: min(given[name], most) for name, most in _PRETRAINED.items() if isinstance(given.get(name), int)}
-    groups = given.get("num_key_value_heads")
-    if isinstance(groups, int):
-        small["num_key_value_heads"] = HEADS if groups == given.get("num_attention_heads") else max(1, HEADS // 2)
+    return type(config).from_dict(_shrunk(config.to_dict()))
+
+
+def _shrunk(given: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a configuration, and of those inside it, for few layers and small sizes."""
+    num_layers = next((given[name] for name in _COUNTS if isinstance(given.get(name), int)), 0)
+    small: dict[str, Any] = {}
     for name, value in given.items():
-        # Tokens with a meaning of their own are among the few that are left.
-        if name.endswith("_token_id") and isinstance(value, int) and value >= VOCABULARY:
+        if isinstance(value, dict):
+            # What layers have of their own is listed by their number.
+            own = {key: one for key, one in value.items() if not str(key).isdecimal() or int(key) < LAYERS}
+            small[name] = _shrunk(own)
+        elif isinstance(value, list) and num_layers > LAYERS and len(value) == num_layers:
+            small[name] = [_smaller(name, one) for one in value[:LAYERS]]
+        elif str(name).endswith("_token_id") and isinstance(value, int) and value >= VOCABULARY:
+            # Tokens with a meaning of their own are among the few that are left.
             small[name] = value % VOCABULARY
-    if isinstance(given.get("layer_types"), list):
-        given["layer_types"] = given["layer_types"][:LAYERS]
-    return type(config).from_dict({**given, **small})
+        else:
+            small[name] = _smaller(name, value)
+    for groups, heads in (("num_key_value_heads", "num_attention_heads"), ("num_kv_heads", "num_attention_heads")):
+        if isinstance(given.get(groups), int) and isinstance(given.get(heads), int):
+            small[groups] = HEADS if given[groups] == given[heads] else max(1, HEADS // 2)
+    for heads, size, expand in _EXPANDED:
+        if all(isinstance(given.get(name), int) for name in (heads, size, expand)):
+            small[heads] = given[expand] * HIDDEN // small[size]
+    if isinstance(given.get("qk_head_dim"), int):
+        small["qk_head_dim"] = small["qk_nope_head_dim"] + small["qk_rope_head_dim"]
+    return small
+
+
+def _smaller(name: str, value: Any) -> Any:
+    if not isinstance(value, int) or isinstance(value, bool):
+        return value
+    return next((min(value, most) for pattern, most in _PRETRAINED if pattern.fullmatch(str(name))), value)
 
 
 def clipped(batch: Any) -> Any:

@@ -64,7 +64,7 @@ class GPT(nn.Module):
         return x
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        x = self.run_blocks(self.tokens(tokens) + self.places)
+        x = self.run_blocks(self.tokens(tokens) + self.places[: tokens.shape[1]])
         logits = self.head(self.norm(x))
         if targets is None:
             return logits, None
@@ -113,6 +113,21 @@ class NotedGPT(GPT):
 
     def run_blocks(self, x: Tensor) -> Tensor:
         return super().run_blocks(x)["hidden"]  # type: ignore[call-overload,no-any-return]
+
+
+class SmoothedBlock(Block):
+    """Adds a part of the token before to each token, outside of its attention."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + 0.1 * F.pad(x, (0, 0, 1, -1)))
+
+
+class SmoothedGPT(GPT):
+    """Its blocks mix tokens by themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([SmoothedBlock() for _ in range(4)])
 
 
 class Conditioned(nn.Module):
@@ -220,6 +235,12 @@ class TrainsOverTensor(Trains):
                 "net.blocks.*.down": "rowwise",
             }
         )
+
+
+class TrainsSmoothed(TrainsOverTensor):
+    """Blocks that no rank can run on its own tokens."""
+
+    network = SmoothedGPT
 
 
 class BuiltOverTensor(Built):
@@ -455,6 +476,11 @@ def loader(batch_size: int = ROWS) -> DataLoader[Any]:
     """The rows of the batches, in their order."""
     rows = [{key: values[row] for key, values in batch.items()} for batch in batches() for row in range(ROWS)]
     return DataLoader(rows, batch_size=batch_size)  # type: ignore[arg-type]
+
+
+def odd_batches() -> list[dict[str, Tensor]]:
+    """The batches with 11 tokens in a row."""
+    return [{name: one[:, :11] if one.dim() == 2 else one for name, one in batch.items()} for batch in batches()]
 
 
 def batches() -> list[dict[str, Tensor]]:

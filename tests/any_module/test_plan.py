@@ -70,9 +70,9 @@ def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
         (networks.Built, Layout(world=2, tp=2), None, r'styles=\{"net.blocks.\*.attention.query": "colwise"'),
         (
             networks.BuiltOverTensor,
-            Layout(world=2, tp=2, sp=True),
+            Layout(world=2, cp=2),
             None,
-            "sequence_parallel cuts no tokens of Built",
+            r"context_parallel_size \(2\) cuts nothing of Built",
         ),
         # The strategy's plan comes before the module's.
         (

@@ -181,3 +181,24 @@ def test_a_sharded_network_has_the_gradients_of_the_unsharded_one() -> None:
 
     for is_cut in (False, True):
         on_axis(2, lambda axis, is_cut=is_cut: on_rank(axis, is_cut))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_region_of_own_shards_has_the_gradients_of_one_device_on_the_average(size: int) -> None:
+    full, weight = random(*SHAPE), random(SHAPE[1])
+
+    def loss_of(x: Tensor, inner: Tensor, axis: Axis) -> Tensor:
+        own = differentiable.split_of_mean(x, axis, 0)
+        return differentiable.gather_of_mean((own * inner).sin(), axis, 0).pow(2).sum()
+
+    def gradients(axis: Axis) -> list[Tensor]:
+        leaves = [full.clone().requires_grad_(), weight.clone().requires_grad_()]
+        return list(torch.autograd.grad(loss_of(*leaves, axis), leaves))
+
+    [wanted] = on_axis(1, gradients)
+    found = on_axis(size, gradients)
+    # Outside of the region every rank has all of it, and inside only the average has.
+    assert_close(found[0][0], wanted[0], rtol=0, atol=TOLERANCE)
+    assert_close(sum(one[1] for one in found) / size, wanted[1], rtol=0, atol=TOLERANCE)
+    if size > 1:
+        assert (found[0][1] - wanted[1]).abs().max() > 0.01

@@ -3,12 +3,13 @@
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from lightning_megatron.any_module.cut_experts import expert_faults
 from lightning_megatron.any_module.plan import ModelPlan
 from lightning_megatron.mesh import Mesh, Sizes
 from lightning_megatron.sharding import sharded_parameters
 from lightning_megatron.trainer.setup.model_checks import mesh_faults, spreading_faults, unused_axis_faults
 from lightning_megatron.trainer.setup.pipelined_models import (
-    is_cut_by_styles,
+    cut_axes,
     pipeline_faults,
     pipelined_modules,
     plan_of,
@@ -28,9 +29,9 @@ def early_model_faults(
     if is_late or sizes.faults() or not any(True for _ in module.parameters()):
         return []
     plan = plan_of(module, plan)
-    found = plan.faults(module) + mesh_faults(module, Mesh.imagine(0, sizes))
+    found = plan.faults(module) + expert_faults(module, sizes) + mesh_faults(module, Mesh.imagine(0, sizes))
     # One that was built for other ranks than its run has is told so already.
     if not pipelined_modules(module) and not any(True for _ in sharded_parameters(module)):
-        found += unused_axis_faults(module, sizes, {"tp"} if is_cut_by_styles(module, plan, sizes.tp) else {"sp"})
+        found += unused_axis_faults(module, sizes, cut_axes(module, plan, sizes))
     found += pipeline_faults(module, sizes.pp, uses_schedule=uses_schedule, plan=plan)
     return found + (spreading_faults(module) if spreads_documents else [])

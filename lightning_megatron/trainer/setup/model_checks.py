@@ -90,7 +90,8 @@ def _cut_axes(module: nn.Module) -> set[str]:
         cut.add("cp")
     if any(isinstance(child, Experts) for child in module.modules()):
         cut.add("ep")
-    if not any(isinstance(child, ColwiseLinear) for child in module.modules()):
+    is_plain = any(isinstance(child, ColwiseLinear) for child in module.modules())
+    if not is_plain or any(isinstance(model, CutModel) for model in pipelined_modules(module).values()):
         cut.add("sp")
     return cut
 
@@ -107,18 +108,20 @@ def unused_axis_faults(module: nn.Module, sizes: Sizes, cut: set[str]) -> list[s
         )
     if sizes.sequence_parallel and sizes.tp > 1 and "sp" not in cut:
         faults.append(
-            f"sequence_parallel cuts no tokens of {name}, whose linears are cut by their styles alone; leave it out"
+            f"sequence_parallel cuts no tokens of {name}, which has not exactly one network with a list of layers; "
+            'leave it out, or name the list with plan=ModelPlan(layers=("net.layers",))'
         )
     if sizes.cp > 1 and "cp" not in cut:
         faults.append(
             f"context_parallel_size ({sizes.cp}) cuts nothing of {name}, which holds no model of cut sequences: every "
-            "rank of cp would compute the whole batch. Use GPTModel, or context_parallel_size=1 and with it a larger "
-            "data-parallel size"
+            "rank of cp would compute the whole batch. Use GPTModel, a model of transformers whose layers look up "
+            "their attention by name, or context_parallel_size=1 and with it a larger data-parallel size"
         )
     if sizes.ep * sizes.etp > 1 and "ep" not in cut:
         faults.append(
             f"expert_model_parallel_size ({sizes.ep}) and expert_tensor_parallel_size ({sizes.etp}) cut nothing of "
-            f"{name}, which holds no experts. Use GPTConfig(moe=MoEConfig(...)), or leave them out"
+            f"{name}, which holds no experts. Use GPTConfig(moe=MoEConfig(...)), a model of transformers with experts, "
+            "or leave them out"
         )
     return faults
 

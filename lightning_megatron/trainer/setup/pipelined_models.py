@@ -1,15 +1,18 @@
 """The pipelined models within a user's module: their parameters by stage, and making one of an `nn.Sequential`."""
 
+import sys
 from collections.abc import Callable, Iterable
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from torch import nn
 
+from lightning_megatron.any_module.cut_experts import cut_experts, expert_faults, expert_modules
 from lightning_megatron.any_module.cut_model import CutModel, cut_of
 from lightning_megatron.any_module.plan import ModelPlan
 from lightning_megatron.any_module.tensor_styles import cut_by, cut_linears
-from lightning_megatron.mesh import Mesh
+from lightning_megatron.mesh import Mesh, Sizes
+from lightning_megatron.moe.experts import ExpertAxes
 from lightning_megatron.pipeline.module import PipelineModule
 from lightning_megatron.sharding import sharded_parameters
 from lightning_megatron.trainer.config import ConfigurationError
@@ -65,7 +68,8 @@ def plan_of(module: nn.Module, plan: ModelPlan | None) -> ModelPlan:
 
 def cut_plain_networks(module: pl.LightningModule, mesh: Mesh, given: ModelPlan | None = None) -> bool:
     """Cuts the networks of a module that know nothing of parallelism: linears over tp by the styles of their plan,
-    and the one network with enough layers, or the one `nn.Sequential`, over stages.
+    experts over ep, and the layers of the one network that has enough, or the one `nn.Sequential`, over stages; the
+    tokens of these layers over cp and sp.
 
     Nothing is cut twice, and no module that holds a pipelined model. Returns whether stages were cut.
     """
@@ -74,13 +78,15 @@ def cut_plain_networks(module: pl.LightningModule, mesh: Mesh, given: ModelPlan 
     if pipelined_modules(module) or plan.faults(module):
         return False
     networks = dict(module.named_children())
-    if mesh.tp.size > 1:
-        for name, network in networks.items():
-            if not any(True for _ in sharded_parameters(network)):
+    for name, network in networks.items():
+        if not any(True for _ in sharded_parameters(network)):
+            if mesh.tp.size > 1:
                 cut_linears(network, plan.styles_in(name, network), mesh.tp)
-    if mesh.pp.size == 1:
+            if mesh.sizes.ep > 1:
+                cut_experts(network, ExpertAxes.of(mesh))
+    if mesh.pp.size * mesh.cp.size * mesh.sp.size == 1:
         return False
-    chains = _chains(module, mesh.pp.size)
+    chains = _chains(module, mesh.pp.size) if mesh.pp.size > 1 else {}
     layered = _layered(module, mesh.sizes.num_stages, plan)
     if len(chains) == 1 and not plan.layers:
         [(name, chain)] = chains.items()
@@ -90,16 +96,44 @@ def cut_plain_networks(module: pl.LightningModule, mesh: Mesh, given: ModelPlan 
         return True
     if len(layered) == 1:
         [name] = layered
-        layers, ends = plan.layers_in(name, networks[name])
-        CutModel(networks[name], layers, ends=ends, mesh=mesh)
+        network = networks[name]
+        layers, ends = plan.layers_in(name, network)
+        attention = None
+        if mesh.cp.size > 1:
+            if not attends_by_name(network, layers):
+                return False
+            from lightning_megatron.hf.context_attention import take_over
+
+            attention = take_over(network, layers, mesh.cp)
+        CutModel(network, layers, ends=ends, mesh=mesh, attention=attention)
         return True
     return False
 
 
-def is_cut_by_styles(module: nn.Module, plan: ModelPlan, size: int) -> bool:
-    """Whether so many ranks of tp would cut a linear of the module by the styles of a plan, or of its networks."""
-    named = module.named_children()
-    return any(True for name, child in named for _ in cut_by(child, plan.styles_in(name, child), size))
+def attends_by_name(network: nn.Module, layers: Iterable[str]) -> bool:
+    """Whether the layers of a network have an attention that can be cut over cp."""
+    # Importing transformers takes seconds, and whoever has a model of it has done so.
+    if "transformers" not in sys.modules:
+        return False
+    from lightning_megatron.hf.context_attention import can_take_over
+
+    return can_take_over(network, layers)
+
+
+def cut_axes(module: pl.LightningModule, plan: ModelPlan, sizes: Sizes) -> set[str]:
+    """Names of the axes over which `cut_plain_networks` would cut networks of the module."""
+    networks = dict(module.named_children())
+    found = {"tp"} if any(cut_by(one, plan.styles_in(name, one), sizes.tp) for name, one in networks.items()) else set()
+    layered = _layered(module, sizes.num_stages, plan)
+    if not found:
+        # That nothing is cut over tp is told once.
+        found = {"sp"}
+    if any(True for _ in expert_modules(module)):
+        found |= {"ep"}
+    if len(layered) == 1:
+        layers, _ = plan.layers_in(layered[0], networks[layered[0]])
+        found |= {"sp"} | ({"cp"} if attends_by_name(networks[layered[0]], layers) else set())
+    return found
 
 
 def _layered(module: pl.LightningModule, num_stages: int, plan: ModelPlan) -> list[str]:
@@ -145,7 +179,7 @@ def cut_late_networks(module: pl.LightningModule, mesh: Mesh, plan: ModelPlan | 
     Raises ConfigurationError for a plan that does not fit the module, and where a callback has copied the module uncut
     by then: the copy would average other weights.
     """
-    if faults := plan_of(module, plan).faults(module):
+    if faults := plan_of(module, plan).faults(module) + expert_faults(module, mesh.sizes):
         raise ConfigurationError(faults)
     callbacks = module.trainer.callbacks  # type: ignore[attr-defined]
     averaging = [c for c in callbacks if isinstance(c, (WeightAveraging, StochasticWeightAveraging))]

@@ -1,6 +1,7 @@
 """Trains a tiny twin of each causal model of the installed transformers, unchanged, on layouts, beside one device.
 
-    python -m tests.models_table [--types llama qwen3 ...] [--layouts pp2 tp2 ...] [--results FILE] [--write PAGE]
+    python -m tests.any_module.models_table [--types llama qwen3 ...] [--layouts pp2 tp2 ...] [--results FILE]
+        [--write PAGE]
 
 A cell is the largest deviation from one device, relative to the largest value of each tensor, of losses, every
 gradient, the gradient norm and the weights over three steps of AdamW in float64; or why there is none. What the models
@@ -27,14 +28,29 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from lightning_megatron.testing import CertifyError, certify
 from lightning_megatron.testing.tiny import twin_of
 
-LAYOUTS = ("pp2", "pp2vp2", "tp2", "dp2pp2tp2-zero")
+LAYOUTS = ("pp2", "pp2vp2-zb_v", "tp2", "tp2-sp", "dp2pp2tp2-zero", "cp2", "ep2")
 VOCABULARY, TOKENS, ROWS = 64, 12, 8
 
 _WHAT = """\
-`python -m tests.models_table` trains a tiny twin of each causal model of the installed transformers, as it is, on
-layouts and on one device. A cell is the largest deviation, relative to the largest value of each tensor, of losses,
-every gradient, the gradient norm and the weights over three steps of AdamW in float64; or a number in brackets, for the
-reason below. What the models compute in float32 is computed in float64 on both sides."""
+`python -m tests.any_module.models_table` trains a tiny twin of each causal model of the installed transformers, as it
+is, on layouts and on one device. A cell is the largest deviation, relative to the largest value of each tensor, of
+losses, every gradient, the gradient norm and the weights over three steps of AdamW in float64; or a number in brackets,
+for the reason below. What the models compute in float32 is computed in float64 on both sides."""
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
+    "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8},
+    "hunyuan_v1_dense": {"head_dim": 8},
+    "hunyuan_v1_moe": {"head_dim": 8, "num_experts": 4, "moe_topk": 2},
+    "lfm2_moe": {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "full_attention"]},
+    "marian": {"decoder_vocab_size": VOCABULARY},
+    "ministral": {"head_dim": 8},
+    "nemotron": {"head_dim": 8, "num_key_value_heads": 2},
+    "reformer": {"is_decoder": True},
+    "xmod": {"default_language": "en_XX"},
+}
+"""Values that the defaults of a type leave out, and without which it cannot be built or called."""
 
 Row = dict[str, str]
 """Cells of a type, by layout."""
@@ -62,7 +78,7 @@ class Causal(L.LightningModule):
 
 def config_of(model_type: str) -> Any:
     """The configuration of a type, small, without dropout."""
-    config = twin_of(CONFIG_MAPPING[model_type]())
+    config = twin_of(CONFIG_MAPPING[model_type](**SETTINGS.get(model_type, {})))
     for one in (config, config.get_text_config()):
         for name in vars(one):
             if "dropout" in name or name in ("attn_pdrop", "embd_pdrop", "resid_pdrop"):

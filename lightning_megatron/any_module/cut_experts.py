@@ -1,0 +1,90 @@
+"""Experts of a network that was written for one device, spread over `ep`; the tokens travel to them and back.
+
+Modules of experts in transformers hold the weights of all experts, cut along their first dim, and are called with
+tokens, the experts that each token chose, and their probabilities. On a rank they have the weights of its own experts,
+and are called with the rows that other ranks sent, each with the one expert that it came for.
+
+T tokens, K experts of each, R rows, H hidden, L own experts.
+"""
+
+from collections.abc import Iterator
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_megatron.mesh import Axis, Sizes
+from lightning_megatron.moe.experts import ExpertAxes
+from lightning_megatron.moe.token_dispatcher import AllToAllTokenDispatcher, DispatchWork
+from lightning_megatron.sharding import Shard, ShardedParameter
+
+
+def expert_modules(network: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The modules of a network that hold experts as transformers has them, by name."""
+    for name, module in network.named_modules():
+        if hasattr(module, "_is_expert_parallel") and isinstance(getattr(module, "num_experts", None), int):
+            yield name, module
+
+
+def expert_faults(network: nn.Module, sizes: Sizes) -> list[str]:
+    """Errors of experts that ranks of these sizes cannot share, one sentence each."""
+    counts: dict[int, str] = {module.num_experts: name for name, module in expert_modules(network)}
+    if sizes.ep == 1 or not counts:
+        return []
+    faults = [
+        f"{name} has {count} experts, which must be a multiple of expert_model_parallel_size ({sizes.ep}); it may be "
+        + ", ".join(str(fit) for fit in range(1, count + 1) if count % fit == 0)
+        for count, name in counts.items()
+        if count % sizes.ep
+    ]
+    if sizes.etp != sizes.tp:
+        faults.append(
+            f"expert_tensor_parallel_size ({sizes.etp}) must be tensor_model_parallel_size ({sizes.tp}) for the "
+            f"experts of {type(network).__name__}, of which ranks of tp hold the same"
+        )
+    return faults
+
+
+def cut_experts(network: nn.Module, axes: ExpertAxes) -> None:
+    """Leaves each rank of ep its own experts, in place."""
+    for _, module in expert_modules(network):
+        _Exchange(module, axes)
+
+
+class _Exchange:
+    """What a module of experts does before its forward and after it."""
+
+    def __init__(self, module: Any, axes: ExpertAxes) -> None:
+        # Ranks of etp hold the same experts, and each brings the same tokens.
+        self._dispatcher = AllToAllTokenDispatcher(
+            module.num_experts, ep=axes.ep, etp=Axis.alone(axes.ep.ranks[axes.ep.rank], "etp")
+        )
+        self._work: list[DispatchWork] = []
+        for name, weight in list(module.named_parameters(recurse=False)):
+            if weight.shape[:1] == (module.num_experts,):
+                setattr(module, name, _own_experts(weight, axes))
+        module.num_experts //= axes.ep.size
+        module.register_forward_pre_hook(self._dispatch, with_kwargs=True)
+        module.register_forward_hook(self._combine)
+
+    def _dispatch(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        hidden_TH, expert_ids_TK, probs_TK = signature(module.forward).bind(*args, **kwargs).args
+        work = self._dispatcher.dispatch(hidden_TH, expert_ids_TK, probs_TK)
+        self._work.append(work)
+        rows_RH, probs_R, groups = work.wait()
+        own_L = torch.arange(len(groups.sizes), device=rows_RH.device)
+        ids_R = own_L.repeat_interleave(groups.sizes_L, output_size=groups.num_rows)
+        return (rows_RH, ids_R[:, None], probs_R[:, None]), {}
+
+    def _combine(self, module: nn.Module, args: Any, output_RH: Tensor) -> Tensor:
+        return self._work.pop().combine(output_RH)
+
+
+@torch.no_grad()
+def _own_experts(weight: nn.Parameter, axes: ExpertAxes) -> nn.Parameter:
+    num_own = weight.shape[0] // axes.ep.size
+    part = weight.detach().narrow(0, axes.ep.rank * num_own, num_own).clone()
+    held = ShardedParameter(part, requires_grad=weight.requires_grad)
+    held.shard = Shard(global_shape=tuple(weight.shape), leading=axes.ep, data=axes.edp, replicas=(axes.etp,))
+    return held

@@ -1,0 +1,215 @@
+"""The tokens of a network's layers, cut over `cp` and, under sequence parallelism, over `tp`.
+
+The network's own forward sees all tokens: its embeddings, masks and rotary tables are those of one device. Where its
+list of layers begins, hidden states [B, T, H] become those of a rank's own tokens, [B, T/(cp*sp), H], a contiguous part
+of the sequence; behind the last layer they are gathered.
+
+    axis   between layers   inside of a layer
+    cp     own tokens       own tokens, and own rows of tables and masks; attention alone sees keys of all
+    sp     own tokens       norms on own tokens; attention and the feed-forward network on all, cut by their features
+
+Which modules mix tokens cannot be read off them. So before the first step each stage runs its layers on a few tokens,
+whole and cut, and refuses those whose numbers differ.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from lightning_megatron.any_module.tensor_styles import sum_gradients
+from lightning_megatron.comm import collectives, differentiable
+from lightning_megatron.mesh import Axis
+from lightning_megatron.tensor.linear import ParallelLinear
+
+_PROBED_TOKENS = 16
+"""Tokens of each rank on which layers are looked at before the first step."""
+
+# Largest relative deviation of hidden states that sums in another order explain.
+_TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
+
+
+class ContextAttention(Protocol):
+    """Attention of a network's layers from own tokens to the keys of all ranks of cp."""
+
+    is_off: bool
+    """Whether it sees whole sequences for now."""
+
+
+class CutTokens:
+    """The tokens of the layers of one network, over the axes of its mesh; `attention` is there where cp cuts."""
+
+    def __init__(self, cp: Axis, sp: Axis, attention: ContextAttention | None) -> None:
+        self.cp, self.sp = cp, sp
+        self.size = cp.size * sp.size
+        self._attention = attention
+        self._is_off = False
+        # Shape of the hidden states that the running layer was given.
+        self._local: torch.Size | None = None
+
+    def watch(self, layer: nn.Module) -> None:
+        """Makes a layer run its attention and feed-forward network on the tokens of all ranks of sp."""
+        if self.sp.size == 1:
+            return
+        layer.register_forward_pre_hook(self._note_shape, with_kwargs=True)
+        for name, weight in list(layer.named_parameters(recurse=False)):
+            sum_gradients(layer, name, weight, self.sp)
+        for child in layer.children():
+            # What has no children, and is no linear, does the same to each token: norms, activations, dropout.
+            if any(True for _ in child.children()) or isinstance(child, (nn.Linear, ParallelLinear)):
+                child.register_forward_pre_hook(self._gather_inputs, with_kwargs=True)
+                child.register_forward_hook(self._split_outputs)
+            else:
+                for name, weight in list(child.named_parameters(recurse=False)):
+                    sum_gradients(child, name, weight, self.sp)
+
+    def enter(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_whole: bool
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments of a layer for own tokens; its hidden states may be those of all tokens (`is_whole`) or own ones.
+
+        Raises RuntimeError where the ranks do not divide the tokens.
+        """
+        if self._is_off or self.size == 1:
+            return args, kwargs
+        hidden = _hidden(args, kwargs)
+        if hidden is None:
+            raise RuntimeError("a layer of the network takes no hidden states [rows, tokens, features]")
+        num_tokens = hidden.shape[1] * (1 if is_whole else self.size)
+        if num_tokens % self.size:
+            raise RuntimeError(
+                f"sequences of {num_tokens} tokens cannot be cut over {self.size} ranks (context_parallel_size "
+                f"{self.cp.size}, sequence parallel over {self.sp.size}); pad batches to a multiple of {self.size}"
+            )
+
+        def own(value: Any) -> Any:
+            if value is hidden:
+                return self._own_tokens(value) if is_whole else value
+            return self._own_rows(value, num_tokens)
+
+        cut: tuple[tuple[Any, ...], dict[str, Any]] = tree_map(own, (args, kwargs))
+        return cut
+
+    def leave(self, output: Any, hidden: Tensor | None) -> Any:
+        """Output of a layer that ends a list, for all tokens; `hidden` are its own inputs, by whose shape it goes."""
+        if self._is_off or self.size == 1 or hidden is None:
+            return output
+        return tree_map(lambda one: self._all_tokens(one) if _is_like(one, hidden.shape) else one, output)
+
+    def _own_tokens(self, hidden: Tensor) -> Tensor:
+        return differentiable.split(differentiable.split_of_mean(hidden, self.cp, 1), self.sp, 1)
+
+    def _all_tokens(self, hidden: Tensor) -> Tensor:
+        return differentiable.gather_of_mean(differentiable.all_gather_invariant(hidden, self.sp, 1), self.cp, 1)
+
+    def _own_rows(self, value: Any, num_tokens: int) -> Any:
+        """The part for own tokens of what a layer reads beside its hidden states, as far as it has a row a token."""
+        if self.cp.size == 1 or not isinstance(value, Tensor):
+            return value
+        if value.dim() >= 2 and value.shape[1] == num_tokens:
+            return differentiable.split_of_mean(value, self.cp, 1)
+        if value.dim() in (1, 2) and value.shape[0] == num_tokens:
+            return differentiable.split_of_mean(value, self.cp, 0)
+        return value
+
+    # --- sp: hooks of layers and of their parts -----------------------------------------------------------------------
+
+    def _note_shape(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # By the layer's own call, which recomputation repeats.
+        hidden = _hidden(args, kwargs)
+        self._local = None if self._is_off or hidden is None else hidden.shape
+
+    def _gather_inputs(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        shape = self._local
+        if shape is None:
+            return None
+
+        def whole(value: Any) -> Any:
+            return differentiable.all_gather_invariant(value, self.sp, 1) if _is_like(value, shape) else value
+
+        return tree_map(whole, (args, kwargs))
+
+    def _split_outputs(self, _: nn.Module, args: Any, output: Any) -> Any:
+        if self._local is None:
+            return output
+        shape = torch.Size((self._local[0], self._local[1] * self.sp.size, *self._local[2:]))
+        return tree_map(lambda one: differentiable.split(one, self.sp, 1) if _is_like(one, shape) else one, output)
+
+    # --- the look before the first step -------------------------------------------------------------------------------
+
+    @property
+    def without(self) -> str:
+        """The arguments of a strategy that cuts no tokens."""
+        given = {"context_parallel_size=1": self.cp.size > 1, "sequence_parallel=False": self.sp.size > 1}
+        return " and ".join(name for name, is_given in given.items() if is_given)
+
+    def shortened(self, value: Any, *, are_all: bool) -> Any:
+        """Arguments of a network's call (`are_all`), or what a rank received of its tokens, with few tokens."""
+        # Ids [B, T] or hidden states [B, T, H].
+        lengths = [leaf.shape[1] for leaf in _tensors(value) if leaf.dim() in (2, 3)]
+        short = _PROBED_TOKENS * (self.size if are_all else 1)
+
+        def first(leaf: Any) -> Any:
+            if isinstance(leaf, Tensor) and leaf.dim() >= 2 and leaf.shape[1] == lengths[0] > short:
+                return leaf[:, :short]
+            return leaf
+
+        return tree_map(first, value)
+
+    def of_all_ranks(self, value: Any) -> Any:
+        """What all ranks of cp and sp together have of hidden states, alone or first among others."""
+        hidden = hidden_of(value)
+        if hidden is None:
+            return value
+        shape = hidden.shape
+
+        def gathered(leaf: Any) -> Any:
+            if not _is_like(leaf, shape):
+                return leaf
+            return collectives.all_gather(collectives.all_gather(leaf, self.sp, 1), self.cp, 1)
+
+        return tree_map(gathered, value)
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Inside the block layers run on whole sequences."""
+        self._is_off = True
+        if self._attention is not None:
+            self._attention.is_off = True
+        try:
+            yield
+        finally:
+            self._is_off = False
+            if self._attention is not None:
+                self._attention.is_off = False
+
+
+def deviation_of(found: Tensor, wanted: Tensor) -> float:
+    """Deviation of hidden states, relative to the largest, where sums in another order do not explain it; else 0."""
+    scale = max(float(wanted.abs().max()), torch.finfo(wanted.dtype).tiny)
+    deviation = float((found - wanted).abs().max()) / scale
+    return deviation if not deviation <= _TOLERANCES.get(wanted.dtype, 1e-1) else 0.0
+
+
+def hidden_of(output: Any) -> Tensor | None:
+    """Hidden states that a layer returned, alone or first among others."""
+    return _hidden((output,), {})
+
+
+def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    named = kwargs.get("hidden_states")
+    found = [named] if isinstance(named, Tensor) else _tensors((args, kwargs))
+    return next((leaf for leaf in found if leaf.dim() >= 3 and leaf.is_floating_point()), None)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    tree_map(lambda leaf: found.append(leaf) if isinstance(leaf, Tensor) else None, value)
+    return found
+
+
+def _is_like(value: Any, shape: torch.Size) -> bool:
+    return isinstance(value, Tensor) and value.shape == shape and value.is_floating_point()

@@ -1,0 +1,126 @@
+"""Attention of transformers' models over ranks of `cp`: queries of own tokens, keys and values of all ranks.
+
+Models of transformers look up their masks and their attention by the name in their configuration. Here the names lead
+to the same functions, with the rows of the own tokens alone and with gathered keys and values: windows, packed
+documents, soft caps and sinks are the model's own.
+"""
+
+import sys
+import weakref
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from lightning_megatron.comm import differentiable
+from lightning_megatron.mesh import Axis
+
+_EAGER = "eager"
+# Functions that take a mask with the rows of some tokens; others are replaced by the first.
+_WITH_MASKS = ("sdpa", _EAGER)
+
+
+class ContextAttention:
+    """Masks and attention of one network's layers over the ranks of `cp`, each with a contiguous part of the tokens."""
+
+    def __init__(self, cp: Axis) -> None:
+        self.cp = cp
+        self.is_off = False
+
+    def mask(self, kind: str, *, batch_size: int, q_length: int, kv_length: int, **options: Any) -> Tensor | None:
+        """The mask [B, 1, T/cp, T] of own tokens, of a model that has all of them: `q_length` is T."""
+        make = ALL_MASK_ATTENTION_FUNCTIONS[kind]
+        if self.is_off or q_length % self.cp.size:
+            return make(batch_size=batch_size, q_length=q_length, kv_length=kv_length, **options)  # type: ignore[no-any-return]
+        own = q_length // self.cp.size
+        options["q_offset"] = options.get("q_offset", 0) + self.cp.rank * own
+        # A mask that is left out says nothing of rows that do not begin with the first token.
+        skips: dict[str, Any] = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+        mask: Tensor = make(batch_size=batch_size, q_length=own, kv_length=kv_length, **{**options, **skips})
+        return mask
+
+    def attend(
+        self,
+        kind: str,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The attention of own queries [B, A, T/cp, D] to the keys and values [B, G, T/cp, D] of all ranks."""
+        attention = _attention_of(kind, module)
+        if self.is_off:
+            return attention(module, query, key, value, attention_mask, **options)  # type: ignore[no-any-return]
+        if options.get("position_bias") is not None:
+            raise RuntimeError(
+                f"{type(module).__name__} adds a bias by position to its scores, which is made for the tokens of a "
+                "rank; use context_parallel_size=1"
+            )
+        num_keys = key.shape[2] * self.cp.size
+        if num_keys == attention_mask.shape[-1] if attention_mask is not None else key.shape[2] == query.shape[2]:
+            # One message for both.
+            both = differentiable.all_gather(torch.cat((key, value), -1), self.cp, 2)
+            key, value = both.split((key.shape[-1], value.shape[-1]), -1)
+        is_causal = options.pop("is_causal", None)
+        if attention_mask is None and (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+            attention_mask = self.mask(
+                kind,
+                batch_size=query.shape[0],
+                q_length=query.shape[2] * self.cp.size,
+                kv_length=key.shape[2],
+                mask_function=causal_mask_function,
+                dtype=query.dtype,
+                device=query.device,
+            )
+        options["is_causal"] = False
+        return attention(module, query, key, value, attention_mask, **options)  # type: ignore[no-any-return]
+
+
+def take_over(network: nn.Module, layers: Iterable[str], cp: Axis) -> ContextAttention:
+    """The attention over `cp` that the layers of a network use from now on, see `can_take_over`."""
+    attention = ContextAttention(cp)
+    for config in _configs(network, layers):
+        kind = config._attn_implementation
+        kind = kind if kind in _WITH_MASKS else _WITH_MASKS[0]
+        name = f"{kind}_over_cp_{id(attention)}"
+        AttentionInterface.register(name, partial(attention.attend, kind))
+        AttentionMaskInterface.register(name, partial(attention.mask, kind))
+        weakref.finalize(network, _forget, name)
+        config._attn_implementation_internal = name
+    return attention
+
+
+def can_take_over(network: nn.Module, layers: Iterable[str]) -> bool:
+    """Whether a network is a model of transformers whose layers look up their attention by a name."""
+    is_by_name = isinstance(network, PreTrainedModel) and network._can_set_attn_implementation()
+    return is_by_name and bool(_configs(network, layers))
+
+
+def _configs(network: nn.Module, layers: Iterable[str]) -> list[Any]:
+    """The configurations by which the attention of the layers is looked up."""
+    found = {}
+    for layer in layers:
+        for module in network.get_submodule(layer).modules():
+            config = getattr(module, "config", None)
+            if getattr(config, "_attn_implementation", None) is not None:
+                found[id(config)] = config
+    return list(found.values())
+
+
+def _attention_of(kind: str, module: nn.Module) -> Any:
+    if kind != _EAGER:
+        return ALL_ATTENTION_FUNCTIONS[kind]
+    # Each file of models has its own.
+    return sys.modules[type(module).__module__].eager_attention_forward
+
+
+def _forget(name: str) -> None:
+    for interface in (AttentionInterface, AttentionMaskInterface):
+        interface._global_mapping.pop(name, None)

@@ -1,0 +1,62 @@
+"""Tokens of layers that are cut over sp and cp give one device's numbers, or the layers are refused by name."""
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_megatron.any_module.cut_tokens import CutTokens, deviation_of
+from lightning_megatron.mesh import Axis, Mesh, Sizes
+from lightning_megatron.testing import certify
+from tests.any_module import networks
+
+
+def test_a_network_of_ones_own_runs_its_norms_on_own_tokens() -> None:
+    layouts = ("tp2-sp", "tp2-sp-pp2vp2")
+    certify(networks.TrainsOverTensor, networks.batches, layouts=layouts, steps=2).assert_equal()
+
+
+def test_a_layer_that_mixes_tokens_by_itself_is_refused_by_name() -> None:
+    [result] = certify(networks.TrainsSmoothed, networks.batches, layouts=("tp2-sp",), steps=1).results
+    assert result.verdict == "refused"
+    assert "blocks.0 (SmoothedBlock) computes other hidden states from the tokens of a rank" in result.message
+    assert "use sequence_parallel=False" in result.message
+
+
+def test_a_sequence_that_ranks_do_not_divide_is_refused() -> None:
+    [result] = certify(networks.TrainsOverTensor, networks.odd_batches, layouts=("tp2-sp",), steps=1).results
+    assert "sequences of 11 tokens cannot be cut over 2 ranks" in result.message
+
+
+def test_what_a_rank_reads_beside_hidden_states_is_cut_by_its_row_a_token() -> None:
+    cp = Mesh.imagine(1, Sizes(world=2, cp=2)).cp
+    tokens = CutTokens(cp, Axis.alone(1, "sp"), None)
+    hidden, table, mask = torch.zeros(2, 6, 4), torch.arange(6.0).view(1, 6, 1), torch.zeros(2, 1, 3, 6)
+    args, kwargs = tokens.enter((hidden,), {"table": (table, table[0]), "mask": mask, "name": "x"}, is_whole=True)
+    assert args[0].shape == (2, 3, 4) and kwargs["mask"] is mask and kwargs["name"] == "x"
+    assert kwargs["table"][0].flatten().tolist() == [3.0, 4.0, 5.0] == kwargs["table"][1].flatten().tolist()
+
+
+def test_a_layer_is_looked_at_with_few_tokens() -> None:
+    tokens = CutTokens(Mesh.imagine(0, Sizes(world=2, cp=2)).cp, Axis.alone(0, "sp"), None)
+    ids, mask = torch.zeros(2, 100, dtype=torch.long), torch.zeros(2, 7)
+    short, same = (
+        tokens.shortened(((ids,), {"mask": mask}), are_all=True)[0][0],
+        tokens.shortened(ids[:, :5], are_all=True),
+    )
+    assert short.shape == (2, 32) and same.shape == (2, 5)
+    assert tokens.shortened(torch.zeros(2, 50, 4), are_all=False).shape == (2, 16, 4)
+
+
+@pytest.mark.parametrize(("off", "told"), [(1e-9, 0.0), (0.1, 0.1), (float("nan"), float("nan"))])
+def test_deviations_that_sums_explain_are_none(off: float, told: float) -> None:
+    wanted = torch.ones(3, dtype=torch.float64)
+    assert deviation_of(wanted + off, wanted) == pytest.approx(told, nan_ok=True)
+
+
+def test_norms_are_summed_over_ranks_and_linears_are_not() -> None:
+    block = networks.Block()
+    tp = Mesh.imagine(0, Sizes(world=2, tp=2, sequence_parallel=True)).tp
+    CutTokens(Axis.alone(0, "cp"), tp, None).watch(block)
+    partial = {name for name, p in block.named_parameters() if getattr(p, "shard", None) is not None}
+    assert partial == {f"norm_{i}.{name}" for i in (1, 2) for name in ("weight", "bias")}
+    assert isinstance(block.up, nn.Linear)
