@@ -27,7 +27,9 @@ def fit(
             self.model = build()
 
         def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-            loss: Tensor = self.model(batch[0], labels=batch[1])
+            output = self.model(batch[0], labels=batch[1])
+            # Models of transformers return more than the loss.
+            loss: Tensor = output if isinstance(output, Tensor) else output.loss
             self.log("train_loss", loss)
             return loss
 

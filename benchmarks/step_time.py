@@ -2,18 +2,12 @@
 
 GPT-2 style, 8 layers, hidden 256, 8 heads, sequence 256, vocabulary 8192, global batch 8 in micro-batches of 2, AdamW,
 gradients clipped to norm 1, float32, one thread a rank. Each sample is a fresh set of processes: warm-up steps, then
-timed ones. CPU seconds are summed over ranks: on a machine with few cores they are the steadier number. Peak memory is
-that of the largest rank (VmHWM). Printed as a table of medians with ratios to plain torch in one process; `--json FILE`
-saves every sample.
+timed ones. Printed as a table of medians (`step_samples.py`); `--json FILE` saves every sample.
 
     python benchmarks/step_time.py --rounds 5
 """
 
-import argparse
-import json
 import os
-import platform
-import statistics
 import sys
 import warnings
 from pathlib import Path
@@ -40,8 +34,8 @@ MODES: dict[str, tuple[int, dict[str, Any] | None]] = {
 AIMS = {"one": 1.03, "dp2": 1.05, "pp2": 1.05, "tp2": 1.30, "tp2+sp": 1.50}
 
 
-def run_rank(mode: str) -> None:
-    """Trains on this rank and prints its figures as JSON."""
+def train(mode: str) -> "StepClock":
+    """Trains on this rank."""
     import torch
 
     from benchmarks.joined import joined_by_gloo
@@ -51,14 +45,11 @@ def run_rank(mode: str) -> None:
     torch.manual_seed(0)
     strategy = MODES[mode][1]
     if strategy is not None:
-        clock = train_ours(strategy)
-    elif mode == "torch DDP":
-        clock = joined_by_gloo(train_plain)(is_distributed=True)
-    else:
-        clock = train_plain(is_distributed=False)
-    status = Path("/proc/self/status").read_text()
-    peak = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM"))
-    print(json.dumps({"cpu_seconds": clock.cpu_seconds, "wall_seconds": clock.wall_seconds, "peak_mb": peak / 1024}))
+        return train_ours(strategy)
+    if mode == "torch DDP":
+        clock: StepClock = joined_by_gloo(train_plain)(is_distributed=True)
+        return clock
+    return train_plain(is_distributed=False)
 
 
 def make_batches(rows: int) -> Any:
@@ -132,74 +123,11 @@ def train_plain(is_distributed: bool) -> "StepClock":
     return clock
 
 
-def run_mode(mode: str) -> dict[str, float]:
-    """One sample of a mode: CPU seconds a step over all ranks, wall seconds, memory of the largest rank."""
-    from benchmarks.ranks import run_ranks
-
-    try:
-        figures = run_ranks([__file__, "--run-rank", mode], MODES[mode][0], timeout_seconds=600)
-    except RuntimeError as error:
-        raise SystemExit(f"{mode} failed:\n{error}") from None
-    return {
-        "cpu_seconds": sum(figure["cpu_seconds"] for figure in figures),
-        "wall_seconds": max(figure["wall_seconds"] for figure in figures),
-        "peak_mb": max(figure["peak_mb"] for figure in figures),
-    }
-
-
-def report(samples: dict[str, list[dict[str, float]]]) -> str:
-    """A table of medians."""
-    import lightning
-    import torch
-
-    def median(mode: str, figure: str) -> float:
-        return statistics.median(sample[figure] for sample in samples[mode])
-
-    def ratio(mode: str) -> float:
-        """The median over rounds of the ratio to plain torch in the same round."""
-        pairs = zip(samples[mode], samples["plain torch"], strict=True)
-        return statistics.median(own["cpu_seconds"] / plain["cpu_seconds"] for own, plain in pairs)
-
-    rounds = len(samples["plain torch"])
-    lines = [
-        f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, lightning {lightning.__version__}; "
-        f"{rounds} rounds of {TIMED_STEPS} steps, medians",
-        "",
-        "| mode | CPU s/step, all ranks | to plain torch | aim | wall s/step | peak MB, largest rank |",
-        "|---|---|---|---|---|---|",
-    ]
-    for mode in samples:
-        aim = f"{AIMS[mode]:.2f}" if mode in AIMS else ""
-        lines.append(
-            f"| {mode} | {median(mode, 'cpu_seconds'):.3f} | {ratio(mode):.3f} | {aim} | "
-            f"{median(mode, 'wall_seconds'):.3f} | {median(mode, 'peak_mb'):.0f} |"
-        )
-    return "\n".join(lines)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5, help="how often each mode runs, interleaved")
-    parser.add_argument("--modes", nargs="*", default=list(MODES), help="a choice of modes; plain torch always runs")
-    parser.add_argument("--json", type=Path, help="where to save every sample")
-    parser.add_argument("--run-rank", choices=list(MODES), help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.run_rank:
-        run_rank(arguments.run_rank)
-        return
-    if unknown := sorted(set(arguments.modes) - set(MODES)):
-        parser.error(f"unknown modes {unknown}; there are {list(MODES)}")
-    chosen = list(dict.fromkeys(["plain torch", *arguments.modes]))
-    samples: dict[str, list[dict[str, float]]] = {mode: [] for mode in chosen}
-    for round_number in range(arguments.rounds):
-        for mode in chosen:
-            samples[mode].append(run_mode(mode))
-            print(f"round {round_number + 1}: {mode}: {samples[mode][-1]}", file=sys.stderr, flush=True)
-    print(report(samples))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(samples, indent=1))
-
-
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    main()
+    from benchmarks.step_samples import run
+
+    modes = {mode: num_ranks for mode, (num_ranks, _) in MODES.items()}
+    run(
+        __file__, __doc__.splitlines()[0], modes, train, aims={mode: ("plain torch", aim) for mode, aim in AIMS.items()}
+    )

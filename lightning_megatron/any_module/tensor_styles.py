@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from lightning_megatron.comm import differentiable
 from lightning_megatron.mesh import Axis
 from lightning_megatron.sharding import Initial, Shard, ShardedParameter
-from lightning_megatron.tensor.linear import ColumnParallelLinear, RowParallelLinear, TokenKeys
+from lightning_megatron.tensor.linear import ColumnParallelLinear, RowParallelLinear, TokenKeys, column_parallel_linear
 
 STYLES = (
     "colwise",
@@ -83,6 +83,7 @@ def _tied(network: nn.Module) -> set[nn.Parameter]:
 
 def cut_linears(network: nn.Module, styles: Mapping[str, str], tp: Axis) -> None:
     """Cuts the linears of a network in place."""
+    copies: dict[str, _SharedCopy] = {}
     for name, module, style in cut_by(network, styles, tp.size):
         parent, _, last = name.rpartition(".")
         owner = network.get_submodule(parent)
@@ -96,7 +97,10 @@ def cut_linears(network: nn.Module, styles: Mapping[str, str], tp: Axis) -> None
             setattr(owner, last, LatentLinear(module, tp, _rotary_size(owner)))
         else:
             kind = ColwiseLinear if style in BY_OUTPUTS else RowwiseLinear
-            setattr(owner, last, kind(module, tp, style))
+            cut = kind(module, tp, style)
+            setattr(owner, last, cut)
+            if isinstance(cut, ColwiseLinear):
+                cut.copies = copies[parent] = copies.get(parent) or _SharedCopy(owner, tp)
 
 
 def _misfit(network: nn.Module, name: str, style: str, size: int) -> str:
@@ -152,11 +156,38 @@ def _as_made(linear: nn.Linear, tp: Axis) -> dict[str, Any]:
     return {"tp": tp, "sp": alone, "bias": linear.bias is not None, "initial": Initial()}
 
 
+class _SharedCopy:
+    """The input of colwise linears of one parent, whose gradient is summed over tp once for those that get the same."""
+
+    def __init__(self, parent: nn.Module, tp: Axis) -> None:
+        self._tp = tp
+        self._last: tuple[Tensor, int, bool, Tensor] | None = None
+        parent.register_forward_hook(self._forget, always_call=True)
+
+    def of(self, x: Tensor) -> Tensor:
+        """The input for ranks that each compute other features of it."""
+        is_recorded = torch.is_grad_enabled()
+        if self._last is not None:
+            source, version, was_recorded, copy = self._last
+            if source is x and version == x._version and was_recorded == is_recorded:
+                return copy
+        copy = differentiable.copy(x, self._tp)
+        self._last = (x, x._version, is_recorded, copy)
+        return copy
+
+    def _forget(self, *_: Any) -> None:
+        self._last = None
+
+
 class ColwiseLinear(ColumnParallelLinear):
     """A linear [*, I] to [*, O/tp], or to all outputs [*, O] under `colwise_gather_output`."""
 
+    copies: _SharedCopy
+
     def __init__(self, linear: nn.Linear, tp: Axis, style: str) -> None:
         super().__init__(linear.in_features, linear.out_features, **_as_made(linear, tp))
+        # The gradient of the input is summed by `copies`.
+        self.alone = Axis.alone(tp.ranks[tp.rank], "tp")
         self.gathers_output = style == "colwise_gather_output"
         self.in_features = linear.in_features
         self.out_features = linear.out_features // (1 if self.gathers_output else tp.size)
@@ -164,7 +195,10 @@ class ColwiseLinear(ColumnParallelLinear):
         self.register_forward_pre_hook(_as_a_call)
 
     def forward(self, x: Tensor, tokens: TokenKeys | None = None) -> Tensor:
-        y_TO = super().forward(x.reshape(-1, x.shape[-1]))
+        x_TI = self.copies.of(x).reshape(-1, x.shape[-1])
+        y_TO = column_parallel_linear(
+            x_TI, self.weight, self.bias, tp=self.alone, sp=self.sp, gradients=self.weight_gradients, gemm=self.gemm
+        )
         if self.gathers_output:
             y_TO = differentiable.all_gather_invariant(y_TO, self.tp, dim=1)
         return y_TO.view(*x.shape[:-1], y_TO.shape[-1])

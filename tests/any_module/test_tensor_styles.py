@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_megatron.any_module.tensor_styles import cut_by, matching, styles_of
+from lightning_megatron.any_module.tensor_styles import cut_by, cut_linears, matching, styles_of
+from lightning_megatron.mesh import Axis
 from lightning_megatron.testing import certify
 from tests.any_module import networks
 from tests.harness.ranks import run_on_ranks
@@ -27,6 +28,24 @@ STYLED = [networks.TrainsWholeHeads, networks.TrainsGathered, networks.TrainsLat
 @pytest.mark.parametrize("module", STYLED)
 def test_each_style_computes_what_one_device_computes(module: Callable[[], Any]) -> None:
     certify(module, networks.batches, layouts=("tp2",), steps=3).assert_equal()
+
+
+def test_linears_of_one_input_sum_its_gradient_once_a_call() -> None:
+    attention, tp = networks.Attention(), Axis.alone(0, "tp")
+    cut_linears(nn.ModuleDict({"a": attention}), {"a.query": "colwise", "a.key": "colwise"}, tp)
+    copies, x = attention.query.copies, torch.ones(2, 4, networks.WIDTH, requires_grad=True)
+    assert attention.key.copies is copies
+    first = copies.of(x)
+    assert copies.of(x) is first and copies.of(x + 0) is not first
+    first = copies.of(x)
+    with torch.no_grad():
+        assert copies.of(x) is not first
+    first = copies.of(x)
+    x.detach().add_(1)
+    assert copies.of(x) is not first
+    first = copies.of(x)
+    attention(x)
+    assert copies.of(x) is not first
 
 
 def predicted(layout: Layout) -> Tensor:

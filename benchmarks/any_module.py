@@ -1,0 +1,145 @@
+"""Cost of a training step of a Llama of transformers: as it is, under layouts, and beside this package's own model.
+
+8 layers, hidden 256, 8 heads, feed-forward 688, sequence 256, vocabulary 8192, global batch 8 in micro-batches of 2,
+AdamW, gradients clipped to norm 1, float32, one thread a rank. "plain" is the model in a loop written by hand;
+"unchanged" the same model under the Trainer and MegatronStrategy; "own" this package's GPTModel of the same sizes.
+Printed as a table of medians (`step_samples.py`); `--json FILE` saves every sample.
+
+    python benchmarks/any_module.py --rounds 5
+"""
+
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from benchmarks.clock import StepClock
+
+LAYERS, HIDDEN, HEADS, FFN, SEQUENCE, VOCABULARY = 8, 256, 8, 688, 256, 8192
+GLOBAL_BATCH, MICRO_BATCH = 8, 2
+WARMUP_STEPS, TIMED_STEPS = 2, 6
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
+    "tp2": (2, {"tensor_model_parallel_size": 2}),
+    "tp2+sp": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    "pp2": (2, {"pipeline_model_parallel_size": 2}),
+}
+MODES = {
+    "plain": 1,
+    **{f"{kind} {name}": ranks for name, (ranks, _) in LAYOUTS.items() for kind in ("own", "unchanged")},
+}
+AIMS = {
+    "unchanged one": ("plain", 1.03),
+    **{f"unchanged {name}": (f"own {name}", 1.05) for name in LAYOUTS if name != "one"},
+}
+
+
+def train(mode: str) -> "StepClock":
+    """Trains on this rank."""
+    import torch
+
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    if mode == "plain":
+        return train_plain()
+    kind, _, layout = mode.partition(" ")
+    return train_under(build_llama if kind == "unchanged" else build_own, LAYOUTS[layout][1])
+
+
+def build_llama() -> Any:
+    """The model of transformers."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=HIDDEN,
+            intermediate_size=FFN,
+            num_hidden_layers=LAYERS,
+            num_attention_heads=HEADS,
+            num_key_value_heads=HEADS,
+            max_position_embeddings=SEQUENCE,
+            use_cache=False,
+            # Token 0 is one of the data's, too.
+            pad_token_id=None,
+        )
+    )
+
+
+def build_own() -> Any:
+    """This package's model of the same sizes."""
+    from lightning_megatron.models import GPTConfig, GPTModel
+
+    return GPTModel(
+        GPTConfig(
+            num_layers=LAYERS,
+            hidden_size=HIDDEN,
+            num_attention_heads=HEADS,
+            ffn_hidden_size=FFN,
+            max_sequence_length=SEQUENCE,
+            vocab_size=VOCABULARY,
+            activation="swiglu",
+            normalization="rmsnorm",
+            position="rotary",
+            add_bias_linear=False,
+            tie_embeddings=False,
+        )
+    )
+
+
+def make_loader(rows: int) -> Any:
+    """Batches that are the same for every mode: random tokens, which are their own labels."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, VOCABULARY, (rows * (WARMUP_STEPS + TIMED_STEPS), SEQUENCE), generator=generator)
+    return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(tokens, tokens), batch_size=rows)
+
+
+def train_plain() -> "StepClock":
+    """A loop over micro-batches, as one writes it for one device."""
+    import torch
+
+    from benchmarks.clock import StepClock
+
+    model, clock = build_llama(), StepClock(WARMUP_STEPS, TIMED_STEPS)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    for tokens, labels in make_loader(GLOBAL_BATCH):
+        optimizer.zero_grad()
+        for token_rows, label_rows in zip(tokens.split(MICRO_BATCH), labels.split(MICRO_BATCH), strict=True):
+            (model(token_rows, labels=label_rows).loss * MICRO_BATCH / GLOBAL_BATCH).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        clock.tick()
+    return clock
+
+
+def train_under(build: Any, strategy: dict[str, Any]) -> "StepClock":
+    """An ordinary module under the Trainer and MegatronStrategy."""
+    import torch
+
+    from benchmarks.clock import StepClock
+    from benchmarks.fit import fit
+
+    clock = StepClock(WARMUP_STEPS, TIMED_STEPS)
+    fit(
+        build,
+        lambda dp: make_loader(GLOBAL_BATCH // dp),
+        {"num_microbatches": GLOBAL_BATCH // MICRO_BATCH, **strategy},
+        lambda parameters: torch.optim.AdamW(parameters, lr=1e-4),
+        lambda loss: clock.tick(),
+        accelerator="cpu",
+        devices=int(os.environ["WORLD_SIZE"]),
+    )
+    return clock
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from benchmarks.step_samples import run
+
+    run(__file__, __doc__.splitlines()[0], MODES, train, aims=AIMS)
