@@ -78,6 +78,10 @@ class _Exchange:
         return (rows_RH, ids_R[:, None], probs_R[:, None]), {}
 
     def _combine(self, module: nn.Module, args: Any, output_RH: Tensor) -> Tensor:
+        rows_RH, _, probs_R1 = args
+        if not len(rows_RH):
+            # What no row went through has no backward, and other ranks would wait for its messages.
+            output_RH = rows_RH * probs_R1
         return self._work.pop().combine(output_RH)
 
 

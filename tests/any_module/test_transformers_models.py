@@ -15,6 +15,8 @@ SAMPLE = [
     # Experts, and experts with biases and attention sinks.
     ("qwen3_moe", ("ep2pp2", "tp2-sp")),
     ("gpt_oss", ("ep2", "cp2")),
+    # All tokens choose experts of one rank.
+    ("afmoe", ("ep2",)),
 ]
 
 

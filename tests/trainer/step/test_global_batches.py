@@ -141,7 +141,7 @@ def joined(parts: list[list[Any]], number: int) -> list[Any]:
     return [row for part in parts if number < len(part) for row in list(part[number])]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", every_nth(LAYOUTS, 2))
 def test_every_layout_gets_the_global_batches_of_one_device(layout: str) -> None:
     wanted = told_by_one()
     told_by_all = run_on_ranks(LAYOUTS[layout].world, told, LAYOUTS[layout], init=False, timeout=150)
