@@ -13,9 +13,15 @@ def layers_of(network: nn.Module) -> tuple[str, ...]:
     lists = {
         name: child
         for name, child in network.named_modules()
-        if is_list(child) and len({type(one) for one in child.children()}) == 1
+        if is_list(child) and _are_like(child)
     }
     if not lists:
         return ()
     name = max(lists, key=lambda one: sum(parameter.numel() for parameter in lists[one].parameters()))
     return tuple(f"{name}.{key}" if name else key for key, _ in lists[name].named_children())
+
+
+def _are_like(layers: nn.Module) -> bool:
+    """Whether the children have a class in common that is not every module's."""
+    bases = [set(type(one).__mro__) - set(nn.Module.__mro__) for one in layers.children()]
+    return bool(set.intersection(*bases))

@@ -38,6 +38,7 @@ losses, every gradient, the gradient norm and the weights over three steps of Ad
 for the reason below. What the models compute in float32 is computed in float64 on both sides."""
 
 SETTINGS: dict[str, dict[str, Any]] = {
+    "bloom": {"n_layer": 4},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8},

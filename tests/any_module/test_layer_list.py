@@ -28,3 +28,20 @@ def test_a_list_itself_is_one_and_one_layer_is_none() -> None:
 def test_a_layer_that_stands_twice_counts_once() -> None:
     layer = nn.Linear(2, 2)
     assert layers_of(nn.Sequential(layer, layer)) == ("0",)
+
+
+class Layer(nn.Module):
+    """What layers of two kinds have in common."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+
+class CrossLayer(Layer):
+    """A layer of another kind."""
+
+
+def test_layers_of_several_kinds_are_like_where_they_share_a_class() -> None:
+    assert layers_of(nn.ModuleList([Layer(), CrossLayer()])) == ("0", "1")
+    assert layers_of(nn.ModuleList([Layer(), nn.Linear(2, 2)])) == ()

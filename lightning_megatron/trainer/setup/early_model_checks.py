@@ -33,5 +33,5 @@ def early_model_faults(
     # One that was built for other ranks than its run has is told so already.
     if not pipelined_modules(module) and not any(True for _ in sharded_parameters(module)):
         found += unused_axis_faults(module, sizes, cut_axes(module, plan, sizes))
-    found += pipeline_faults(module, sizes.pp, uses_schedule=uses_schedule, plan=plan)
+    found += pipeline_faults(module, sizes, uses_schedule=uses_schedule, plan=plan)
     return found + (spreading_faults(module) if spreads_documents else [])

@@ -151,17 +151,17 @@ def _chains(module: pl.LightningModule, num_ranks: int) -> dict[str, nn.Sequenti
 
 
 def pipeline_faults(
-    module: pl.LightningModule, num_ranks: int, *, uses_schedule: bool, plan: ModelPlan | None = None
+    module: pl.LightningModule, sizes: Sizes, *, uses_schedule: bool, plan: ModelPlan | None = None
 ) -> list[str]:
-    """Errors of a module that cannot run over so many pipeline ranks."""
+    """Errors of a module that cannot run over the pipeline stages of these sizes."""
     plan = plan_of(module, plan)
-    name, models = type(module).__name__, pipelined_modules(module)
-    if num_ranks == 1:
+    name, models, num_stages = type(module).__name__, pipelined_modules(module), sizes.num_stages
+    if sizes.pp == 1:
         return []
-    if not models and len(_chains(module, num_ranks)) != 1 and len(_layered(module, num_ranks, plan)) != 1:
+    if not models and len(_chains(module, sizes.pp)) != 1 and len(_layered(module, num_stages, plan)) != 1:
         return [
-            f"{name} cannot be pipelined over {num_ranks} stages: it holds no PipelineModule (such as GPTModel) and "
-            f"not exactly one nn.Sequential of at least {num_ranks} children, or network with a list of so many "
+            f"{name} cannot be pipelined over {num_stages} stages: it holds no PipelineModule (such as GPTModel) and "
+            f"not exactly one nn.Sequential of at least {sizes.pp} children, or network with a list of {num_stages} "
             'layers, among its attributes; name the list with plan=ModelPlan(layers=("net.layers",)), build its model '
             "in configure_model from one of these, or use pipeline_model_parallel_size=1"
         ]

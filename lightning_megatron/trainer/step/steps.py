@@ -82,7 +82,7 @@ class Steps:
         is_split = mesh.pp.size > 1 or not cutting.is_whole or prefetch is not None
         uses_schedule = is_split and pipeline.mode == "auto" and module.automatic_optimization
         self._is_plain = mesh.world.size == 1 and not uses_schedule
-        if faults := pipeline_faults(module, mesh.pp.size, uses_schedule=uses_schedule):
+        if faults := pipeline_faults(module, mesh.sizes, uses_schedule=uses_schedule):
             raise ConfigurationError(faults)
         # Data-parallel ranks that make each model call together.
         self.linked = expert_replicas.linked_dp_ranks(module, mesh)
