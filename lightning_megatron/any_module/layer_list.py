@@ -10,11 +10,7 @@ def is_list(module: nn.Module) -> bool:
 
 def layers_of(network: nn.Module) -> tuple[str, ...]:
     """Names of the layers, in the order of their list; none where there is no list of at least two like children."""
-    lists = {
-        name: child
-        for name, child in network.named_modules()
-        if is_list(child) and _are_like(child)
-    }
+    lists = {name: child for name, child in network.named_modules() if is_list(child) and _are_like(child)}
     if not lists:
         return ()
     name = max(lists, key=lambda one: sum(parameter.numel() for parameter in lists[one].parameters()))

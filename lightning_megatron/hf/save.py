@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_megatron.comm import collectives
 from lightning_megatron.hf.blocks import empty_source, fill_theirs
@@ -24,7 +24,7 @@ from lightning_megatron.sharding import shard_of
 
 
 def save_pretrained(
-    model: Model,
+    model: Model | nn.Module,
     path: str | os.PathLike[str],
     *,
     family: str | None = None,
@@ -34,10 +34,15 @@ def save_pretrained(
 ) -> None:
     """Writes `config.json` and safetensors files of at most `max_shard_bytes`; every rank of the mesh calls it.
 
+    `model` is one of this package, or one of transformers that a run trains as it is.
+
     `family` is needed where several fit. `dtype` is that of the files, by default the narrowest that holds all weights.
     The tokenizer's files are copied from `tokenizer_from`. Nothing may be at the path, which all ranks see; the folder
     appears there complete, by a rename. Waits for all ranks. Raises ValueError for what no family can express.
     """
+    if not isinstance(model, Model):
+        _save_unchanged(model, path, family, dtype, max_shard_bytes, tokenizer_from)
+        return
     table = Table(family_of_config(model.config, family), model.config)
     parameters = dict(model.named_parameters())
     unmapped = listed(parameters.keys() - table.links.keys(), "parameters for which the family has no place")
@@ -64,6 +69,20 @@ def save_pretrained(
     faults = collectives.broadcast_object(faults, world)
     if faults:
         raise OSError(f"{target} could not be written: {faults[0]}")
+
+
+def _save_unchanged(model: nn.Module, path: Any, family: str | None, dtype: Any, most: int, tokenizer: Any) -> None:
+    # Whoever has a model of transformers has imported it, which takes seconds.
+    from transformers import PreTrainedModel
+
+    from lightning_megatron.hf.save_unchanged import save_unchanged
+
+    if not isinstance(model, PreTrainedModel) or family is not None:
+        raise ValueError(
+            f"model ({type(model).__name__}) with family ({family!r}) must be a model of this package, or without a "
+            "family one of transformers"
+        )
+    save_unchanged(model, path, dtype=dtype, max_shard_bytes=most, tokenizer_from=tokenizer)
 
 
 def hf_config(table: Table, dtype: torch.dtype) -> dict[str, Any]:

@@ -79,6 +79,10 @@ def cut_plain_networks(module: pl.LightningModule, mesh: Mesh, given: ModelPlan 
         return False
     networks = dict(module.named_children())
     for name, network in networks.items():
+        if "transformers" in sys.modules:
+            from lightning_megatron.hf.save_unchanged import knows_its_ranks
+
+            knows_its_ranks(network, mesh)
         if not any(True for _ in sharded_parameters(network)):
             if mesh.tp.size > 1:
                 cut_linears(network, plan.styles_in(name, network), mesh.tp)

@@ -1,0 +1,106 @@
+"""A model of transformers that was trained as it is, cut over ranks or not, into a folder that transformers loads.
+
+Weights have transformers' own names on every layout. The first rank gathers them in host memory, and transformers
+writes them with the configuration and the generation's.
+"""
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from lightning_megatron.checkpoint import Piece
+from lightning_megatron.checkpoint.gather import gather_on_first_rank
+from lightning_megatron.comm import collectives
+from lightning_megatron.hf.folder import CONFIG, on_disk
+from lightning_megatron.hf.shards import finish_draft, start_draft
+from lightning_megatron.mesh import Mesh
+from lightning_megatron.text_files import read_json_table
+
+
+@torch.no_grad()
+def save_unchanged(
+    model: PreTrainedModel,
+    path: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None,
+    max_shard_bytes: int,
+    tokenizer_from: str | os.PathLike[str] | None,
+) -> None:
+    """Writes the folder, which may not be there, as `hf.save_pretrained` says. Collective over the world."""
+    world, target = mesh_of(model).world, on_disk(path)
+    buffers = {name: tensor for name, tensor in model.named_buffers() if name in model.state_dict()}
+    pieces = {
+        name: Piece.like(one, one.detach()) for name, one in {**dict(model.named_parameters()), **buffers}.items()
+    }
+    full = gather_on_first_rank(pieces, world)
+    fault: Exception | None = None
+    if world.is_first:
+        tokenizer = Path(tokenizer_from) if tokenizer_from is not None else None
+        if dtype is not None:
+            full = {name: one.to(dtype) if one.is_floating_point() else one for name, one in full.items()}
+        try:
+            _write(model, full, target, tokenizer, max_shard_bytes, dtype)
+        except (ValueError, OSError) as error:
+            fault = error
+    if fault := collectives.broadcast_object(fault, world):
+        raise fault
+
+
+def _write(
+    model: PreTrainedModel,
+    full: dict[str, torch.Tensor],
+    target: Path,
+    tokenizer: Path | None,
+    max_shard_bytes: int,
+    dtype: torch.dtype | None,
+) -> None:
+    draft = start_draft(target, tokenizer)
+    try:
+        # Not the model's own attribute: which refuses.
+        type(model).save_pretrained(model, draft, state_dict=full, max_shard_size=max_shard_bytes)
+        config: dict[str, Any] = read_json_table(draft / CONFIG)
+        if dtype is not None:
+            config["dtype"] = str(dtype).removeprefix("torch.")
+        finish_draft(draft, target, config, tokenizer)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
+
+
+class _SavePretrained:
+    """The method `save_pretrained` of a model that ranks train: it refuses to write the part that one of them holds."""
+
+    def __init__(self, model: PreTrainedModel, mesh: Mesh) -> None:
+        self.model, self.mesh = model, mesh
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        if self.mesh.tp.size * self.mesh.pp.size * self.mesh.sizes.ep > 1:
+            raise RuntimeError(
+                "each rank holds a part of this model, and save_pretrained would write that alone; call "
+                "lightning_megatron.hf.save_pretrained(model, path) on every rank, within a run"
+            )
+        type(self.model).save_pretrained(self.model, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_SavePretrained":
+        # Ranks are no part of a copy.
+        return _SavePretrained(memo.get(id(self.model), self.model), self.mesh)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _SavePretrained, (self.model, Mesh.single())
+
+
+def knows_its_ranks(network: nn.Module, mesh: Mesh) -> None:
+    """Makes a model of transformers know the ranks that train it, for `hf.save_pretrained`."""
+    if isinstance(network, PreTrainedModel):
+        network.__dict__["save_pretrained"] = _SavePretrained(network, mesh)
+
+
+def mesh_of(model: PreTrainedModel) -> Mesh:
+    """The ranks that train a model; one device where no run does."""
+    own = model.__dict__.get("save_pretrained")
+    return own.mesh if isinstance(own, _SavePretrained) else Mesh.single()
