@@ -50,7 +50,7 @@ def run(
     samples: dict[str, list[Sample]] = {mode: [] for mode in chosen}
     for round_number in range(arguments.rounds):
         for mode in chosen:
-            samples[mode].append(_sample(script, mode, modes[mode]))
+            samples[mode].append(sample_of(script, mode, modes[mode]))
             print(f"round {round_number + 1}: {mode}: {samples[mode][-1]}", file=sys.stderr, flush=True)
     print(_report(samples, {mode: aim for mode, aim in aims.items() if aim[0] in samples}))
     if arguments.json:
@@ -63,7 +63,7 @@ def _print_figures(clock: "StepClock") -> None:
     print(json.dumps({"cpu_seconds": clock.cpu_seconds, "wall_seconds": clock.wall_seconds, "peak_mb": peak / 1024}))
 
 
-def _sample(script: str, mode: str, num_ranks: int) -> Sample:
+def sample_of(script: str, mode: str, num_ranks: int) -> Sample:
     """One sample of a mode: CPU seconds a step over all ranks, wall seconds, memory of the largest rank."""
     from benchmarks.ranks import run_ranks
 

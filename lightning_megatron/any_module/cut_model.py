@@ -165,7 +165,13 @@ class CutModel(PipelineModule):
         self._is_checked = self._is_recorded = False
         self._whole.eval()
         try:
-            cut = self._hidden_states(stage, args, kwargs, short)
+            try:
+                cut = self._hidden_states(stage, args, kwargs, short)
+            except (RuntimeError, ValueError, TypeError, IndexError) as error:
+                raise RuntimeError(
+                    f"the layers of {type(self._whole).__name__} do not run on the tokens of a rank ({error}); use "
+                    f"{tokens.without}"
+                ) from error
             whole = {index: one if index in self._ends else tokens.of_all_ranks(one) for index, one in short.items()}
             with tokens.off():
                 wanted = self._hidden_states(stage, args, kwargs, whole)

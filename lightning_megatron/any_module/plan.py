@@ -6,7 +6,7 @@ from dataclasses import field
 from torch import nn
 
 from lightning_megatron.any_module.layer_list import is_list, layers_of
-from lightning_megatron.any_module.tensor_styles import STYLES, matching, styles_of
+from lightning_megatron.any_module.tensor_styles import EMBEDDING, STYLES, matching, styles_of
 from lightning_megatron.config_dataclass import config_dataclass
 from lightning_megatron.tensor.linear import ParallelLinear
 
@@ -22,8 +22,8 @@ class ModelPlan:
     """Lists of layers in the order in which the forward calls them, as ("model.encoder.block", "model.decoder.block").
     Empty: the one list of like children that holds most parameters."""
     styles: Mapping[str, str] = field(default_factory=dict)
-    """Style of linears under tensor parallelism by pattern, as {"net.layers.*.up": "colwise"}. Empty: the plan that a
-    model of transformers brings along."""
+    """Style of linears under tensor parallelism by pattern, as {"net.layers.*.up": "colwise"}; they come before those
+    that a model of transformers brings along."""
 
     def __post_init__(self) -> None:
         if unknown := sorted(set(self.styles.values()) - set(STYLES)):
@@ -53,9 +53,11 @@ class ModelPlan:
                 shown = f"; its linears are {', '.join(linears[:6])}, ..." if linears else ""
                 faults.append(f"plan styles: no module of {type(module).__name__} is called {pattern!r}{shown}")
         faults += [
-            f"plan styles: {name} ({style}) is a {type(child).__name__}; {style} is a style of nn.Linear"
+            f"plan styles: {name} ({style}) is a {type(child).__name__}; {style} is a style of "
+            + ("nn.Embedding" if style == EMBEDDING else "nn.Linear")
             for name, child, style in found
-            if style != "replicated_with_grad_allreduce" and not isinstance(child, (nn.Linear, ParallelLinear))
+            if style != "replicated_with_grad_allreduce"
+            and not isinstance(child, nn.Embedding if style == EMBEDDING else (nn.Linear, ParallelLinear))
         ]
         return faults
 
@@ -75,4 +77,4 @@ class ModelPlan:
         """Styles by pattern within a network, the child `name` of a module."""
         prefix = f"{name}."
         own = {key.removeprefix(prefix): style for key, style in self.styles.items() if key.startswith(prefix)}
-        return own or styles_of(network)
+        return {**own, **{pattern: style for pattern, style in styles_of(network).items() if pattern not in own}}

@@ -6,7 +6,14 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 
 from lightning_megatron.any_module.plan import ModelPlan
-from lightning_megatron.any_module.tensor_styles import BY_INPUTS, BY_OUTPUTS, cut_by, matching, reason_of_whole
+from lightning_megatron.any_module.tensor_styles import (
+    BY_INPUTS,
+    BY_OUTPUTS,
+    EMBEDDING,
+    cut_by,
+    matching,
+    reason_of_whole,
+)
 from lightning_megatron.mesh import Sizes, StageLayout
 from lightning_megatron.pipeline.layout import assign
 
@@ -73,7 +80,7 @@ def _held(network: nn.Module, layers: Sequence[str], cut: Mapping[str, str], siz
     around = 0
     for name, weight in network.named_parameters():
         owner = name.rpartition(".")[0]
-        is_cut = cut.get(owner) in BY_OUTPUTS or (cut.get(owner) in BY_INPUTS and weight.dim() > 1)
+        is_cut = cut.get(owner) in (*BY_OUTPUTS, EMBEDDING) or (cut.get(owner) in BY_INPUTS and weight.dim() > 1)
         count = weight.numel() // (sizes.tp if is_cut else 1)
         layer = next((layer for layer in layers if name.startswith(f"{layer}.")), None)
         if layer is None:

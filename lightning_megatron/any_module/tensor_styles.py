@@ -5,6 +5,7 @@
     colwise_gather_output            the same, and all features are gathered: whole
     rowwise                          row-parallel, behind a colwise one: whole
     rowwise_split_input              row-parallel, behind one that is whole: whole
+    embedding_rowwise                an embedding cut by its rows, the vocabulary: whole
     replicated_with_grad_allreduce   whole, on features of a rank: its gradient is a term of a sum over tp
     mla_kv_a_proj                    whole; the last features, a key's rotary part, go to heads of a rank (DeepSeek's
                                      multi-head latent attention), the others to a colwise linear
@@ -14,16 +15,16 @@ of them gives another takes.
 """
 
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from lightning_megatron.comm import differentiable
 from lightning_megatron.mesh import Axis
-from lightning_megatron.sharding import Initial, Shard, ShardedParameter
+from lightning_megatron.sharding import Initial, Shard, ShardedParameter, shard_parameter
 from lightning_megatron.tensor.linear import ColumnParallelLinear, RowParallelLinear, TokenKeys, column_parallel_linear
 
 STYLES = (
@@ -31,17 +32,28 @@ STYLES = (
     "colwise_gather_output",
     "rowwise",
     "rowwise_split_input",
+    "embedding_rowwise",
     "replicated_with_grad_allreduce",
     "mla_kv_a_proj",
 )
 BY_OUTPUTS = ("colwise", "colwise_gather_output")
+EMBEDDING = "embedding_rowwise"
 BY_INPUTS = ("rowwise", "rowwise_split_input")
 
 
 def styles_of(network: nn.Module) -> dict[str, str]:
-    """The styles that a network brings along, by name pattern; transformers' models have some in `_tp_plan`."""
+    """The styles that a network brings along, by name pattern; transformers' models have some in `_tp_plan`.
+
+    Such plans leave out the embedding of tokens, which is cut as well.
+    """
     plan = getattr(network, "_tp_plan", None)
-    return dict(plan) if isinstance(plan, Mapping) else {}
+    if not isinstance(plan, Mapping) or not plan:
+        return {}
+    styles = {key: style for key, style in plan.items() if style != "replicate"}
+    find: Any = getattr(network, "get_input_embeddings", None)
+    embedding = find() if callable(find) else None
+    found = [name for name, module in network.named_modules() if module is embedding and type(module) is nn.Embedding]
+    return {**dict.fromkeys(found, EMBEDDING), **styles}
 
 
 def matching(network: nn.Module, styles: Mapping[str, str]) -> Iterator[tuple[str, nn.Module, str]]:
@@ -57,7 +69,7 @@ def cut_by(network: nn.Module, styles: Mapping[str, str], size: int) -> list[tup
     """The modules of a network that so many ranks cut, each with its style: those whose parents fit in all."""
     found = list(matching(network, styles))
     whole = {_parent(name) for name, _, style in found if _misfit(network, name, style, size)}
-    tied = _tied(network)
+    tied = _tied(network, {name: style for name, _, style in found if _parent(name) not in whole})
     whole |= {_parent(name) for name, module, _ in found if not tied.isdisjoint(module.parameters())}
     return [(name, module, style) for name, module, style in found if _parent(name) not in whole]
 
@@ -75,15 +87,25 @@ def _parent(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def _tied(network: nn.Module) -> set[nn.Parameter]:
-    """Weights of which several modules are owners: what one of them gives away, another needs."""
-    held = Counter(weight for child in network.modules() for weight in child._parameters.values() if weight is not None)
-    return {weight for weight, count in held.items() if count > 1}
+def _tied(network: nn.Module, styles: Mapping[str, str]) -> set[nn.Parameter]:
+    """Weights of several modules that are not all cut by their first dim: what one gives away, another needs."""
+    owners: dict[nn.Parameter, list[str]] = {}
+    for name, child in network.named_modules():
+        for weight in child._parameters.values():
+            if weight is not None:
+                owners.setdefault(weight, []).append(name)
+    return {
+        weight
+        for weight, names in owners.items()
+        if len(names) > 1 and not all(styles.get(name) in (*BY_OUTPUTS, EMBEDDING) for name in names)
+    }
 
 
 def cut_linears(network: nn.Module, styles: Mapping[str, str], tp: Axis) -> None:
     """Cuts the linears of a network in place."""
     copies: dict[str, _SharedCopy] = {}
+    # Slices of weights by the whole ones, which modules may share.
+    slices: dict[Tensor, nn.Parameter] = {}
     for name, module, style in cut_by(network, styles, tp.size):
         parent, _, last = name.rpartition(".")
         owner = network.get_submodule(parent)
@@ -92,12 +114,18 @@ def cut_linears(network: nn.Module, styles: Mapping[str, str], tp: Axis) -> None
                 for key, weight in list(child.named_parameters(recurse=False)):
                     sum_gradients(child, key, weight, tp)
             continue
+        if isinstance(module, nn.Embedding):
+            embedding = RowwiseEmbedding(module, tp)
+            embedding.weight = slices.setdefault(module.weight, embedding.weight)
+            setattr(owner, last, embedding)
+            continue
         assert isinstance(module, nn.Linear)
         if style == "mla_kv_a_proj":
             setattr(owner, last, LatentLinear(module, tp, _rotary_size(owner)))
         else:
             kind = ColwiseLinear if style in BY_OUTPUTS else RowwiseLinear
             cut = kind(module, tp, style)
+            cut.weight = slices.setdefault(module.weight, cut.weight)
             setattr(owner, last, cut)
             if isinstance(cut, ColwiseLinear):
                 cut.copies = copies[parent] = copies.get(parent) or _SharedCopy(owner, tp)
@@ -110,6 +138,11 @@ def _misfit(network: nn.Module, name: str, style: str, size: int) -> str:
         return f"the style {style} is not known"
     if style == "replicated_with_grad_allreduce":
         return ""
+    if style == EMBEDDING:
+        if type(module) is not nn.Embedding or module.max_norm or module.sparse or module.scale_grad_by_freq:
+            return f"{style} is a style of nn.Embedding without max_norm, sparse and scale_grad_by_freq"
+        num_rows = module.num_embeddings
+        return f"{size} ranks do not divide its {num_rows} rows" if num_rows % size else ""
     if type(module) is not nn.Linear:
         return f"{style} is a style of nn.Linear, and not of {type(module).__name__}"
     if style == "mla_kv_a_proj":
@@ -222,12 +255,37 @@ class RowwiseLinear(RowParallelLinear):
         return y_TO.view(*x.shape[:-1], y_TO.shape[-1])
 
 
+class RowwiseEmbedding(nn.Embedding):
+    """An embedding of tokens [*] to [*, H], of which a rank has the rows of V/tp tokens."""
+
+    weight: nn.Parameter
+
+    def __init__(self, embedding: nn.Embedding, tp: Axis) -> None:
+        nn.Module.__init__(self)
+        self.tp = tp
+        self.num_embeddings, self.embedding_dim = embedding.num_embeddings, embedding.embedding_dim
+        self.padding_idx, self.max_norm, self.norm_type = embedding.padding_idx, None, embedding.norm_type
+        self.scale_grad_by_freq = self.sparse = False
+        self.weight = shard_parameter(tuple(embedding.weight.shape), initial=Initial(), dim=0, axis=tp)
+        take_weights(self, embedding)
+
+    def forward(self, input: Tensor) -> Tensor:
+        num_own = self.num_embeddings // self.tp.size
+        own = input - self.tp.rank * num_own
+        is_foreign = (own < 0) | (own >= num_own)
+        rows = functional.embedding(own.masked_fill(is_foreign, 0), self.weight)
+        if self.padding_idx is not None:
+            # The gradient of the padding's row stays zero.
+            rows = torch.where((input == self.padding_idx)[..., None], rows.detach(), rows)
+        return differentiable.reduce(rows.masked_fill(is_foreign[..., None], 0), self.tp)
+
+
 def names_of_cut(module: nn.Module) -> set[str]:
     """Names of the parameters of which a rank has the slices that `cut_linears` made."""
     return {
         f"{name}.{key}"
         for name, child in module.named_modules()
-        if isinstance(child, (ColwiseLinear, RowwiseLinear))
+        if isinstance(child, (ColwiseLinear, RowwiseLinear, RowwiseEmbedding))
         for key, weight in child.named_parameters(recurse=False)
     }
 

@@ -54,6 +54,7 @@ class RecipeCLI(LightningCLI):
         data: type[L.LightningDataModule],
         *,
         links: Mapping[str, str],
+        made_links: Mapping[str, str] | None = None,
         callbacks: Mapping[str, type[L.Callback]],
         args: Sequence[str] | None,
         run: bool = True,
@@ -61,7 +62,7 @@ class RecipeCLI(LightningCLI):
         """Without `run` the options have no subcommand, and module, data and Trainer are made and left alone."""
         given = list(sys.argv[1:] if args is None else args)
         self._subcommand = given[0] if given and given[0] in LightningCLI.subcommands() else None
-        self._links = links
+        self._links, self._made_links = links, made_links or {}
         self._callbacks = callbacks
         self._data_config = config_of(data)
         # Classes that the options of a run configure.
@@ -103,6 +104,8 @@ class RecipeCLI(LightningCLI):
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         for source, target in self._links.items():
             parser.link_arguments(source, target)
+        for source, target in self._made_links.items():
+            parser.link_arguments(source, target, apply_on="instantiate")
         for name, callback in self._callbacks.items():
             parser.add_lightning_class_args(callback, name)
         self._names += parser.get_defaults(skip_validation=True).keys()
@@ -205,15 +208,19 @@ def run_recipe(
     data: type[L.LightningDataModule],
     *,
     links: Mapping[str, str],
+    made_links: Mapping[str, str] | None = None,
     callbacks: Mapping[str, type[L.Callback]],
     args: Sequence[str] | None = None,
 ) -> None:
     """Runs the command line of a recipe: `args`, or those that the script was called with.
 
-    `links` takes options from others ("model.config.vocab_size": "data.vocab_size"); `callbacks` are always there and
-    take options under their names. Exits with 2 on a mistake of the user's.
+    `links` takes options from others ("model.config.vocab_size": "data.vocab_size"), `made_links` from attributes of
+    the module that is made; `callbacks` are always there and take options under their names. Exits with 2 on a mistake
+    of the user's.
     """
-    _exit_on_mistake(lambda: RecipeCLI(module, data, links=links, callbacks=callbacks, args=args))
+    _exit_on_mistake(
+        lambda: RecipeCLI(module, data, links=links, made_links=made_links, callbacks=callbacks, args=args)
+    )
 
 
 def _exit_on_mistake(run: Callable[[], Any]) -> None:

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from lightning_megatron.hf.llava_parts import llava_from_folders
     from lightning_megatron.hf.load import config_from_pretrained, from_pretrained
     from lightning_megatron.hf.save import save_pretrained
+    from lightning_megatron.hf.unchanged import load_unchanged
 else:
     __getattr__, __dir__ = lazy_exports(__name__, __file__)
 
-__all__ = ["config_from_pretrained", "from_pretrained", "llava_from_folders", "save_pretrained"]
+__all__ = ["config_from_pretrained", "from_pretrained", "llava_from_folders", "load_unchanged", "save_pretrained"]

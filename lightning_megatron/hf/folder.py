@@ -74,15 +74,19 @@ class WeightFiles:
         self.dtypes: dict[str, torch.dtype] = {}
         self._file_of = _files_by_name(folder)
         self._open: dict[Path, Any] = {}
+        # First byte of each weight in its file, and files that are mapped into memory.
+        self._starts: dict[str, int] = {}
+        self._maps: dict[Path, Any] = {}
         faults = []
         for file in sorted(set(self._file_of.values())):
             names = {name for name, holder in self._file_of.items() if holder == file}
-            entries = _header(file)
+            entries, first_byte = _header(file)
             if lost := sorted(names - entries.keys()):
                 faults.append(f"{file.name} lacks what {INDEX} says is in it: {', '.join(lost[:20])}")
             for name in sorted(names & entries.keys()):
                 self.shapes[name] = tuple(entries[name]["shape"])
                 self.dtypes[name] = DTYPES.get(entries[name]["dtype"], torch.uint8)
+                self._starts[name] = first_byte + entries[name]["data_offsets"][0]
         if faults:
             raise ValueError("\n  ".join([f"the weights in {folder} cannot be read:", *faults]))
 
@@ -91,6 +95,17 @@ class WeightFiles:
         slices = tuple(slice(a, a + n) for a, n in zip(box.offsets, box.sizes, strict=True))
         values: Tensor = self._handle(self._file_of[name]).get_slice(name)[slices]
         return values
+
+    def mapped(self, name: str) -> Tensor:
+        """A floating-point weight in memory that is mapped from its file: what is not looked at is not read, and
+        processes of a host share what is. Changes of it stay in the process."""
+        file, dtype, shape = self._file_of[name], self.dtypes[name], self.shapes[name]
+        if self._starts[name] % dtype.itemsize:
+            return self.read(name, Box((0,) * len(shape), shape))
+        if file not in self._maps:
+            self._maps[file] = torch.UntypedStorage.from_file(str(file), False, file.stat().st_size)
+        strides = torch.empty(shape, device="meta").stride()
+        return torch.empty(0, dtype=dtype).set_(self._maps[file], self._starts[name] // dtype.itemsize, shape, strides)
 
     def _handle(self, file: Path) -> Any:
         if file not in self._open:
@@ -115,7 +130,7 @@ def _files_by_name(folder: Path) -> dict[str, Path]:
             )
         return {name: folder / file for name, file in by_name.items()}
     if (folder / SINGLE).is_file():
-        return dict.fromkeys(_header(folder / SINGLE), folder / SINGLE)
+        return dict.fromkeys(_header(folder / SINGLE)[0], folder / SINGLE)
     pickles = sorted(path.name for pattern in ("pytorch_model*.bin", "*.pth", "*.pt") for path in folder.glob(pattern))
     if pickles:
         raise ValueError(
@@ -125,8 +140,8 @@ def _files_by_name(folder: Path) -> dict[str, Path]:
     raise ValueError(f"{folder} has neither {SINGLE} nor {INDEX}; give a folder with a Hugging Face model")
 
 
-def _header(file: Path) -> dict[str, Any]:
-    """Name, dtype and shape of each tensor of a file."""
+def _header(file: Path) -> tuple[dict[str, Any], int]:
+    """Dtype, shape and offsets of each tensor of a file, by its name, and the byte from which offsets count."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
@@ -144,7 +159,7 @@ def _header(file: Path) -> dict[str, Any]:
             f"{file} is {size} bytes long, and its header says {_LENGTH_BYTES + length + end}: it is cut off or "
             "damaged; fetch it again"
         )
-    return entries
+    return entries, _LENGTH_BYTES + length
 
 
 def _is_entry(entry: Any) -> bool:

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from lightning_megatron.lightning_modules.adamw import AdamWConfig
     from lightning_megatron.lightning_modules.bert import BertModule
     from lightning_megatron.lightning_modules.bert_data import BertDataConfig, BertDataModule
+    from lightning_megatron.lightning_modules.causal import CausalModule
     from lightning_megatron.lightning_modules.chat_data import ChatDataConfig, ChatDataModule
     from lightning_megatron.lightning_modules.gpt import GPTModule
     from lightning_megatron.lightning_modules.gpt_data import GPTDataConfig, GPTDataModule, StreamingConfig
@@ -30,6 +31,7 @@ __all__ = [
     "BertDataModule",
     "BertModule",
     "BlendSource",
+    "CausalModule",
     "ChatDataConfig",
     "ChatDataModule",
     "GPTDataConfig",

@@ -9,6 +9,7 @@ from lightning_megatron import hf
 from lightning_megatron.hf.families import family_of_config
 from lightning_megatron.hf.folder import on_disk
 from lightning_megatron.hf.shards import has_tokenizer
+from lightning_megatron.lightning_modules.causal import CausalModule
 from lightning_megatron.lightning_modules.finetune import FinetuneModule
 from lightning_megatron.lightning_modules.t5_finetune import T5FinetuneModule
 from lightning_megatron.text_files import read_json_table
@@ -38,9 +39,9 @@ class ExportPretrained(L.Callback):
         if self.path is None or trainer.state.fn != TrainerFn.FITTING:
             return []
         faults, module = [], trainer.lightning_module
-        if not isinstance(module, FinetuneModule | T5FinetuneModule):
+        if not isinstance(module, CausalModule | FinetuneModule | T5FinetuneModule):
             faults.append(
-                "ExportPretrained writes a FinetuneModule or a T5FinetuneModule, and this is a"
+                "ExportPretrained writes a CausalModule, a FinetuneModule or a T5FinetuneModule, and this is a"
                 f" {type(module).__name__}; leave it out"
             )
         elif _is_upcycled(module):
@@ -57,15 +58,18 @@ class ExportPretrained(L.Callback):
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         # The strategy has restored full weights, instead of shards of master weights, already.
-        if self.path is None or not isinstance(pl_module, FinetuneModule | T5FinetuneModule):
+        if self.path is None or not isinstance(pl_module, CausalModule | FinetuneModule | T5FinetuneModule):
             return
         assert pl_module.model is not None
         tokenizer = pl_module.path if has_tokenizer(Path(pl_module.path)) else None
+        if isinstance(pl_module, CausalModule):
+            hf.save_pretrained(pl_module.model, self.path, tokenizer_from=tokenizer)
+            return
         with merged_lora(pl_module.model):
             hf.save_pretrained(pl_module.model, self.path, family=_family(pl_module), tokenizer_from=tokenizer)
 
 
-def _is_upcycled(module: FinetuneModule | T5FinetuneModule) -> bool:
+def _is_upcycled(module: L.LightningModule) -> bool:
     return isinstance(module, FinetuneModule) and module.upcycle is not None
 
 

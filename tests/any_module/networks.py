@@ -366,6 +366,25 @@ class UntiedGPT(GPT):
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
 
 
+class PaddedGPT(GPT):
+    """One of its tokens stands for nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH, padding_idx=3)
+        self.head.weight = self.tokens.weight
+
+
+class TrainsTied(TrainsOverTensor):
+    """The vocabulary is cut in the embedding and in the head, which have one weight."""
+
+    network = PaddedGPT
+
+    def model_plan(self) -> ModelPlan:
+        vocabulary = {"net.tokens": "embedding_rowwise", "net.head": "colwise_gather_output"}
+        return ModelPlan(styles={**super().model_plan().styles, **vocabulary})
+
+
 class TrainsGathered(TrainsOverTensor):
     """The head, and what comes out of the first linear, are cut and gathered."""
 

@@ -22,7 +22,13 @@ def test_a_gpt_is_cut_over_tensor_parallel_ranks_as_its_plan_says() -> None:
     certify(networks.TrainsOverTensor, networks.batches, layouts=("tp2", "tp2pp2"), steps=3).assert_equal()
 
 
-STYLED = [networks.TrainsWholeHeads, networks.TrainsGathered, networks.TrainsLatent, networks.TrainsNormed]
+STYLED = [
+    networks.TrainsTied,
+    networks.TrainsWholeHeads,
+    networks.TrainsGathered,
+    networks.TrainsLatent,
+    networks.TrainsNormed,
+]
 
 
 @pytest.mark.parametrize("module", STYLED)
@@ -59,9 +65,13 @@ def test_layers_of_torch_do_not_go_past_cut_linears_in_evaluation() -> None:
         assert torch.allclose(found, wanted, rtol=1e-12, atol=1e-12)
 
 
-def test_a_tied_weight_stays_whole() -> None:
+def test_a_tied_weight_is_cut_where_all_its_modules_are_and_else_stays_whole() -> None:
     styles = {"head": "colwise_gather_output"}
     assert not cut_by(networks.GPT(), styles, 2) and len(cut_by(networks.UntiedGPT(), styles, 2)) == 1
+    net, both = networks.GPT(), {**styles, "tokens": "embedding_rowwise"}
+    assert len(cut_by(net, both, 2)) == 2 and not cut_by(net, both, 5)
+    cut_linears(net, both, Axis.alone(0, "tp"))
+    assert net.head.weight is net.tokens.weight
 
 
 def test_a_star_stands_for_one_name() -> None:

@@ -69,7 +69,11 @@ def test_the_recipe_of_a_trillion_parameters_is_explained(capsys: pytest.Capture
     )
 
 
-@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+# A plan knows this package's models alone, and not those that pretrain_hf.py trains as they are.
+OWN = [path for path in sorted(CONFIGS.glob("*.yaml")) if not path.stem.startswith("hf_")]
+
+
+@pytest.mark.parametrize("path", OWN, ids=lambda path: path.stem)
 def test_every_shipped_recipe_with_a_model_is_planned(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = yaml.safe_load(path.read_text())
     args = [str(path), "--gpu", "h100", "--layout", "recipe"]

@@ -20,6 +20,7 @@ from lightning_megatron.cli.main import command_line
 from lightning_megatron.lightning_modules import (
     AdamWConfig,
     BertDataConfig,
+    CausalModule,
     ChatDataConfig,
     GenerationConfig,
     GPTDataConfig,
@@ -271,7 +272,7 @@ def known_options() -> set[str]:
     options |= {f"data.{name}" for name in parameters_of(GPTDataConfig)}
     options |= {f"data.{name}" for name in parameters_of(ChatDataConfig)} | {"model.path", "export.path"}
     options |= {f"data.{name}" for name in parameters_of(LlavaDataConfig)}
-    options |= {f"model.{name}" for name in parameters_of(LlavaModule)}
+    options |= {f"model.{name}" for kind in (LlavaModule, CausalModule) for name in parameters_of(kind)}
     configs = {"config": GPTConfig, "optimizer": AdamWConfig, "generation": GenerationConfig, "lora": LoraConfig}
     options |= {f"data.{name}" for name in parameters_of(BertDataConfig)}
     options |= {f"model.config.{field.name}" for field in fields(BertConfig)}

@@ -168,7 +168,7 @@ def test_what_cannot_be_exported_is_reported_before_training(folder: Path) -> No
     module = GPTModule(FinetuneModule(taken).config)
     with pytest.raises(ConfigurationError) as raised:
         trainer.fit(module, datamodule=data(folder))
-    assert "writes a FinetuneModule or a T5FinetuneModule, and this is a GPTModule" in str(raised.value)
+    assert "writes a CausalModule, a FinetuneModule or a T5FinetuneModule, and this is a GPTModule" in str(raised.value)
     assert f"export path ({taken}) exists" in str(raised.value)
     with pytest.raises(ConfigurationError, match="export path: memory://out is an address"):
         make_trainer(PLAIN, callbacks=[ExportPretrained("memory://out")]).fit(module, datamodule=data(folder))

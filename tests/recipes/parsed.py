@@ -19,6 +19,7 @@ _SCRIPTS = {
     "llava_": "pretrain_llava",
     "finetune_t5_": "finetune_t5",
     "finetune_": "finetune_hf",
+    "hf_": "pretrain_hf",
     "": "pretrain_gpt",
 }
 

@@ -20,7 +20,8 @@ from lightning_megatron.trainer.callbacks import MemoryMonitor, StepTimeline
 from lightning_megatron.transformer import cost
 from tests.recipes.parsed import CONFIGS, parse, sizes_of
 
-ALL = sorted(path.name for path in CONFIGS.glob("*.yaml"))
+# The model of hf_toy.yaml is any of transformers: test_pretrain_hf.py runs it.
+ALL = sorted(path.name for path in CONFIGS.glob("*.yaml") if not path.name.startswith("hf_"))
 # Grattafiori et al., arXiv 2407.21783, table 3.
 LLAMA3_8B = GPTConfig(
     num_layers=32,

@@ -1,0 +1,90 @@
+"""Causal models of transformers as they are, from a folder: weights are mapped from its files, and not read.
+
+A rank that keeps slices reads these alone. Where transformers converts weights while it reads them (experts that a file
+holds one by one), the model is read by transformers itself, whole, into host memory.
+"""
+
+import logging
+import os
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+
+from lightning_megatron.hf.folder import DTYPES, WeightFiles, on_disk
+
+logger = logging.getLogger(__name__)
+
+_GENERATION = "generation_config.json"
+
+
+def read_config(path: str | os.PathLike[str]) -> Any:
+    """The configuration of the model in a folder. Raises ValueError where there is none."""
+    try:
+        return AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{os.fspath(path)} has no configuration that this version of transformers reads: {_first_line(error)}"
+        ) from error
+
+
+def new_model(path: str | os.PathLike[str]) -> Any:
+    """The causal model of a folder's configuration with new weights, on torch's default device.
+
+    Raises ValueError for what is no causal model.
+    """
+    try:
+        return AutoModelForCausalLM.from_config(read_config(path))
+    except ValueError as error:
+        raise ValueError(f"no causal model can be made of {os.fspath(path)}: {_first_line(error)}") from error
+
+
+def load_unchanged(path: str | os.PathLike[str]) -> Any:
+    """The causal model of a folder, as `AutoModelForCausalLM.from_pretrained` reads it, with its weights mapped.
+
+    Raises ValueError for what is no causal model, and for files that cannot be read.
+    """
+    config, files = read_config(path), WeightFiles(on_disk(path))
+    try:
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(config)
+    except ValueError as error:
+        raise ValueError(f"no causal model can be made of {os.fspath(path)}: {_first_line(error)}") from error
+    sources = _sources(model, files)
+    if sources is None:
+        logger.warning(
+            "the weights in %s are converted while they are read: every process reads all of them into host memory",
+            path,
+        )
+        with torch.device("cpu"):
+            return AutoModelForCausalLM.from_pretrained(path, config=config)
+    model.load_state_dict({name: files.mapped(source) for name, source in sources.items()}, strict=False, assign=True)
+    model.tie_weights()
+    for tensor in model.state_dict(keep_vars=True).values():
+        # Transformers leaves alone what has this mark, and computes the rest: tables that no file holds.
+        tensor._is_hf_initialized = True
+    for name, buffer in list(model.named_non_persistent_buffers()):
+        owner, _, last = name.rpartition(".")
+        model.get_submodule(owner)._buffers[last] = torch.empty_like(buffer, device="cpu")
+    model.initialize_weights()
+    if (on_disk(path) / _GENERATION).is_file():
+        model.generation_config = GenerationConfig.from_pretrained(path)
+    return model.eval()
+
+
+def _sources(model: PreTrainedModel, files: WeightFiles) -> dict[str, str] | None:
+    """Names in the files by those in the model; None where the files have other tensors than the model."""
+    wanted = {name: tensor for name, tensor in model.state_dict().items() if name not in model.all_tied_weights_keys}
+    prefix = f"{model.base_model_prefix}."
+    sources = {}
+    for name, tensor in wanted.items():
+        # A base model is saved without the prefix.
+        source = next((one for one in (name, name.removeprefix(prefix)) if one in files.shapes), None)
+        if source is None or files.shapes[source] != tuple(tensor.shape) or files.dtypes[source] not in DTYPES.values():
+            return None
+        sources[name] = source
+    return sources
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]

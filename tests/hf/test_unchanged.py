@@ -1,0 +1,65 @@
+"""A model that is mapped from its files is the one that transformers reads."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+from lightning_megatron import hf
+from lightning_megatron.hf.folder import WeightFiles
+from lightning_megatron.hf.unchanged import new_model
+from tests.any_module.models_table import config_of
+
+
+def written(folder: Path, model_type: str, **options: Any) -> Path:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config_of(model_type))
+    model.generation_config = GenerationConfig(eos_token_id=5)
+    model.save_pretrained(folder, **options)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "model_type", ["llama", "qwen3", "gemma2", "gpt2", "bloom", "qwen3_moe", "deepseek_v3", "mamba", "opt"]
+)
+def test_a_mapped_model_is_the_one_that_transformers_reads(model_type: str, tmp_path: Path) -> None:
+    folder = written(tmp_path, model_type, max_shard_size="40KB")
+    found, wanted = hf.load_unchanged(folder), AutoModelForCausalLM.from_pretrained(folder)
+    assert type(found) is type(wanted) and not found.training
+    tensors = {**dict(wanted.named_parameters()), **dict(wanted.named_buffers())}
+    own = {**dict(found.named_parameters()), **dict(found.named_buffers())}
+    assert own.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert own[name].dtype == tensor.dtype and torch.equal(own[name], tensor), name
+    assert found.generation_config.eos_token_id == 5 and found.config.to_dict() == wanted.config.to_dict()
+    tokens = torch.randint(3, 60, (2, 7))
+    assert torch.equal(found(tokens).logits, wanted(tokens).logits)
+
+
+def test_the_weights_of_a_file_share_one_map(tmp_path: Path) -> None:
+    files = WeightFiles(written(tmp_path, "llama"))
+    storages = {files.mapped(name).untyped_storage().data_ptr() for name in files.shapes}
+    assert len(storages) == 1
+    size = (tmp_path / "model.safetensors").stat().st_size
+    assert files.mapped("lm_head.weight").untyped_storage().nbytes() == size
+
+
+def test_what_is_changed_in_memory_leaves_the_file_alone(tmp_path: Path) -> None:
+    folder = written(tmp_path, "llama")
+    content = (folder / "model.safetensors").read_bytes()
+    model = hf.load_unchanged(folder)
+    with torch.no_grad():
+        model.lm_head.weight.fill_(1.0)
+    assert (folder / "model.safetensors").read_bytes() == content
+
+
+def test_what_is_no_causal_model_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="has no configuration that this version of transformers reads"):
+        hf.load_unchanged(tmp_path)
+    config = config_of("llama")
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"neither model\.safetensors nor"):
+        hf.load_unchanged(tmp_path)
+    assert new_model(tmp_path).lm_head.weight.shape == (64, 32)
