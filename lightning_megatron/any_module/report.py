@@ -1,10 +1,11 @@
-"""What a plan makes of a network, in words: its stages, its cut linears, what stays whole, what a rank holds."""
+"""What a plan makes of a network, in words: stages, cut linears and experts, what stays whole, what a rank holds."""
 
 import re
 from collections.abc import Mapping, Sequence
 
 from torch import nn
 
+from lightning_megatron.any_module.cut_experts import expert_faults, expert_modules
 from lightning_megatron.any_module.plan import ModelPlan
 from lightning_megatron.any_module.tensor_styles import (
     BY_INPUTS,
@@ -19,7 +20,7 @@ from lightning_megatron.pipeline.layout import assign
 
 
 def report_of(name: str, network: nn.Module, plan: ModelPlan, sizes: Sizes) -> str:
-    """A text for a network, the child `name` of its module, over `sizes.tp` and `sizes.num_stages` ranks.
+    """A text for a network, the child `name` of its module, over `sizes.tp`, `sizes.ep` and `sizes.num_stages` ranks.
 
     Raises ValueError where the layers are fewer than the stages.
     """
@@ -29,6 +30,8 @@ def report_of(name: str, network: nn.Module, plan: ModelPlan, sizes: Sizes) -> s
     blocks = [_layers(network, layers, plan, sizes)]
     if sizes.tp > 1:
         blocks.append(_linears(network, styles, cut, sizes.tp))
+    if sizes.ep > 1:
+        blocks.append(_experts(network, sizes))
     blocks.append(_held(network, layers, cut, sizes))
     return "\n".join(line for block in blocks for line in block)
 
@@ -70,6 +73,18 @@ def _linears(network: nn.Module, styles: Mapping[str, str], cut: Mapping[str, st
     ]
 
 
+def _experts(network: nn.Module, sizes: Sizes) -> list[str]:
+    groups: dict[tuple[str, int], int] = {}
+    for name, module in expert_modules(network):
+        key = (_pattern(name), module.num_experts)
+        groups[key] = groups.get(key, 0) + 1
+    if not groups:
+        return ["experts: the network has none as transformers' models have them"]
+    if faults := expert_faults(network, sizes):
+        return [f"experts: {fault}" for fault in faults]
+    return [f"experts: {name}, {each} each, {each // sizes.ep} a rank ({n})" for (name, each), n in groups.items()]
+
+
 def _pattern(name: str) -> str:
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
@@ -78,10 +93,16 @@ def _held(network: nn.Module, layers: Sequence[str], cut: Mapping[str, str], siz
     """Parameters of the network, and of the rank that holds most."""
     inside: dict[str, int] = dict.fromkeys(layers, 0)
     around = 0
+    experts = {
+        weight
+        for _, module in expert_modules(network)
+        for weight in module.parameters(recurse=False)
+        if weight.shape[:1] == (module.num_experts,)
+    }
     for name, weight in network.named_parameters():
         owner = name.rpartition(".")[0]
         is_cut = cut.get(owner) in (*BY_OUTPUTS, EMBEDDING) or (cut.get(owner) in BY_INPUTS and weight.dim() > 1)
-        count = weight.numel() // (sizes.tp if is_cut else 1)
+        count = weight.numel() // (sizes.tp if is_cut else sizes.ep if weight in experts else 1)
         layer = next((layer for layer in layers if name.startswith(f"{layer}.")), None)
         if layer is None:
             around += count

@@ -5,7 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+from torch import nn
 
+from lightning_megatron.any_module.plan import ModelPlan
 from lightning_megatron.any_module.report import report_of
 from lightning_megatron.cli.commands import add_command
 from lightning_megatron.cli.usage import UsageError
@@ -13,7 +15,7 @@ from lightning_megatron.hf.meta_model import meta_model
 from lightning_megatron.mesh import Sizes
 from lightning_megatron.testing.subject import SubjectError, require_module
 from lightning_megatron.testing.user_file import called
-from lightning_megatron.trainer.setup.pipelined_models import plan_of
+from lightning_megatron.trainer.setup.pipelined_models import attends_by_name, plan_of
 
 _EPILOG = """\
 MODEL is a LightningModule of yours, as in module.py:MyModule, which is made without arguments and whose configure_model
@@ -29,7 +31,8 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         commands,
         "model-plan",
         "Shows how a network is cut that knows nothing of ranks: which layers each stage gets, which linears are cut "
-        "over tensor-parallel ranks, what stays whole and why, and how many parameters a rank holds.",
+        "over tensor-parallel ranks, what stays whole and why, where experts are, whether attention can be cut over "
+        "context-parallel ranks, and how many parameters a rank holds.",
         run=run_model_plan,
         epilog=_EPILOG,
     )
@@ -37,11 +40,16 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     parser.add_argument("--tp", type=int, default=1, metavar="NUMBER", help="tensor-parallel size (default: 1)")
     parser.add_argument("--pp", type=int, default=1, metavar="NUMBER", help="pipeline-parallel size (default: 1)")
     parser.add_argument("--vp", type=int, default=1, metavar="NUMBER", help="stages of each pipeline rank (default: 1)")
+    parser.add_argument("--cp", type=int, default=1, metavar="NUMBER", help="context-parallel size (default: 1)")
+    parser.add_argument("--ep", type=int, default=1, metavar="NUMBER", help="expert-parallel size (default: 1)")
 
 
 def run_model_plan(options: argparse.Namespace) -> None:
     """Prints the report. Raises UsageError with all errors of what was given."""
-    sizes = Sizes(world=max(1, options.tp * options.pp), tp=options.tp, pp=options.pp, vp=options.vp)
+    own = {name: getattr(options, name) for name in ("tp", "pp", "vp", "cp", "ep")}
+    # Experts have as many data-parallel ranks as they need.
+    ranks = max(1, options.tp * options.pp * options.cp) * max(1, options.ep)
+    sizes = Sizes(world=ranks, etp=max(1, options.tp) if options.ep > 1 else 1, **own)
     if faults := sizes.faults():
         raise UsageError(faults)
     try:
@@ -52,6 +60,7 @@ def run_model_plan(options: argparse.Namespace) -> None:
         networks = dict(module.named_children())
         texts = [
             f"{name} ({type(child).__name__})\n{report_of(name, child, plan, sizes)}"
+            + _attention(name, child, plan, sizes)
             for name, child in networks.items()
         ]
     except (SubjectError, ValueError) as error:
@@ -59,6 +68,15 @@ def run_model_plan(options: argparse.Namespace) -> None:
     if not texts:
         raise UsageError([f"{options.model} holds no network; build it in __init__ or configure_model"])
     print("\n\n".join(texts))
+
+
+def _attention(name: str, network: nn.Module, plan: ModelPlan, sizes: Sizes) -> str:
+    """A line about the attention over context-parallel ranks; empty without such."""
+    if sizes.cp == 1:
+        return ""
+    if attends_by_name(network, plan.layers_in(name, network)[0]):
+        return "\ncontext parallel: layers look up their attention by name, which is cut over the tokens"
+    return "\ncontext parallel: no layer looks up its attention by name as transformers' models do: nothing can be cut"
 
 
 def _module_of(model: str) -> pl.LightningModule:

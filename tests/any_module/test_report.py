@@ -12,6 +12,7 @@ from lightning_megatron.any_module.report import report_of
 from lightning_megatron.cli.main import main
 from lightning_megatron.mesh import Sizes
 from tests.any_module import networks
+from tests.any_module.models_table import config_of
 
 
 def report(network: nn.Module, plan: ModelPlan, tp: int = 1, pp: int = 1, vp: int = 1) -> str:
@@ -79,6 +80,16 @@ def test_the_command_reads_a_module_and_a_folder(
         "layers: 3 of LlamaDecoderLayer in model.layers" in told and "stage 2: model.layers.2 to model.layers.2" in told
     )
     assert "lm_head                          colwise_gather_output (1)" in told
+
+
+def test_experts_and_attention_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config_of("qwen3_moe").save_pretrained(tmp_path)
+    assert main(["model-plan", str(tmp_path), "--ep", "2", "--cp", "2"]) == 0
+    told = capsys.readouterr().out
+    assert "experts: layers.*.mlp.experts, 8 each, 4 a rank (4)\n" in told
+    assert told.endswith("context parallel: layers look up their attention by name, which is cut over the tokens\n")
+    text = report_of("net", networks.GPT(), ModelPlan(), Sizes(world=2, ep=2))
+    assert "experts: the network has none as transformers' models have them\n" in text
 
 
 @pytest.mark.parametrize(
