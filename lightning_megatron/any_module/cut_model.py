@@ -36,6 +36,10 @@ _CUT = "_lightning_megatron_cut"
 _LAYER = "_lightning_megatron_layer"
 
 
+class CutError(RuntimeError):
+    """A network that cannot be cut as it was asked to be."""
+
+
 class _StageEnd(BaseException):
     """Leaves the model's forward behind the last layer of a stage; `except Exception` lets it pass."""
 
@@ -128,10 +132,21 @@ class CutModel(PipelineModule):
             output = _plain_call(self._whole, _CUT, args, self._options | kwargs)
         except _StageEnd:
             return self._payload
+        except CutError:
+            raise
+        except RuntimeError as error:
+            if not self._is_checked:
+                raise
+            first = self.part_names[self.stages[stage].start]
+            raise CutError(
+                f"{error}: on stage {stage}, where layers of earlier stages return placeholders. If the code of "
+                f"{type(self._whole).__name__} reads more of them than what the last layer returned, it cannot be cut "
+                f"in front of {first}: use pipeline_model_parallel_size=1"
+            ) from error
         finally:
             self._stage, self._received = -1, {}
         if self._is_checked and _has_nan(output):
-            raise RuntimeError(
+            raise CutError(
                 f"the output of {type(self._whole).__name__} reads what layers of earlier stages returned, and not the "
                 "last layer alone (hidden states, attentions or router logits of all layers); leave it out, or use "
                 "pipeline_model_parallel_size=1"
@@ -141,7 +156,7 @@ class CutModel(PipelineModule):
             self.loss_weight = torch.as_tensor(count, device=scalars[0].device).detach()
         missed = [self.part_names[index] for index in self.stages[stage] if index not in self._called]
         if missed or stage < self.mesh.sizes.num_stages - 1:
-            raise RuntimeError(
+            raise CutError(
                 f"the forward of {type(self._whole).__name__} ended without calling {', '.join(missed)}; the layers "
                 "that are cut must each run once a call"
             )
@@ -157,7 +172,7 @@ class CutModel(PipelineModule):
 
     @torch.no_grad()
     def _require_cut_alike(self, stage: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Runs own layers on a few tokens, cut and whole. Raises RuntimeError for one whose numbers differ."""
+        """Runs own layers on a few tokens, cut and whole. Raises CutError for one whose numbers differ."""
         received, tokens = self._received, self.tokens
         args, kwargs = tokens.shortened((args, kwargs), are_all=True)
         short = {index: tokens.shortened(value, are_all=index in self._ends) for index, value in received.items()}
@@ -168,7 +183,7 @@ class CutModel(PipelineModule):
             try:
                 cut = self._hidden_states(stage, args, kwargs, short)
             except (RuntimeError, ValueError, TypeError, IndexError) as error:
-                raise RuntimeError(
+                raise CutError(
                     f"the layers of {type(self._whole).__name__} do not run on the tokens of a rank ({error}); use "
                     f"{tokens.without}"
                 ) from error
@@ -182,7 +197,7 @@ class CutModel(PipelineModule):
         for index, hidden in wanted.items():
             own = cut[index] if cut[index].shape == hidden.shape else tokens.of_all_ranks(cut[index])
             if deviation := deviation_of(own, hidden):
-                raise RuntimeError(
+                raise CutError(
                     f"{self.part_names[index]} ({type(self.get_submodule(self.part_names[index])).__name__}) computes "
                     f"other hidden states from the tokens of a rank (off by {deviation:.0e} of the largest): it mixes "
                     f"tokens elsewhere than in an attention that can be cut; use {tokens.without}"
@@ -199,10 +214,10 @@ class CutModel(PipelineModule):
             return self._outputs
         finally:
             self._stage, self._outputs = -1, None
-        raise RuntimeError(f"the forward of {type(self._whole).__name__} ended without calling its layers")
+        raise CutError(f"the forward of {type(self._whole).__name__} ended without calling its layers")
 
     def _refuse_what_stages_share(self, kwargs: dict[str, Any]) -> None:
-        """Raises RuntimeError for options of transformers by which a call collects something of every layer."""
+        """Raises CutError for options of transformers by which a call collects something of every layer."""
         if self.mesh.sizes.num_stages == 1:
             return
         config = getattr(self._whole, "config", None)
@@ -214,7 +229,7 @@ class CutModel(PipelineModule):
         ]
         asked += [name for name in ("use_cache", "past_key_values") if kwargs.get(name) not in (None, False)]
         if asked:
-            raise RuntimeError(
+            raise CutError(
                 f"{type(self._whole).__name__} was called with {', '.join(asked)}, of which a pipeline stage has those "
                 "of its own layers alone; leave it out (generate(use_cache=False)), or use "
                 "pipeline_model_parallel_size=1"
@@ -229,7 +244,7 @@ class CutModel(PipelineModule):
         expected = len(self._called)
         if index != expected:
             again = "a second time" if index in self._called else f"before {self.part_names[expected]}"
-            raise RuntimeError(
+            raise CutError(
                 f"the forward of {type(self._whole).__name__} calls {name} {again}; layers that are cut over stages "
                 "run once, in their order; use pipeline_model_parallel_size=1"
             )
@@ -239,7 +254,7 @@ class CutModel(PipelineModule):
         self.before_part(name)
         self._require_known(name, args, kwargs)
         if self._is_recorded and not torch.is_grad_enabled() and any(p.requires_grad for p in layer.parameters()):
-            raise RuntimeError(
+            raise CutError(
                 f"{name} runs without recording gradients (torch.no_grad, or checkpoint(use_reentrant=True)), and what "
                 "it sends to the next stage would take none back; use checkpoint(use_reentrant=False)"
             )
@@ -276,7 +291,7 @@ class CutModel(PipelineModule):
             try:
                 text, tensors = taken_apart(value)
             except TypeError as error:
-                raise RuntimeError(
+                raise CutError(
                     f"{self.part_names[number]} returned a {error}, which cannot be sent to the next stage; a layer at "
                     "the end of a stage returns tensors, or tuples, lists and dicts of them"
                 ) from None
@@ -285,12 +300,12 @@ class CutModel(PipelineModule):
         return packed
 
     def _require_known(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raises RuntimeError where a layer reads what a layer of another stage computed, and is not handed on."""
+        """Raises CutError where a layer reads what a layer of another stage computed, and is not handed on."""
         if not self._is_checked:
             return
         named = {**{f"argument {place}": value for place, value in enumerate(args)}, **kwargs}
         if unknown := [key for key, value in named.items() if _has_nan(value)]:
-            raise RuntimeError(
+            raise CutError(
                 f"{name} reads {', '.join(unknown)}, which layers of an earlier stage computed, and not only what the "
                 f"layer before it returned; layers of {type(self._whole).__name__} cannot be cut there: use "
                 "pipeline_model_parallel_size=1, or a stage layout that keeps these layers together"
