@@ -22,7 +22,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lightning_megatron.any_module.cut_tokens import ContextAttention, CutTokens, deviation_of, hidden_of
+from lightning_megatron.any_module.check_styles import relative_deviation
+from lightning_megatron.any_module.cut_error import CutError
+from lightning_megatron.any_module.cut_tokens import ContextAttention, CutTokens, hidden_of
 from lightning_megatron.any_module.loss_count import mean_count
 from lightning_megatron.any_module.skeleton import put_together, taken_apart
 from lightning_megatron.comm import rng
@@ -34,10 +36,6 @@ _NUM_CHECKED = 8
 
 _CUT = "_lightning_megatron_cut"
 _LAYER = "_lightning_megatron_layer"
-
-
-class CutError(RuntimeError):
-    """A network that cannot be cut as it was asked to be."""
 
 
 class _StageEnd(BaseException):
@@ -196,11 +194,12 @@ class CutModel(PipelineModule):
                 module.training = mode
         for index, hidden in wanted.items():
             own = cut[index] if cut[index].shape == hidden.shape else tokens.of_all_ranks(cut[index])
-            if deviation := deviation_of(own, hidden):
+            if deviation := relative_deviation(own, hidden):
+                name = self.part_names[index]
                 raise CutError(
-                    f"{self.part_names[index]} ({type(self.get_submodule(self.part_names[index])).__name__}) computes "
-                    f"other hidden states from the tokens of a rank (off by {deviation:.0e} of the largest): it mixes "
-                    f"tokens elsewhere than in an attention that can be cut; use {tokens.without}"
+                    f"{name} ({type(self.get_submodule(name)).__name__}) computes other hidden states from the tokens "
+                    f"of a rank ({deviation}): it mixes tokens elsewhere than in an attention that can be cut; use "
+                    f"{tokens.without}"
                 )
 
     def _hidden_states(

@@ -28,9 +28,6 @@ from lightning_megatron.tensor.linear import ParallelLinear
 _PROBED_TOKENS = 16
 """Tokens of each rank on which layers are looked at before the first step."""
 
-# Largest relative deviation of hidden states that sums in another order explain.
-_TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
-
 
 class ContextAttention(Protocol):
     """Attention of a network's layers from own tokens to the keys of all ranks of cp."""
@@ -185,13 +182,6 @@ class CutTokens:
             self._is_off = False
             if self._attention is not None:
                 self._attention.is_off = False
-
-
-def deviation_of(found: Tensor, wanted: Tensor) -> float:
-    """Deviation of hidden states, relative to the largest, where sums in another order do not explain it; else 0."""
-    scale = max(float(wanted.abs().max()), torch.finfo(wanted.dtype).tiny)
-    deviation = float((found - wanted).abs().max()) / scale
-    return deviation if not deviation <= _TOLERANCES.get(wanted.dtype, 1e-1) else 0.0
 
 
 def hidden_of(output: Any) -> Tensor | None:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from lightning_megatron.any_module.check_styles import StyleChecks
 from lightning_megatron.comm import differentiable
 from lightning_megatron.mesh import Axis
 from lightning_megatron.sharding import Initial, Shard, ShardedParameter, shard_parameter
@@ -36,6 +37,9 @@ STYLES = (
     "replicated_with_grad_allreduce",
     "mla_kv_a_proj",
 )
+# What linears are called that go into attention and feed-forward networks, and that come out of them.
+_INTO = ("q_proj", "k_proj", "v_proj", "fc1", "fc_in", "c_fc", "dense_h_to_4h", "lin1", "up_proj", "gate_proj", "wi")
+_OUT_OF = ("o_proj", "out_proj", "fc2", "fc_out", "c_proj", "dense_4h_to_h", "lin2", "down_proj", "wo")
 BY_OUTPUTS = ("colwise", "colwise_gather_output")
 EMBEDDING = "embedding_rowwise"
 BY_INPUTS = ("rowwise", "rowwise_split_input")
@@ -44,16 +48,38 @@ BY_INPUTS = ("rowwise", "rowwise_split_input")
 def styles_of(network: nn.Module) -> dict[str, str]:
     """The styles that a network brings along, by name pattern; transformers' models have some in `_tp_plan`.
 
-    Such plans leave out the embedding of tokens, which is cut as well.
+    Such plans leave out the embedding of tokens, which is cut as well. Where a model of transformers has no plan, it is
+    made from what its linears are called.
     """
     plan = getattr(network, "_tp_plan", None)
-    if not isinstance(plan, Mapping) or not plan:
+    if not isinstance(plan, Mapping):
+        return {}
+    plan = plan or dict(_by_names(network))
+    if not plan:
         return {}
     styles = {key: style for key, style in plan.items() if style != "replicate"}
     find: Any = getattr(network, "get_input_embeddings", None)
     embedding = find() if callable(find) else None
     found = [name for name, module in network.named_modules() if module is embedding and type(module) is nn.Embedding]
     return {**dict.fromkeys(found, EMBEDDING), **styles}
+
+
+def _by_names(network: nn.Module) -> Iterator[tuple[str, str]]:
+    """Styles of linears by their own names, of those whose counterpart has its name too."""
+    linears = [name for name, module in network.named_modules() if type(module) is nn.Linear]
+    for name in linears:
+        parent, _, last = name.rpartition(".")
+        beside = {one.rpartition(".")[2] for one in linears if _parent(one) == parent}
+        kind = parent.rpartition(".")[2]
+        if last in _INTO and beside & set(_OUT_OF):
+            yield name, "colwise"
+        elif last in _OUT_OF and beside & set(_INTO):
+            yield name, "rowwise"
+        # BERT's kin: `self` and `intermediate` go in, and the `output` beside them comes out.
+        elif last in ("query", "key", "value") and kind == "self":
+            yield name, "colwise"
+        elif last == "dense" and kind in ("intermediate", "output"):
+            yield name, "colwise" if kind == "intermediate" else "rowwise"
 
 
 def matching(network: nn.Module, styles: Mapping[str, str]) -> Iterator[tuple[str, nn.Module, str]]:
@@ -106,9 +132,11 @@ def cut_linears(network: nn.Module, styles: Mapping[str, str], tp: Axis) -> None
     copies: dict[str, _SharedCopy] = {}
     # Slices of weights by the whole ones, which modules may share.
     slices: dict[Tensor, nn.Parameter] = {}
+    parents: set[str] = set()
     for name, module, style in cut_by(network, styles, tp.size):
         parent, _, last = name.rpartition(".")
         owner = network.get_submodule(parent)
+        parents.add(parent)
         if style == "replicated_with_grad_allreduce":
             for child in module.modules():
                 for key, weight in list(child.named_parameters(recurse=False)):
@@ -129,6 +157,9 @@ def cut_linears(network: nn.Module, styles: Mapping[str, str], tp: Axis) -> None
             setattr(owner, last, cut)
             if isinstance(cut, ColwiseLinear):
                 cut.copies = copies[parent] = copies.get(parent) or _SharedCopy(owner, tp)
+    checks = StyleChecks(tp)
+    for parent in sorted(parents - {""}):
+        checks.watch(parent, network.get_submodule(parent), kind=re.sub(r"(?<![^.])\d+(?![^.])", "*", parent))
 
 
 def _misfit(network: nn.Module, name: str, style: str, size: int) -> str:

@@ -358,6 +358,29 @@ class TrainsWholeHeads(TrainsOverTensor):
         return ModelPlan(styles={"net.blocks.*.attention.out": "rowwise_split_input"})
 
 
+class FixedHeads(Attention):
+    """Counts its heads by a constant, and takes what is left for their size."""
+
+    def heads(self, x: Tensor) -> list[Tensor]:
+        shape = (*x.shape[:2], HEADS, -1)
+        return [one(x).view(shape).transpose(1, 2) for one in (self.query, self.key, self.value)]
+
+
+class FixedHeadsGPT(GPT):
+    """Its attention runs with heads of any size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.attention = FixedHeads()
+
+
+class TrainsFixedHeads(TrainsOverTensor):
+    """Runs over tensor-parallel ranks, on heads of half the size."""
+
+    network = FixedHeadsGPT
+
+
 class UntiedGPT(GPT):
     """Its head has a weight of its own."""
 

@@ -54,6 +54,12 @@ def test_linears_of_one_input_sum_its_gradient_once_a_call() -> None:
     assert copies.of(x) is not first
 
 
+def test_heads_that_are_counted_by_a_constant_are_refused_by_name() -> None:
+    [result] = certify(networks.TrainsFixedHeads, networks.batches, layouts=("tp2",), steps=1).results
+    assert result.verdict == "refused"
+    assert "blocks.0.attention (FixedHeads) computes other numbers with the features of a rank" in result.message
+
+
 def predicted(layout: Layout) -> Tensor:
     parts: Any = make_trainer(layout).predict(networks.PredictsEncoded(), networks.loader())
     return torch.cat(parts)

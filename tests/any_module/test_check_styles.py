@@ -1,0 +1,15 @@
+"""What sums in another order explain is no deviation, and what they do not is told."""
+
+import pytest
+import torch
+
+from lightning_megatron.any_module.check_styles import relative_deviation
+
+
+@pytest.mark.parametrize(
+    ("off", "told"), [(1e-9, ""), (0.1, "off by 1e-01 of the largest"), (float("nan"), "off by nan of the largest")]
+)
+def test_deviations_that_sums_explain_are_none(off: float, told: str) -> None:
+    wanted = torch.ones(3, dtype=torch.float64)
+    assert relative_deviation(wanted + off, wanted) == told
+    assert relative_deviation(wanted[:0], wanted[:0]) == ""
