@@ -22,12 +22,25 @@ from lightning_megatron.tensor.linear import ColumnParallelLinear, RowParallelLi
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 
 
+# What modules call their number of heads.
+_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_key_value_heads")
+
+
 class StyleChecks:
-    """The checks of one network's modules; `kinds` that have been tried are tried no more."""
+    """The checks of one network's modules, of which one of each kind is tried."""
 
     def __init__(self, tp: Axis) -> None:
         self._tp = tp
         self._tried: set[str] = set()
+        # Numbers of heads of all ranks.
+        self._heads: dict[nn.Module, dict[str, int]] = {}
+
+    def count_heads(self, module: nn.Module) -> None:
+        """Makes the numbers of heads that a module keeps those of a rank, where the ranks divide them."""
+        found = {name: value for name in _HEADS if isinstance(value := getattr(module, name, None), int)}
+        if found and not any(value % self._tp.size for value in found.values()):
+            self._heads[module] = found
+            module.__dict__.update({name: value // self._tp.size for name, value in found.items()})
 
     def watch(self, name: str, parent: nn.Module, kind: str) -> None:
         """Looks at a module with cut linears in its first call, if it is the first of its kind."""
@@ -51,7 +64,7 @@ class StyleChecks:
         module.eval()
         try:
             cut = module.forward(*args, **kwargs)
-            with _whole(module, self._tp):
+            with self._whole(module):
                 whole = module.forward(*args, **kwargs)
         finally:
             for child, mode in modes.items():
@@ -64,6 +77,21 @@ class StyleChecks:
                 "reshape find that number out (-1), leave its linears out of the plan's styles, or use "
                 "tensor_model_parallel_size=1"
             )
+
+    @contextmanager
+    def _whole(self, module: nn.Module) -> Iterator[None]:
+        """Inside the block the linears of a module are whole, and so are its numbers of heads."""
+        own, heads = dict(module._modules), self._heads.get(module, {})
+        of_rank = {name: module.__dict__[name] for name in heads}
+        module.__dict__.update(heads)
+        for name, child in own.items():
+            if isinstance(child, (ColumnParallelLinear, RowParallelLinear)):
+                module._modules[name] = _gathered(child, self._tp)
+        try:
+            yield
+        finally:
+            module._modules.update(own)
+            module.__dict__.update(of_rank)
 
     def _deviation(self, cut: Tensor, whole: Tensor) -> str:
         """What differs, in words; empty where nothing does, or sums in another order explain it."""
@@ -87,25 +115,17 @@ def relative_deviation(found: Tensor, wanted: Tensor) -> str:
     return "" if deviation <= _TOLERANCES.get(wanted.dtype, 1e-1) else f"off by {deviation:.0e} of the largest"
 
 
-@contextmanager
-def _whole(module: nn.Module, tp: Axis) -> Iterator[None]:
-    """Inside the block the linears of a module are whole."""
-    own = dict(module._modules)
-    for name, child in own.items():
-        if isinstance(child, (ColumnParallelLinear, RowParallelLinear)):
-            is_column = isinstance(child, ColumnParallelLinear)
-            weight = collectives.all_gather(child.weight.detach(), tp, 0 if is_column else 1)
-            bias: nn.Parameter | None = child.bias
-            if bias is not None and is_column:
-                bias = nn.Parameter(collectives.all_gather(bias.detach(), tp, 0))
-            linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
-            linear.weight = nn.Parameter(weight)
-            linear.register_parameter("bias", bias)
-            module._modules[name] = linear
-    try:
-        yield
-    finally:
-        module._modules.update(own)
+def _gathered(linear: ColumnParallelLinear | RowParallelLinear, tp: Axis) -> nn.Linear:
+    """The whole linear of which ranks have slices."""
+    is_column = isinstance(linear, ColumnParallelLinear)
+    weight = collectives.all_gather(linear.weight.detach(), tp, 0 if is_column else 1)
+    bias: nn.Parameter | None = linear.bias
+    if bias is not None and is_column:
+        bias = nn.Parameter(collectives.all_gather(bias.detach(), tp, 0))
+    whole = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    whole.weight = nn.Parameter(weight)
+    whole.register_parameter("bias", bias)
+    return whole
 
 
 def _tensors(value: Any) -> list[Tensor]:

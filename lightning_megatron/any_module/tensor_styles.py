@@ -159,6 +159,9 @@ def cut_linears(network: nn.Module, styles: Mapping[str, str], tp: Axis) -> None
                 cut.copies = copies[parent] = copies.get(parent) or _SharedCopy(owner, tp)
     checks = StyleChecks(tp)
     for parent in sorted(parents - {""}):
+        if not getattr(network, "_tp_plan", None):
+            # Code that has a plan finds its heads out by itself.
+            checks.count_heads(network.get_submodule(parent))
         checks.watch(parent, network.get_submodule(parent), kind=re.sub(r"(?<![^.])\d+(?![^.])", "*", parent))
 
 

@@ -17,6 +17,8 @@ SAMPLE = [
     # Experts, and attention sinks.
     ("qwen3_moe", ("ep2", "tp2-sp")),
     ("gpt_oss", ("cp2",)),
+    # No plan of its own: linears go by their names, and its number of heads is that of a rank.
+    ("opt", ("tp2",)),
     # All tokens choose experts of one rank.
     ("afmoe", ("ep2",)),
 ]
