@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from lightning_megatron.any_module.tensor_styles import sum_gradients
+from lightning_megatron.any_module.tensor_styles import ColwiseLinear, sum_gradients
 from lightning_megatron.comm import collectives, differentiable
 from lightning_megatron.mesh import Axis
-from lightning_megatron.tensor.linear import ParallelLinear
+from lightning_megatron.tensor.linear import ParallelLinear, RowParallelLinear
 
 _PROBED_TOKENS = 16
 """Tokens of each rank on which layers are looked at before the first step."""
@@ -58,7 +58,8 @@ class CutTokens:
             # What has no children, and is no linear, does the same to each token: norms, activations, dropout.
             if any(True for _ in child.children()) or isinstance(child, (nn.Linear, ParallelLinear)):
                 child.register_forward_pre_hook(self._gather_inputs, with_kwargs=True)
-                child.register_forward_hook(self._split_outputs)
+                if not _gives_features_of_rank(child):
+                    child.register_forward_hook(self._split_outputs)
             else:
                 for name, weight in list(child.named_parameters(recurse=False)):
                     sum_gradients(child, name, weight, self.sp)
@@ -182,6 +183,12 @@ class CutTokens:
             self._is_off = False
             if self._attention is not None:
                 self._attention.is_off = False
+
+
+def _gives_features_of_rank(module: nn.Module) -> bool:
+    """Whether what a module returns has features of a rank, of all tokens: it may have the shape of hidden states."""
+    opens = any(isinstance(one, ColwiseLinear) and not one.gathers_output for one in module.modules())
+    return opens and not any(isinstance(one, RowParallelLinear) for one in module.modules())
 
 
 def hidden_of(output: Any) -> Tensor | None:
