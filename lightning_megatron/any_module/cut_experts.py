@@ -60,7 +60,8 @@ class _Exchange:
         self._dispatcher = AllToAllTokenDispatcher(
             module.num_experts, ep=axes.ep, etp=Axis.alone(axes.ep.ranks[axes.ep.rank], "etp")
         )
-        self._work: list[DispatchWork] = []
+        # One at a time: recomputation may leave the forward before it is combined.
+        self._work: DispatchWork | None = None
         for name, weight in list(module.named_parameters(recurse=False)):
             if weight.shape[:1] == (module.num_experts,):
                 setattr(module, name, _own_experts(weight, axes))
@@ -70,8 +71,7 @@ class _Exchange:
 
     def _dispatch(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         hidden_TH, expert_ids_TK, probs_TK = signature(module.forward).bind(*args, **kwargs).args
-        work = self._dispatcher.dispatch(hidden_TH, expert_ids_TK, probs_TK)
-        self._work.append(work)
+        self._work = work = self._dispatcher.dispatch(hidden_TH, expert_ids_TK, probs_TK)
         rows_RH, probs_R, groups = work.wait()
         own_L = torch.arange(len(groups.sizes), device=rows_RH.device)
         ids_R = own_L.repeat_interleave(groups.sizes_L, output_size=groups.num_rows)
@@ -82,7 +82,9 @@ class _Exchange:
         if not len(rows_RH):
             # What no row went through has no backward, and other ranks would wait for its messages.
             output_RH = rows_RH * probs_R1
-        return self._work.pop().combine(output_RH)
+        work, self._work = self._work, None
+        assert work is not None, "a forward comes before"
+        return work.combine(output_RH)
 
 
 @torch.no_grad()

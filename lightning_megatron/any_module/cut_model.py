@@ -79,12 +79,16 @@ class CutModel(PipelineModule):
         # Hidden states that own layers return while they are looked at, by index.
         self._outputs: dict[int, Tensor] | None = None
         self._num_calls: Counter[int] = Counter()
-        # A cache of keys and values would have those of this stage's layers alone.
+        # A cache of keys and values would have those of this stage's layers alone, or of own tokens, and a layer that
+        # is recomputed would add its own once more.
         takes_cache = "use_cache" in inspect.signature(model.forward).parameters
-        self._options = {"use_cache": False} if takes_cache and mesh.sizes.num_stages > 1 else {}
+        self._options = {"use_cache": False} if takes_cache else {}
+        # How a user does without the cut.
+        self._way_out = "pipeline_model_parallel_size=1" if mesh.sizes.num_stages > 1 else self.tokens.without
         if not all(self.stages):
             raise ValueError(f"every stage of {type(model).__name__} needs a layer, and a stage of the layout has none")
-        _require_own_weights(model, layers)
+        if mesh.sizes.num_stages > 1:
+            _require_own_weights(model, layers)
         modules = [model.get_submodule(name) for name in layers]
         own = {self.part_names[index] for stage in self.mesh.own_stages for index in self.stages[stage]}
         for index, module in enumerate(modules):
@@ -116,16 +120,23 @@ class CutModel(PipelineModule):
         """The model's output on the last stage; on another, the tensors that the next one gets, by name."""
         args, kwargs = context
         self._received = {} if hidden is None else _unpacked(hidden)
+        self._refuse_what_is_shared(kwargs)
+        if not torch.is_grad_enabled() and not self.tokens.divide((args, kwargs)):
+            # Text that is generated has any number of tokens.
+            with self.tokens.off():
+                return self._run_stage(stage, args, kwargs)
         if self.tokens.size > 1 and stage not in self._probed:
             self._probed.add(stage)
             self._require_cut_alike(stage, args, kwargs)
+        return self._run_stage(stage, args, kwargs)
+
+    def _run_stage(self, stage: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._stage, self._called = stage, set()
         self._payload = {}
         self._num_calls[stage] += 1
         self._is_recorded = torch.is_grad_enabled()
         # A number that is none may come from the data, or from a learning rate.
         self._is_checked = stage > 0 and self._num_calls[stage] <= _NUM_CHECKED and not _has_nan(self._received)
-        self._refuse_what_stages_share(kwargs)
         try:
             output = _plain_call(self._whole, _CUT, args, self._options | kwargs)
         except _StageEnd:
@@ -180,6 +191,8 @@ class CutModel(PipelineModule):
         try:
             try:
                 cut = self._hidden_states(stage, args, kwargs, short)
+            except (torch.OutOfMemoryError, CutError):
+                raise
             except (RuntimeError, ValueError, TypeError, IndexError) as error:
                 raise CutError(
                     f"the layers of {type(self._whole).__name__} do not run on the tokens of a rank ({error}); use "
@@ -215,10 +228,8 @@ class CutModel(PipelineModule):
             self._stage, self._outputs = -1, None
         raise CutError(f"the forward of {type(self._whole).__name__} ended without calling its layers")
 
-    def _refuse_what_stages_share(self, kwargs: dict[str, Any]) -> None:
-        """Raises CutError for options of transformers by which a call collects something of every layer."""
-        if self.mesh.sizes.num_stages == 1:
-            return
+    def _refuse_what_is_shared(self, kwargs: dict[str, Any]) -> None:
+        """Raises CutError for options of transformers by which a call collects something of every layer and token."""
         config = getattr(self._whole, "config", None)
         configs = [one for one in (config, getattr(config, "text_config", None)) if one is not None]
         asked = [
@@ -229,23 +240,23 @@ class CutModel(PipelineModule):
         asked += [name for name in ("use_cache", "past_key_values") if kwargs.get(name) not in (None, False)]
         if asked:
             raise CutError(
-                f"{type(self._whole).__name__} was called with {', '.join(asked)}, of which a pipeline stage has those "
-                "of its own layers alone; leave it out (generate(use_cache=False)), or use "
-                "pipeline_model_parallel_size=1"
+                f"{type(self._whole).__name__} was called with {', '.join(asked)}, of which a rank has those of its "
+                f"own layers and tokens alone; leave it out (generate(use_cache=False)), or use {self._way_out}"
             )
 
     def run_layer(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the layer of that index returns on this stage."""
         layer, name = self.get_submodule(self.part_names[index]), self.part_names[index]
         if self._stage < 0:
-            return _plain_call(layer, _LAYER, args, kwargs)
+            # The network's own checkpointing runs layers once more in the backward.
+            return self._on_own_tokens(index, args, kwargs, lambda given: _plain_call(layer, _LAYER, *given))
         own = self.stages[self._stage]
         expected = len(self._called)
         if index != expected:
             again = "a second time" if index in self._called else f"before {self.part_names[expected]}"
             raise CutError(
                 f"the forward of {type(self._whole).__name__} calls {name} {again}; layers that are cut over stages "
-                "run once, in their order; use pipeline_model_parallel_size=1"
+                f"run once, in their order; use {self._way_out}"
             )
         self._called.add(index)
         if index < own.start:
@@ -259,12 +270,8 @@ class CutModel(PipelineModule):
             )
         if index == own.start and self._stage and self._whole.training:
             _draw_for_layer(index)
-        is_start = index == 0 or index - 1 in self._ends
-        args, kwargs = self.tokens.enter(args, kwargs, is_whole=is_start)
         part = StagePart(module=layer, is_layer=True, run=lambda given: _plain_call(layer, _LAYER, *given))
-        output = self.runner([part], (args, kwargs))
-        if index in self._ends or index == len(self.part_names) - 1:
-            output = self.tokens.leave(output, hidden_of(output))
+        output = self._on_own_tokens(index, args, kwargs, lambda given: self.runner([part], given))
         if self._outputs is not None:
             self._note(index, output, is_end=index == own.stop - 1)
         if index == own.stop - 1 and self._stage < self.mesh.sizes.num_stages - 1:
@@ -273,6 +280,15 @@ class CutModel(PipelineModule):
         if index in self._ends:
             self._received[index] = output
         return output
+
+    def _on_own_tokens(
+        self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[Any], Any]
+    ) -> Any:
+        """What a layer returns for own tokens; for all of them where it ends a list."""
+        is_start = index == 0 or index - 1 in self._ends
+        output = run(self.tokens.enter(args, kwargs, is_whole=is_start))
+        is_end = index in self._ends or index == len(self.part_names) - 1
+        return self.tokens.leave(output, hidden_of(output)) if is_end else output
 
     def _of_earlier_stage(self, index: int) -> Any:
         if index in self._received:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from lightning_megatron.any_module.cut_error import CutError
 from lightning_megatron.any_module.tensor_styles import ColwiseLinear, sum_gradients
 from lightning_megatron.comm import collectives, differentiable
 from lightning_megatron.mesh import Axis
@@ -54,7 +55,7 @@ class CutTokens:
         layer.register_forward_pre_hook(self._note_shape, with_kwargs=True)
         for name, weight in list(layer.named_parameters(recurse=False)):
             sum_gradients(layer, name, weight, self.sp)
-        for child in layer.children():
+        for child in _parts_of(layer):
             # What has no children, and is no linear, does the same to each token: norms, activations, dropout.
             if any(True for _ in child.children()) or isinstance(child, (nn.Linear, ParallelLinear)):
                 child.register_forward_pre_hook(self._gather_inputs, with_kwargs=True)
@@ -69,16 +70,17 @@ class CutTokens:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments of a layer for own tokens; its hidden states may be those of all tokens (`is_whole`) or own ones.
 
-        Raises RuntimeError where the ranks do not divide the tokens.
+        Raises CutError where the ranks do not divide the tokens.
         """
         if self._is_off or self.size == 1:
             return args, kwargs
         hidden = _hidden(args, kwargs)
         if hidden is None:
-            raise RuntimeError("a layer of the network takes no hidden states [rows, tokens, features]")
+            raise CutError("a layer of the network takes no hidden states [rows, tokens, features]")
+        self._refuse_likes(hidden, (args, kwargs), is_whole=is_whole)
         num_tokens = hidden.shape[1] * (1 if is_whole else self.size)
         if num_tokens % self.size:
-            raise RuntimeError(
+            raise CutError(
                 f"sequences of {num_tokens} tokens cannot be cut over {self.size} ranks (context_parallel_size "
                 f"{self.cp.size}, sequence parallel over {self.sp.size}); pad batches to a multiple of {self.size}"
             )
@@ -111,7 +113,23 @@ class CutTokens:
             return differentiable.split_of_mean(value, self.cp, 1)
         if value.dim() in (1, 2) and value.shape[0] == num_tokens:
             return differentiable.split_of_mean(value, self.cp, 0)
-        return value
+        if value.dim() == 4 and value.shape[2:] == (num_tokens, num_tokens):
+            # A mask, or a bias of scores, has a row for each query.
+            return differentiable.split_of_mean(value, self.cp, 2)
+        # Every rank has terms of its own tokens of this gradient.
+        return differentiable.copy_of_mean(value, self.cp) if value.requires_grad else value
+
+    def _refuse_likes(self, hidden: Tensor, given: Any, *, is_whole: bool) -> None:
+        """Raises CutError where another input of a layer cannot be told from hidden states of own tokens."""
+        own = list(hidden.shape)
+        if is_whole:
+            own[1] //= self.size
+        likes = [one for one in _tensors(given) if one is not hidden and _is_like(one, torch.Size(own))]
+        if likes and self.sp.size > 1:
+            raise CutError(
+                f"a layer reads another tensor of the shape of its own hidden states ({own}), which cannot be told "
+                f"from them; use {self.without}, or sequences of another length"
+            )
 
     # --- sp: hooks of layers and of their parts -----------------------------------------------------------------------
 
@@ -144,15 +162,24 @@ class CutTokens:
         given = {"context_parallel_size=1": self.cp.size > 1, "sequence_parallel=False": self.sp.size > 1}
         return " and ".join(name for name, is_given in given.items() if is_given)
 
+    def divide(self, value: Any) -> bool:
+        """Whether the ranks divide the tokens of a network's arguments."""
+        lengths = _lengths(value)
+        return not lengths or lengths[0] % self.size == 0
+
     def shortened(self, value: Any, *, are_all: bool) -> Any:
         """Arguments of a network's call (`are_all`), or what a rank received of its tokens, with few tokens."""
-        # Ids [B, T] or hidden states [B, T, H].
-        lengths = [leaf.shape[1] for leaf in _tensors(value) if leaf.dim() in (2, 3)]
+        lengths = _lengths(value)
         short = _PROBED_TOKENS * (self.size if are_all else 1)
 
         def first(leaf: Any) -> Any:
-            if isinstance(leaf, Tensor) and leaf.dim() >= 2 and leaf.shape[1] == lengths[0] > short:
-                return leaf[:, :short]
+            if not isinstance(leaf, Tensor) or leaf.dim() < 2 or lengths[0] <= short:
+                return leaf
+            # Masks have two such dims behind that of heads.
+            dims = (2, 3) if leaf.dim() == 4 else (1,)
+            for dim in dims:
+                if leaf.shape[dim] == lengths[0]:
+                    leaf = leaf.narrow(dim, 0, short)
             return leaf
 
         return tree_map(first, value)
@@ -200,6 +227,20 @@ def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
     named = kwargs.get("hidden_states")
     found = [named] if isinstance(named, Tensor) else _tensors((args, kwargs))
     return next((leaf for leaf in found if leaf.dim() >= 3 and leaf.is_floating_point()), None)
+
+
+def _lengths(value: Any) -> list[int]:
+    """Numbers of tokens of ids [B, T], or hidden states [B, T, H], the first of which is the row's."""
+    return [leaf.shape[1] for leaf in _tensors(value) if leaf.dim() in (2, 3)]
+
+
+def _parts_of(layer: nn.Module) -> Iterator[nn.Module]:
+    """The children of a layer that are called: lists and tables are not, and what is in them is."""
+    for child in layer.children():
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            yield from _parts_of(child)
+        else:
+            yield child
 
 
 def _tensors(value: Any) -> list[Tensor]:

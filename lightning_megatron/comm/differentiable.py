@@ -10,6 +10,7 @@
     all_to_all            all-to-all                 all-to-all, dims swapped    shards of tokens to shards of heads
     split_of_mean         own shard                  all-gather / size       split, where gradients are averaged later
     gather_of_mean        all-gather                 own shard * size        its inverse
+    copy_of_mean          identity                   all-reduce / size       copy, where gradients are averaged later
 
 What each takes and gives (replicate, invariant, partial, shard) and why these are pairs: `docs/comm.md`, algebra of
 collectives. Source: Narayanan et al., arXiv 2104.04473, section 2.3 (copy, reduce); Korthikanti et al., arXiv
@@ -124,6 +125,12 @@ def gather_of_mean(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
         lambda x: collectives.all_gather(x, axis, dim),
         lambda grad: collectives.shard_slice(grad, axis, dim) * axis.size,
     )
+    return out
+
+
+def copy_of_mean(x: Tensor, axis: Axis) -> Tensor:
+    """`x` itself, into the region of `split_of_mean`, where each rank has terms of its gradient."""
+    out: Tensor = _Conjugates.apply(x, _itself, lambda grad: collectives.all_reduce(grad, axis) / axis.size)
     return out
 
 

@@ -21,8 +21,9 @@ from lightning_megatron.comm import differentiable
 from lightning_megatron.mesh import Axis
 
 _EAGER = "eager"
-# Functions that take a mask with the rows of some tokens; others are replaced by the first.
-_WITH_MASKS = ("sdpa", _EAGER)
+_SDPA = "sdpa"
+# Functions that take a mask with the rows of some tokens; others are replaced by one of these.
+_WITH_MASKS = (_SDPA, _EAGER)
 
 
 class ContextAttention:
@@ -88,7 +89,9 @@ def take_over(network: nn.Module, layers: Iterable[str], cp: Axis) -> ContextAtt
     attention = ContextAttention(cp)
     for config in _configs(network, layers):
         kind = config._attn_implementation
-        kind = kind if kind in _WITH_MASKS else _WITH_MASKS[0]
+        if kind not in _WITH_MASKS:
+            # Sinks and soft caps are in the eager one alone.
+            kind = _SDPA if getattr(network, "_supports_sdpa", False) else _EAGER
         name = f"{kind}_over_cp_{id(attention)}"
         AttentionInterface.register(name, partial(attention.attend, kind))
         AttentionMaskInterface.register(name, partial(attention.mask, kind))

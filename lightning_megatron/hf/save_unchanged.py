@@ -45,7 +45,8 @@ def save_unchanged(
             full = {name: one.to(dtype) if one.is_floating_point() else one for name, one in full.items()}
         try:
             _write(model, full, target, tokenizer, max_shard_bytes, dtype)
-        except (ValueError, OSError) as error:
+        except Exception as error:
+            # Of any kind: the other ranks wait to hear of it.
             fault = error
     if fault := collectives.broadcast_object(fault, world):
         raise fault
@@ -95,9 +96,10 @@ class _SavePretrained:
 
 
 def knows_its_ranks(network: nn.Module, mesh: Mesh) -> None:
-    """Makes a model of transformers know the ranks that train it, for `hf.save_pretrained`."""
-    if isinstance(network, PreTrainedModel):
-        network.__dict__["save_pretrained"] = _SavePretrained(network, mesh)
+    """Makes the models of transformers in a network know the ranks that train them, for `hf.save_pretrained`."""
+    for module in network.modules():
+        if isinstance(module, PreTrainedModel):
+            module.__dict__["save_pretrained"] = _SavePretrained(module, mesh)
 
 
 def mesh_of(model: PreTrainedModel) -> Mesh:

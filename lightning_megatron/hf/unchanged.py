@@ -28,26 +28,31 @@ def read_config(path: str | os.PathLike[str]) -> Any:
         ) from error
 
 
-def new_model(path: str | os.PathLike[str]) -> Any:
-    """The causal model of a folder's configuration with new weights, on torch's default device.
-
-    Raises ValueError for what is no causal model.
-    """
+def new_model(config: Any, dtype: torch.dtype) -> Any:
+    """The causal model of a configuration with new weights, in host memory. Raises ValueError for another kind."""
     try:
-        return AutoModelForCausalLM.from_config(read_config(path))
+        with torch.device("cpu"):
+            return AutoModelForCausalLM.from_config(config, dtype=dtype)
     except ValueError as error:
-        raise ValueError(f"no causal model can be made of {os.fspath(path)}: {_first_line(error)}") from error
+        raise ValueError(f"no causal model can be made of a {type(config).__name__}: {_first_line(error)}") from error
 
 
-def load_unchanged(path: str | os.PathLike[str]) -> Any:
+def load_unchanged(path: str | os.PathLike[str], dtype: torch.dtype | None = None) -> Any:
     """The causal model of a folder, as `AutoModelForCausalLM.from_pretrained` reads it, with its weights mapped.
 
+    `dtype` is that of the weights, by default the configuration's; in another one than the files' they are read.
     Raises ValueError for what is no causal model, and for files that cannot be read.
     """
+    # Wherever Lightning builds: files are mapped into host memory.
+    with torch.device("cpu"):
+        return _loaded(path, dtype)
+
+
+def _loaded(path: str | os.PathLike[str], dtype: torch.dtype | None) -> Any:
     config, files = read_config(path), WeightFiles(on_disk(path))
     try:
         with torch.device("meta"):
-            model: Any = AutoModelForCausalLM.from_config(config)
+            model: Any = AutoModelForCausalLM.from_config(config, **({} if dtype is None else {"dtype": dtype}))
     except ValueError as error:
         raise ValueError(f"no causal model can be made of {os.fspath(path)}: {_first_line(error)}") from error
     sources = _sources(model, files)
@@ -56,9 +61,10 @@ def load_unchanged(path: str | os.PathLike[str]) -> Any:
             "the weights in %s are converted while they are read: every process reads all of them into host memory",
             path,
         )
-        with torch.device("cpu"):
-            return AutoModelForCausalLM.from_pretrained(path, config=config)
-    model.load_state_dict({name: files.mapped(source) for name, source in sources.items()}, strict=False, assign=True)
+        return AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype or "auto")
+    wanted = model.state_dict()
+    state = {name: files.mapped(source).to(wanted[name].dtype) for name, source in sources.items()}
+    model.load_state_dict(state, strict=False, assign=True)
     model.tie_weights()
     for tensor in model.state_dict(keep_vars=True).values():
         # Transformers leaves alone what has this mark, and computes the rest: tables that no file holds.

@@ -19,6 +19,7 @@ from lightning_megatron.trainer.checkpointing.loading import load_from_checkpoin
 _ADAMW = AdamWConfig()
 # The label that losses of transformers leave out.
 _NO_LABEL = -100
+_HALF = {"bf16-true": torch.bfloat16, "16-true": torch.float16}
 _ONE_DOCUMENT = (
     "documents that do not attend to each other need masks of their own, and a model of transformers as it is makes "
     "none for them; use data.packing='stream' without separates_documents"
@@ -65,10 +66,14 @@ class CausalModule(L.LightningModule):
 
     def configure_model(self) -> None:
         if self.model is None:
+            # Other precisions keep weights in 32 bits, whatever the files have.
+            dtype = _HALF.get(str(self.trainer.precision) if self._trainer is not None else "", torch.float32)
             try:
-                make = unchanged.new_model if self.from_scratch else unchanged.load_unchanged
-                # Transformers returns a model that is evaluated.
-                self.model = make(self.path).train()
+                if self.from_scratch:
+                    self.model = unchanged.new_model(self.config, dtype)
+                else:
+                    # Transformers returns a model that is evaluated.
+                    self.model = unchanged.load_unchanged(self.path, dtype).train()
             except ValueError as error:
                 raise ConfigurationError(str(error)) from error
 

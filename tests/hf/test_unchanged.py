@@ -1,5 +1,6 @@
 """A model that is mapped from its files is the one that transformers reads."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -62,4 +63,14 @@ def test_what_is_no_causal_model_is_told(tmp_path: Path) -> None:
     config.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"neither model\.safetensors nor"):
         hf.load_unchanged(tmp_path)
-    assert new_model(tmp_path).lm_head.weight.shape == (64, 32)
+    assert new_model(config, torch.bfloat16).lm_head.weight.dtype == torch.bfloat16
+
+
+def test_weights_have_the_dtype_that_is_asked_for_and_stay_in_host_memory(tmp_path: Path) -> None:
+    folder = written(tmp_path, "llama")
+    with torch.device("meta"):
+        found = hf.load_unchanged(folder, torch.bfloat16)
+    assert {(one.dtype, one.device.type) for one in found.parameters()} == {(torch.bfloat16, "cpu")}
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    assert hf.load_unchanged(folder).dtype == torch.bfloat16 == AutoModelForCausalLM.from_pretrained(folder).dtype
