@@ -5,9 +5,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
+from transformers import BartForConditionalGeneration
 
+from lightning_megatron import MegatronStrategy, ModelPlan, RecomputeConfig
 from lightning_megatron.testing import certify
-from tests.any_module.models_table import Causal, batches
+from tests.any_module.models_table import Causal, batches, config_of
+from tests.harness.ranks import run_on_ranks
+from tests.trainer.layouts import Layout, make_trainer
 
 SAMPLE = [
     # Norms of queries and keys; a tied head.
@@ -78,3 +83,62 @@ def losses(make_batches: Any) -> torch.Tensor:
     module = Causal("gemma2")
     module.configure_model()
     return torch.stack([module.training_step(batch, 0).detach() for batch in make_batches()])
+
+
+class Translates(Causal):
+    """An encoder-decoder whose two lists of layers are cut."""
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            torch.manual_seed(1)
+            self.model = BartForConditionalGeneration(config_of("bart"))
+
+    def model_plan(self) -> ModelPlan:
+        return ModelPlan(layers=("model.model.encoder.layers", "model.model.decoder.layers"))
+
+
+def pairs() -> list[dict[str, Any]]:
+    """The batches as targets of eight tokens, of sources of twelve."""
+    return [{"input_ids": batch["input_ids"], "labels": batch["labels"][:, :8].contiguous()} for batch in batches()]
+
+
+def test_a_decoder_gives_all_of_the_gradient_to_its_encoder() -> None:
+    make = functools.partial(Translates, "bart")
+    certify(make, pairs, layouts=("cp2", "pp2tp2-sp"), steps=2).assert_equal()
+
+
+def weights_after(recompute: RecomputeConfig) -> dict[str, torch.Tensor]:
+    layout, module = Layout(world=2, cp=2), Causal("qwen3")
+    strategy = layout.strategy()
+    assert isinstance(strategy, MegatronStrategy)
+    strategy.recompute = recompute
+    module.configure_model()
+    module.model.config.use_cache = True
+    loader: Any = DataLoader(batches(), batch_size=None)  # type: ignore[arg-type]
+    make_trainer(layout, strategy=strategy, max_epochs=1).fit(module, loader)
+    return {name: one.detach().clone() for name, one in module.named_parameters()}
+
+
+def test_recomputed_layers_fill_no_cache_a_second_time() -> None:
+    wanted = run_on_ranks(2, weights_after, RecomputeConfig(), init=False)
+    found = run_on_ranks(2, weights_after, RecomputeConfig(granularity="full"), init=False)
+    for own, of_rank in zip(found, wanted, strict=True):
+        assert own.keys() == of_rank.keys() and all(torch.equal(own[name], of_rank[name]) for name in of_rank)
+
+
+@pytest.mark.parametrize("option", ["output_hidden_states", "output_attentions", "use_cache"])
+def test_what_is_collected_of_all_tokens_is_refused(option: str) -> None:
+    [result] = certify(functools.partial(Collects, option), batches, layouts=("cp2",), steps=1).results
+    assert result.verdict == "refused" and f"was called with {option}, of which a rank has" in result.message
+    assert "use context_parallel_size=1" in result.message
+
+
+class Collects(Causal):
+    """Asks for what a call collects."""
+
+    def __init__(self, option: str) -> None:
+        super().__init__("qwen3")
+        self.option = option
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.model(**batch, **{self.option: True}).loss
