@@ -15,7 +15,7 @@ of them gives another takes.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -134,7 +134,7 @@ def cut_linears(network: nn.Module, styles: Mapping[str, str], tp: Axis) -> None
     slices: dict[Tensor, nn.Parameter] = {}
     parents: set[str] = set()
     for name, module, style in cut_by(network, styles, tp.size):
-        parent, _, last = name.rpartition(".")
+        parent = _parent(name)
         owner = network.get_submodule(parent)
         parents.add(parent)
         if style == "replicated_with_grad_allreduce":
@@ -145,24 +145,32 @@ def cut_linears(network: nn.Module, styles: Mapping[str, str], tp: Axis) -> None
         if isinstance(module, nn.Embedding):
             embedding = RowwiseEmbedding(module, tp)
             embedding.weight = slices.setdefault(module.weight, embedding.weight)
-            setattr(owner, last, embedding)
+            _put(network, module, embedding)
             continue
         assert isinstance(module, nn.Linear)
         if style == "mla_kv_a_proj":
-            setattr(owner, last, LatentLinear(module, tp, _rotary_size(owner)))
+            _put(network, module, LatentLinear(module, tp, _rotary_size(owner)))
         else:
             kind = ColwiseLinear if style in BY_OUTPUTS else RowwiseLinear
             cut = kind(module, tp, style)
             cut.weight = slices.setdefault(module.weight, cut.weight)
-            setattr(owner, last, cut)
+            _put(network, module, cut)
             if isinstance(cut, ColwiseLinear):
-                cut.copies = copies[parent] = copies.get(parent) or _SharedCopy(owner, tp)
+                cut.copies = copies[parent] = copies.get(parent) or _SharedCopy((owner, network), tp)
     checks = StyleChecks(tp)
     for parent in sorted(parents - {""}):
         if not getattr(network, "_tp_plan", None):
             # Code that has a plan finds its heads out by itself.
             checks.count_heads(network.get_submodule(parent))
         checks.watch(parent, network.get_submodule(parent), kind=re.sub(r"(?<![^.])\d+(?![^.])", "*", parent))
+
+
+def _put(network: nn.Module, whole: nn.Module, cut: nn.Module) -> None:
+    """Puts the cut module into every place of the whole one."""
+    for owner in list(network.modules()):
+        for name, child in owner._modules.items():
+            if child is whole:
+                owner._modules[name] = cut
 
 
 def _misfit(network: nn.Module, name: str, style: str, size: int) -> str:
@@ -191,9 +199,13 @@ def _rotary_size(attention: nn.Module) -> int:
     return size if isinstance(size, int) else 0
 
 
+class SummedParameter(ShardedParameter):
+    """A weight of a network that each process made, of whose gradient every rank has a term."""
+
+
 def sum_gradients(module: nn.Module, name: str, weight: nn.Parameter, tp: Axis) -> None:
     """Makes the gradient of a weight that every rank of `tp` has, a parameter of that name, a term of a sum over it."""
-    held = ShardedParameter(weight.detach(), requires_grad=weight.requires_grad)
+    held = SummedParameter(weight.detach(), requires_grad=weight.requires_grad)
     held.shard = Shard(global_shape=tuple(weight.shape), replicas=(tp,), partial=tp)
     setattr(module, name, held)
 
@@ -226,10 +238,15 @@ def _as_made(linear: nn.Linear, tp: Axis) -> dict[str, Any]:
 class _SharedCopy:
     """The input of colwise linears of one parent, whose gradient is summed over tp once for those that get the same."""
 
-    def __init__(self, parent: nn.Module, tp: Axis) -> None:
+    def __init__(self, callers: Iterable[nn.Module], tp: Axis) -> None:
         self._tp = tp
         self._last: tuple[Tensor, int, bool, Tensor] | None = None
-        parent.register_forward_hook(self._forget, always_call=True)
+        # The parent may be a list, which nobody calls.
+        for caller in callers:
+            caller.register_forward_hook(self._forget, always_call=True)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_SharedCopy":
+        return _SharedCopy((), self._tp)
 
     def of(self, x: Tensor) -> Tensor:
         """The input for ranks that each compute other features of it."""
@@ -314,14 +331,17 @@ class RowwiseEmbedding(nn.Embedding):
         return differentiable.reduce(rows.masked_fill(is_foreign[..., None], 0), self.tp)
 
 
-def names_of_cut(module: nn.Module) -> set[str]:
-    """Names of the parameters of which a rank has the slices that `cut_linears` made."""
-    return {
-        f"{name}.{key}"
-        for name, child in module.named_modules()
-        if isinstance(child, (ColwiseLinear, RowwiseLinear, RowwiseEmbedding))
-        for key, weight in child.named_parameters(recurse=False)
-    }
+def names_of_taken(module: nn.Module) -> set[str]:
+    """Names of sharded parameters whose values are those of a network that each process made, and not of a seed."""
+    kinds = (ColwiseLinear, RowwiseLinear, RowwiseEmbedding)
+    found = set()
+    for name, child in module.named_modules():
+        # Experts as transformers has them are cut too.
+        is_taken = isinstance(child, kinds) or hasattr(child, "_is_expert_parallel")
+        for key, weight in child.named_parameters(recurse=False):
+            if is_taken or isinstance(weight, SummedParameter):
+                found.add(f"{name}.{key}")
+    return found
 
 
 @torch.no_grad()

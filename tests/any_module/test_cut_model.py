@@ -94,6 +94,8 @@ def test_copies_of_a_weight_begin_as_one_whatever_the_seeds() -> None:
     assert "net.tokens.weight" in both and all(stages[0][name] == stages[1][name] for name in both)
     first, second, third, fourth = run_on_ranks(4, began_with, Layout(world=4, tp=2), init=False)
     assert first == third and second == fourth and first != second
+    first, second, *_ = run_on_ranks(2, began_with, Layout(world=2, tp=2, sp=True), init=False)
+    assert all(first[name] == second[name] for name in first if "norm" in name)
 
 
 class Configured(networks.GPT):

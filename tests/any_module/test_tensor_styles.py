@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_megatron.any_module.tensor_styles import cut_by, cut_linears, matching, styles_of
+from lightning_megatron.any_module.tensor_styles import ColwiseLinear, cut_by, cut_linears, matching, styles_of
 from lightning_megatron.mesh import Axis
 from lightning_megatron.testing import certify
 from tests.any_module import networks
@@ -34,6 +34,13 @@ STYLED = [
 @pytest.mark.parametrize("module", STYLED)
 def test_each_style_computes_what_one_device_computes(module: Callable[[], Any]) -> None:
     certify(module, networks.batches, layouts=("tp2",), steps=3).assert_equal()
+
+
+def test_a_linear_in_two_places_is_one_cut_linear_in_both() -> None:
+    net = nn.ModuleDict({"a": nn.ModuleDict({"up": nn.Linear(4, 4), "down": nn.Linear(4, 4)})})
+    net["b"] = nn.ModuleDict({"other": net["a"]["up"]})
+    cut_linears(net, {"a.up": "colwise", "a.down": "rowwise"}, Axis.alone(0, "tp"))
+    assert isinstance(net["a"]["up"], ColwiseLinear) and net["b"]["other"] is net["a"]["up"]
 
 
 def test_linears_of_one_input_sum_its_gradient_once_a_call() -> None:

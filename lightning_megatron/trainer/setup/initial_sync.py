@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader
 
 from lightning_megatron.any_module.cut_model import names_around
-from lightning_megatron.any_module.tensor_styles import names_of_cut
+from lightning_megatron.any_module.tensor_styles import names_of_taken
 from lightning_megatron.comm import collectives
 from lightning_megatron.mesh import Axis, Mesh
 from lightning_megatron.sharding import Shard
@@ -58,15 +58,15 @@ def sync_module_states(module: nn.Module, mesh: Mesh) -> None:
     model_prefixes = tuple(f"{name}." for name in pipelined_modules(module))
     tensors: list[tuple[str, Tensor]] = [*module.named_parameters(), *module.named_buffers()]
     # Of networks that were cut as they are, the values are not those of a seed.
-    around, cut = names_around(module), names_of_cut(module)
+    around, taken = names_around(module), names_of_taken(module)
     for name, tensor in tensors:
-        is_sharded = isinstance(getattr(tensor, "shard", None), Shard)
-        if (is_sharded and name not in cut) or is_lazy(tensor):
+        shard = getattr(tensor, "shard", None)
+        if (isinstance(shard, Shard) and name not in taken) or is_lazy(tensor):
             continue
         is_inside = name in inside or (bool(model_prefixes) and name.startswith(model_prefixes))
         axes = [mesh.axis("dp+cp"), mesh.tp] if is_inside and name not in around else [mesh.world]
-        if is_sharded:
-            axes = [mesh.axis("dp+cp"), *([mesh.pp] if name in around else [])]
+        if isinstance(shard, Shard):
+            axes = [shard.data or mesh.axis("dp+cp"), *shard.replicas, *([mesh.pp] if name in around else [])]
         contiguous = tensor.data.contiguous()
         for axis in axes:
             collectives.broadcast_(contiguous, axis)
