@@ -201,6 +201,11 @@ class CutModel(PipelineModule):
             whole = {index: one if index in self._ends else tokens.of_all_ranks(one) for index, one in short.items()}
             with tokens.off():
                 wanted = self._hidden_states(stage, args, kwargs, whole)
+            summed, last = self._summed_weights(stage), self.stages[stage].stop - 1
+            shape = wanted[last].shape if last in wanted else torch.Size()
+            found = self._gradients(summed, shape, lambda: self._hidden_states(stage, args, kwargs, short)[last])
+            with tokens.off():
+                meant = self._gradients(summed, shape, lambda: self._hidden_states(stage, args, kwargs, whole)[last])
         finally:
             self._received = received
             for module, mode in modes.items():
@@ -214,6 +219,43 @@ class CutModel(PipelineModule):
                     f"of a rank ({deviation}): it mixes tokens elsewhere than in an attention that can be cut; use "
                     f"{tokens.without}"
                 )
+
+        for name, gradient in meant.items():
+            if deviation := relative_deviation(found[name], gradient):
+                raise CutError(
+                    f"the gradient of {name} is another one where its layer runs on the tokens of a rank ({deviation}); "
+                    "it is used where all tokens are, too, such as by a part of the layer that it is handed to; use "
+                    f"{tokens.without}"
+                )
+
+    def _summed_weights(self, stage: int) -> dict[str, nn.Parameter]:
+        """Weights of own layers whose gradients are summed over sp, by name."""
+        named = {id(weight): name for name, weight in self._whole.named_parameters()}
+        layers = [self.get_submodule(self.part_names[index]) for index in self.stages[stage]]
+        found = [getattr(owner, key) for layer in layers for owner, key in self.tokens.summed.get(layer, ())]
+        return {named[id(weight)]: weight for weight in found if weight.requires_grad}
+
+    @torch.enable_grad()
+    def _gradients(
+        self, weights: dict[str, nn.Parameter], shape: torch.Size, run: Callable[[], Tensor]
+    ) -> dict[str, Tensor]:
+        """Gradients of weights by a fixed function of the hidden states that `run` returns, all of them or own ones."""
+        if not weights or not shape:
+            return {}
+        # Linears add the gradients of their weights where an optimizer finds them.
+        others = [one for one in self._whole.parameters() if one.requires_grad and one not in set(weights.values())]
+        for one in others:
+            one.requires_grad_(False)
+        try:
+            hidden = run()
+            scale = torch.arange(shape.numel(), dtype=hidden.dtype, device=hidden.device).cos().view(shape)
+            loss = (hidden * self.tokens.own_part(scale, hidden.shape)).sum()
+            given = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
+        finally:
+            for one in others:
+                one.requires_grad_()
+        named = {name: one for name, one in zip(weights, given, strict=True) if one is not None}
+        return {name: self.tokens.sum_of(one, hidden.shape == shape) for name, one in named.items()}
 
     def _hidden_states(
         self, stage: int, args: tuple[Any, ...], kwargs: dict[str, Any], received: dict[int, Any]

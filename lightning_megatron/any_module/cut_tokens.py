@@ -45,6 +45,8 @@ class CutTokens:
         self.size = cp.size * sp.size
         self._attention = attention
         self._is_off = False
+        # Weights whose gradients are summed over sp, by the layer that they are in: owners and names.
+        self.summed: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
         # Shape of the hidden states that the running layer was given.
         self._local: torch.Size | None = None
 
@@ -53,8 +55,7 @@ class CutTokens:
         if self.sp.size == 1:
             return
         layer.register_forward_pre_hook(self._note_shape, with_kwargs=True)
-        for name, weight in list(layer.named_parameters(recurse=False)):
-            sum_gradients(layer, name, weight, self.sp)
+        self._sum(layer, layer)
         for child in _parts_of(layer):
             # What has no children, and is no linear, does the same to each token: norms, activations, dropout.
             if any(True for _ in child.children()) or isinstance(child, (nn.Linear, ParallelLinear)):
@@ -62,8 +63,12 @@ class CutTokens:
                 if not _gives_features_of_rank(child):
                     child.register_forward_hook(self._split_outputs)
             else:
-                for name, weight in list(child.named_parameters(recurse=False)):
-                    sum_gradients(child, name, weight, self.sp)
+                self._sum(layer, child)
+
+    def _sum(self, layer: nn.Module, owner: nn.Module) -> None:
+        for name, weight in list(owner.named_parameters(recurse=False)):
+            sum_gradients(owner, name, weight, self.sp)
+            self.summed.setdefault(layer, []).append((owner, name))
 
     def enter(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_whole: bool
@@ -197,6 +202,19 @@ class CutTokens:
             return collectives.all_gather(collectives.all_gather(leaf, self.sp, 1), self.cp, 1)
 
         return tree_map(gathered, value)
+
+    def own_part(self, value: Tensor, shape: torch.Size) -> Tensor:
+        """Of a tensor for hidden states of all tokens the part for own ones, if that is their shape."""
+        if value.shape == shape:
+            return value
+        return collectives.shard_slice(collectives.shard_slice(value, self.cp, 1), self.sp, 1)
+
+    def sum_of(self, gradient: Tensor, are_all: bool) -> Tensor:
+        """The gradient of a weight from the terms that ranks have of it, by hidden states of all tokens or own ones."""
+        if self._is_off:
+            return gradient
+        total = collectives.all_reduce(collectives.all_reduce(gradient, self.sp), self.cp)
+        return total / self.cp.size if are_all else total
 
     @contextmanager
     def off(self) -> Iterator[None]:

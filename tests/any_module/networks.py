@@ -237,6 +237,40 @@ class TrainsOverTensor(Trains):
         )
 
 
+class HandedBlock(Block):
+    """Hands a weight of its own to its attention, which works on all tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.ones(WIDTH))
+        self.attention = ShiftedAttention()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm_1(x), self.shift)
+        return x + self.down(F.gelu(self.up(self.norm_2(x))))
+
+
+class ShiftedAttention(Attention):
+    """Adds what it is handed to its input."""
+
+    def forward(self, x: Tensor, shift: Tensor | None = None) -> Tensor:
+        return super().forward(x if shift is None else x * shift)
+
+
+class HandingGPT(GPT):
+    """Its blocks hand weights to their parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([HandedBlock() for _ in range(4)])
+
+
+class TrainsHanding(TrainsOverTensor):
+    """A weight of whose gradient every rank has all, and not a term."""
+
+    network = HandingGPT
+
+
 class TrainsSmoothed(TrainsOverTensor):
     """Blocks that no rank can run on its own tokens."""
 

@@ -142,3 +142,25 @@ class Collects(Causal):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return self.model(**batch, **{self.option: True}).loss
+
+
+class Generates(Causal):
+    """Writes five tokens behind each row."""
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.model.generate(
+            batch["input_ids"][:, :7], max_new_tokens=5, do_sample=False, use_cache=False, eos_token_id=None
+        )
+
+
+def generated(layout: Layout) -> torch.Tensor:
+    loader: Any = DataLoader(batches(), batch_size=None)  # type: ignore[arg-type]
+    parts: Any = make_trainer(layout).predict(Generates("qwen3"), loader)
+    return torch.cat(parts)
+
+
+def test_text_is_generated_over_any_number_of_tokens() -> None:
+    [wanted] = run_on_ranks(1, generated, Layout(is_plain=True), init=False)
+    for layout in (Layout(world=2, tp=2, sp=True), Layout(world=2, cp=2)):
+        for found in run_on_ranks(2, generated, layout, init=False):
+            assert torch.equal(found, wanted)
