@@ -223,7 +223,7 @@ class CutModel(PipelineModule):
         for name, gradient in meant.items():
             if deviation := relative_deviation(found[name], gradient):
                 raise CutError(
-                    f"the gradient of {name} is another one where its layer runs on the tokens of a rank ({deviation}); "
+                    f"the gradient of {name} is another one where its layer runs on a rank's own tokens ({deviation}); "
                     "it is used where all tokens are, too, such as by a part of the layer that it is handed to; use "
                     f"{tokens.without}"
                 )

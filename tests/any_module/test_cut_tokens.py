@@ -24,7 +24,7 @@ def test_a_layer_that_mixes_tokens_by_itself_is_refused_by_name() -> None:
 def test_a_weight_that_is_used_on_all_tokens_is_refused_by_name() -> None:
     [result] = certify(networks.TrainsHanding, networks.batches, layouts=("tp2-sp",), steps=1).results
     assert result.verdict == "refused"
-    assert "the gradient of blocks.0.shift is another one where its layer runs on the tokens" in result.message
+    assert "the gradient of blocks.0.shift is another one where its layer runs on a rank's own" in result.message
 
 
 def test_a_sequence_that_ranks_do_not_divide_is_refused() -> None:
