@@ -22,8 +22,8 @@ from lightning_megatron.tensor.linear import ColumnParallelLinear, RowParallelLi
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 
 
-# What modules call their number of heads.
-_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_key_value_heads")
+# What modules call their number of heads, and the features of all heads.
+_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_key_value_heads", "all_head_size", "embed_dim")
 
 
 class StyleChecks:
