@@ -55,6 +55,7 @@ mutants: $(VENV)/.ready
 
 bench: $(VENV)/.ready
 	$(BIN)/python benchmarks/step_time.py
+	$(BIN)/python benchmarks/any_module.py
 	$(BIN)/python benchmarks/pipeline.py
 	$(BIN)/python benchmarks/optimizer.py
 	$(BIN)/python benchmarks/experts.py

@@ -8,7 +8,9 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMED = re.compile(r"--config (recipes/configs/\w+\.yaml)[\s\\]+--ckpt_path (\S+)")
-TEXTS = [ROOT / "docs" / "lightning_modules.md", *sorted((ROOT / "recipes").glob("pretrain_*.py"))]
+# pretrain_hf.py predicts nothing.
+SCRIPTS = [path for path in sorted((ROOT / "recipes").glob("pretrain_*.py")) if path.stem != "pretrain_hf"]
+TEXTS = [ROOT / "docs" / "lightning_modules.md", *SCRIPTS]
 
 
 @pytest.mark.parametrize("path", TEXTS, ids=lambda path: path.name)
