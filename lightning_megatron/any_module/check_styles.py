@@ -21,7 +21,6 @@ from lightning_megatron.tensor.linear import ColumnParallelLinear, RowParallelLi
 # Largest relative deviation that sums in another order explain.
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 
-
 # What modules call their number of heads, and the features of all heads.
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_key_value_heads", "all_head_size", "embed_dim")
 

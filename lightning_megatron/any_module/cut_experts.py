@@ -27,6 +27,12 @@ def expert_modules(network: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, module
 
 
+def expert_weights(module: Any) -> list[tuple[str, nn.Parameter]]:
+    """The weights of a module of experts that have a row for each expert, by name."""
+    named = module.named_parameters(recurse=False)
+    return [(name, weight) for name, weight in named if weight.shape[:1] == (module.num_experts,)]
+
+
 def expert_faults(network: nn.Module, sizes: Sizes) -> list[str]:
     """Errors of experts that ranks of these sizes cannot share, one sentence each."""
     counts: dict[int, str] = {module.num_experts: name for name, module in expert_modules(network)}
@@ -62,9 +68,8 @@ class _Exchange:
         )
         # One at a time: recomputation may leave the forward before it is combined.
         self._work: DispatchWork | None = None
-        for name, weight in list(module.named_parameters(recurse=False)):
-            if weight.shape[:1] == (module.num_experts,):
-                setattr(module, name, _own_experts(weight, axes))
+        for name, weight in expert_weights(module):
+            setattr(module, name, _own_experts(weight, axes))
         module.num_experts //= axes.ep.size
         module.register_forward_pre_hook(self._dispatch, with_kwargs=True)
         module.register_forward_hook(self._combine)

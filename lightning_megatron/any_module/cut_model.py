@@ -79,8 +79,8 @@ class CutModel(PipelineModule):
         # Hidden states that own layers return while they are looked at, by index.
         self._outputs: dict[int, Tensor] | None = None
         self._num_calls: Counter[int] = Counter()
-        # A cache of keys and values would have those of this stage's layers alone, or of own tokens, and a layer that
-        # is recomputed would add its own once more.
+        # A cache of keys and values would have those of this stage's layers alone, or of own tokens.
+        # Recomputed layers would add theirs to it once more.
         takes_cache = "use_cache" in inspect.signature(model.forward).parameters
         self._options = {"use_cache": False} if takes_cache else {}
         # How a user does without the cut.
@@ -330,7 +330,7 @@ class CutModel(PipelineModule):
         is_start = index == 0 or index - 1 in self._ends
         output = run(self.tokens.enter(args, kwargs, is_whole=is_start))
         is_end = index in self._ends or index == len(self.part_names) - 1
-        return self.tokens.leave(output, hidden_of(output)) if is_end else output
+        return self.tokens.leave(output) if is_end else output
 
     def _of_earlier_stage(self, index: int) -> Any:
         if index in self._received:

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_megatron.any_module.cut_error import CutError
 from lightning_megatron.any_module.tensor_styles import ColwiseLinear, sum_gradients
@@ -98,8 +98,9 @@ class CutTokens:
         cut: tuple[tuple[Any, ...], dict[str, Any]] = tree_map(own, (args, kwargs))
         return cut
 
-    def leave(self, output: Any, hidden: Tensor | None) -> Any:
-        """Output of a layer that ends a list, for all tokens; `hidden` are its own inputs, by whose shape it goes."""
+    def leave(self, output: Any) -> Any:
+        """Output of a layer that ends a list, with its hidden states, and what has their shape, for all tokens."""
+        hidden = hidden_of(output)
         if self._is_off or self.size == 1 or hidden is None:
             return output
         return tree_map(lambda one: self._all_tokens(one) if _is_like(one, hidden.shape) else one, output)
@@ -204,7 +205,7 @@ class CutTokens:
         return tree_map(gathered, value)
 
     def own_part(self, value: Tensor, shape: torch.Size) -> Tensor:
-        """Of a tensor for hidden states of all tokens the part for own ones, if that is their shape."""
+        """The part for own tokens of a tensor for all of them, unless the hidden states have its shape."""
         if value.shape == shape:
             return value
         return collectives.shard_slice(collectives.shard_slice(value, self.cp, 1), self.sp, 1)
@@ -262,9 +263,7 @@ def _parts_of(layer: nn.Module) -> Iterator[nn.Module]:
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    tree_map(lambda leaf: found.append(leaf) if isinstance(leaf, Tensor) else None, value)
-    return found
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def _is_like(value: Any, shape: torch.Size) -> bool:

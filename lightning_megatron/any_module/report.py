@@ -1,11 +1,10 @@
 """What a plan makes of a network, in words: stages, cut linears and experts, what stays whole, what a rank holds."""
 
-import re
 from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from lightning_megatron.any_module.cut_experts import expert_faults, expert_modules
+from lightning_megatron.any_module.cut_experts import expert_faults, expert_modules, expert_weights
 from lightning_megatron.any_module.plan import ModelPlan
 from lightning_megatron.any_module.tensor_styles import (
     BY_INPUTS,
@@ -13,6 +12,7 @@ from lightning_megatron.any_module.tensor_styles import (
     EMBEDDING,
     cut_by,
     matching,
+    pattern_of,
     reason_of_whole,
 )
 from lightning_megatron.mesh import Sizes, StageLayout
@@ -57,12 +57,12 @@ def _linears(network: nn.Module, styles: Mapping[str, str], cut: Mapping[str, st
     groups: dict[tuple[str, str], int] = {}
     for found, _, style in matching(network, styles):
         what = style if found in cut else f"whole: {reason_of_whole(network, styles, found, size)}"
-        key = (_pattern(found), what)
+        key = (pattern_of(found), what)
         groups[key] = groups.get(key, 0) + 1
     named = {found for found, _, _ in matching(network, styles)}
     for found, child in network.named_modules():
         if isinstance(child, nn.Linear) and found not in named:
-            key = (_pattern(found), "whole: no style")
+            key = (pattern_of(found), "whole: no style")
             groups[key] = groups.get(key, 0) + 1
     if not groups:
         return ["tensor parallel: the network has no linears"]
@@ -76,7 +76,7 @@ def _linears(network: nn.Module, styles: Mapping[str, str], cut: Mapping[str, st
 def _experts(network: nn.Module, sizes: Sizes) -> list[str]:
     groups: dict[tuple[str, int], int] = {}
     for name, module in expert_modules(network):
-        key = (_pattern(name), module.num_experts)
+        key = (pattern_of(name), module.num_experts)
         groups[key] = groups.get(key, 0) + 1
     if not groups:
         return ["experts: the network has none as transformers' models have them"]
@@ -85,20 +85,11 @@ def _experts(network: nn.Module, sizes: Sizes) -> list[str]:
     return [f"experts: {name}, {each} each, {each // sizes.ep} a rank ({n})" for (name, each), n in groups.items()]
 
 
-def _pattern(name: str) -> str:
-    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
-
-
 def _held(network: nn.Module, layers: Sequence[str], cut: Mapping[str, str], sizes: Sizes) -> list[str]:
     """Parameters of the network, and of the rank that holds most."""
     inside: dict[str, int] = dict.fromkeys(layers, 0)
     around = 0
-    experts = {
-        weight
-        for _, module in expert_modules(network)
-        for weight in module.parameters(recurse=False)
-        if weight.shape[:1] == (module.num_experts,)
-    }
+    experts = {weight for _, module in expert_modules(network) for _, weight in expert_weights(module)}
     for name, weight in network.named_parameters():
         owner = name.rpartition(".")[0]
         is_cut = cut.get(owner) in (*BY_OUTPUTS, EMBEDDING) or (cut.get(owner) in BY_INPUTS and weight.dim() > 1)

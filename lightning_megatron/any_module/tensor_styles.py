@@ -162,7 +162,12 @@ def cut_linears(network: nn.Module, styles: Mapping[str, str], tp: Axis) -> None
         if not getattr(network, "_tp_plan", None):
             # Code that has a plan finds its heads out by itself.
             checks.count_heads(network.get_submodule(parent))
-        checks.watch(parent, network.get_submodule(parent), kind=re.sub(r"(?<![^.])\d+(?![^.])", "*", parent))
+        checks.watch(parent, network.get_submodule(parent), kind=pattern_of(parent))
+
+
+def pattern_of(name: str) -> str:
+    """The pattern of a module's name, with * for each number."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
 
 def _put(network: nn.Module, whole: nn.Module, cut: nn.Module) -> None:

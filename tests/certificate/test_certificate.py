@@ -19,7 +19,6 @@ from tests.certificate.cases import (
 )
 from tests.certificate.compare import HALF_QUANTITIES, deviations, half_bound, half_deviations, outcomes
 from tests.certificate.runs import reference
-from tests.harness.sample import every_nth
 
 CELLS = sampled_cells()
 
@@ -39,7 +38,7 @@ def test_a_layout_computes_what_one_device_computes(layout: str) -> None:
     assert not wrong, wrong
 
 
-@pytest.mark.parametrize("layout", every_nth(sampled_half_layouts(), 2))
+@pytest.mark.parametrize("layout", sampled_half_layouts())
 def test_a_layout_in_16_bits_skips_and_steps_as_one_device_does(layout: str) -> None:
     for precision in HALF_QUANTITIES:
         for quantity, deviation in half_deviations(layout, precision).items():
