@@ -154,15 +154,17 @@ class CutModel(PipelineModule):
             ) from error
         finally:
             self._stage, self._received = -1, {}
-        if self._is_checked and _has_nan(output):
+        scalars = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.numel() == 1]
+        count = mean_count(scalars[0]) if len(scalars) == 1 else None
+        if count is not None:
+            self.loss_weight = torch.as_tensor(count, device=scalars[0].device).detach()
+        # A mean over nothing is no number anywhere.
+        if self._is_checked and (count is None or self.loss_weight) and _has_nan(output):
             raise CutError(
                 f"the output of {type(self._whole).__name__} reads what layers of earlier stages returned, and not the "
                 "last layer alone (hidden states, attentions or router logits of all layers); leave it out, or use "
                 "pipeline_model_parallel_size=1"
             )
-        scalars = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.numel() == 1]
-        if len(scalars) == 1 and (count := mean_count(scalars[0])) is not None:
-            self.loss_weight = torch.as_tensor(count, device=scalars[0].device).detach()
         missed = [self.part_names[index] for index in self.stages[stage] if index not in self._called]
         if missed or stage < self.mesh.sizes.num_stages - 1:
             raise CutError(

@@ -125,15 +125,20 @@ def combine(outputs: Sequence[Any], weights: Sequence[Tensor]) -> Any:
     flat = [tree_flatten(output) for output in outputs]
     spec = flat[0][1]
     total = torch.stack(list(weights)).sum()
-    # All weights zero (no valid token at all): the scalars are zeros already, and 0/0 must not be made of them.
-    shares = [weight / total.clamp(min=torch.finfo(total.dtype).tiny) for weight in weights]
+    # Of nothing at all (no valid token in the batch) the mean is the plain one, as on one device.
+    shares = [torch.where(total > 0, weight / total, 1 / len(outputs)) for weight in weights]
 
     def join(values: tuple[Any, ...]) -> Any:
         if not isinstance(values[0], Tensor):
             return values[0]
         if values[0].dim() == 0:
             pairs = zip(values, shares, strict=True)
-            return torch.stack([value * share.to(value.dtype) for value, share in pairs]).sum()
+            return torch.stack([of_share(value, share) for value, share in pairs]).sum()
         return torch.cat(list(values))
 
     return tree_unflatten([join(values) for values in zip(*(leaves for leaves, _ in flat), strict=True)], spec)
+
+
+def of_share(value: Tensor, share: Tensor) -> Tensor:
+    """The part of a mean that values add to it: 0 where the share is 0, of a mean over nothing (NaN) too."""
+    return torch.where(share > 0, value * share.to(value.dtype), 0)

@@ -164,3 +164,39 @@ def test_text_is_generated_over_any_number_of_tokens() -> None:
     for layout in (Layout(world=2, tp=2, sp=True), Layout(world=2, cp=2)):
         for found in run_on_ranks(2, generated, layout, init=False):
             assert torch.equal(found, wanted)
+
+
+class Logged(Causal):
+    """Logs its loss."""
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss)
+        return loss
+
+
+def unlabelled() -> list[dict[str, Any]]:
+    """The batches, with whole microbatches whose rows have no label: the first of one, the last of another."""
+    found = batches()
+    for batch, rows in zip(found, (slice(0, 4), slice(6, 8)), strict=False):
+        batch["labels"][rows] = -100
+    return found
+
+
+def test_rows_without_a_label_are_left_out() -> None:
+    make, layouts = functools.partial(Logged, "qwen3"), ("pp2m4", "dp2", "dp2pp2-zero", "tp2", "cp2")
+    certify(make, unlabelled, layouts=layouts, steps=3).assert_equal()
+
+
+def validated(layout: Layout) -> float:
+    module = Logged("qwen3")
+    module.validation_step = lambda batch, batch_idx: module.log("val_loss", module.model(**batch).loss)  # type: ignore[method-assign]
+    loader: Any = DataLoader(unlabelled(), batch_size=None)  # type: ignore[arg-type]
+    trainer = make_trainer(layout)
+    trainer.validate(module, loader, verbose=False)
+    return float(trainer.callback_metrics["val_loss"])
+
+
+def test_a_validation_leaves_rows_without_a_label_out() -> None:
+    [wanted] = run_on_ranks(1, validated, Layout(is_plain=True), init=False)
+    assert run_on_ranks(2, validated, Layout(world=2, pp=2, microbatches=4), init=False) == [pytest.approx(wanted)] * 2

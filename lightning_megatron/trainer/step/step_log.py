@@ -21,6 +21,7 @@ from torchmetrics import Metric
 from lightning_megatron.any_module.loss_count import mean_count
 from lightning_megatron.comm import collectives, rng
 from lightning_megatron.mesh import Mesh
+from lightning_megatron.pipeline.microbatches import of_share
 from lightning_megatron.trainer.step.loader_sync import Whereabouts, disagreement
 
 Reduction = Literal["mean", "sum", "max", "min"]
@@ -262,7 +263,7 @@ class StepLog:
         weights, losses = self._stack(self._weights), self._stack(self._losses)
         # Stages look names up by the key of the schema alone, which is another one in few steps.
         key, common = _key(schema), _key(schema, whereabouts)
-        loss, rows = (weights * losses).sum(), torch.tensor(self._rows, dtype=torch.float64)
+        loss, rows = of_share(losses, weights).sum(), torch.tensor(self._rows, dtype=torch.float64)
         if self._is_sum:
             loss = (losses / self._copies_of(range(len(losses)))).sum()
         sums = [weights.sum(), loss, torch.tensor(float(common), dtype=torch.float64), rows]
@@ -278,7 +279,8 @@ class StepLog:
             value, share = above[_HEAD + 2 * i], above[_HEAD + 2 * i + 1]
             entry = self._entries[line.name]
             if entry.reduction == "mean":
-                value = _quotient(value, share)
+                # A mean over nothing is what one device computes of nothing.
+                value = value / share
             numbers += [extremes.get(line.name, value), share]
         return self._stack(numbers)
 
@@ -310,10 +312,12 @@ class StepLog:
             self._stack([torch.as_tensor(count) for count in known])
             if len(known) == len(values)
             else weights[[microbatch for microbatch, _ in entry.values]]
-        ) + _NOTHING
+        )
         if entry.is_sized:
             shares = torch.tensor(entry.sizes, dtype=torch.float64, device=self.device)
-        return [(values * shares).sum(), shares.sum()]
+        # Of nothing but means over nothing that are numbers, zeros mostly, the mean is the plain one.
+        shares = shares + _NOTHING * ~values.isnan()
+        return [of_share(values, shares).sum(), shares.sum()]
 
     def _copies_of(self, microbatches: Iterable[int]) -> Tensor:
         return torch.tensor([self._copies[i] for i in microbatches], dtype=torch.float64, device=self.device)

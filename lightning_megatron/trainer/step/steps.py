@@ -25,6 +25,7 @@ from lightning_megatron.optim.data_parallel_comm import DataParallelComm
 from lightning_megatron.optim.loss_scale import LossScale
 from lightning_megatron.pipeline.collective import CollectiveCall
 from lightning_megatron.pipeline.forward_backward_overlap import ForwardBackwardOverlap
+from lightning_megatron.pipeline.microbatches import of_share
 from lightning_megatron.pipeline.module import Driver, PipelineModule
 from lightning_megatron.pipeline.runtime import Runtime
 from lightning_megatron.pipeline.scheduled import LocalCall
@@ -188,7 +189,7 @@ class Steps:
         if loss is None or not self._module.automatic_optimization or dp_cp.size == 1:
             return output
         part = torch.ones_like(weight) if is_sum else weight
-        share = loss * (part / self._user_step.num_copies * reciprocal(summary.weight)).to(loss.dtype)
+        share = of_share(loss, part / self._user_step.num_copies * reciprocal(summary.weight))
         # The value is that of the global batch, the gradient this rank's share of it.
         global_loss = share + (summary.loss.to(loss.dtype) - share).detach()
         return {**output, "loss": global_loss} if isinstance(output, dict) else global_loss
