@@ -40,6 +40,9 @@ def mean_count(loss: Tensor) -> Tensor | int | None:
     if known is not None:
         return known
     node = _maker(loss)
+    counted: Tensor | None = getattr(node, "num_counted", None)
+    if counted is not None:
+        return counted
     if node is None or getattr(node, "_saved_reduction", None) != _MEAN:
         return None
     kind = _kind(node)
@@ -52,6 +55,23 @@ def mean_count(loss: Tensor) -> Tensor | int | None:
     except RuntimeError:
         # Its backward has run and has freed them.
         return None
+
+
+def mean_over(losses_T: Tensor, count: Tensor) -> Tensor:
+    """The mean [] of losses [T] over so many of them; what it is a mean over shows, as in torch's own."""
+    mean: Tensor = _Mean.apply(losses_T, count)
+    return mean
+
+
+class _Mean(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, losses_T: Tensor, count: Tensor) -> Tensor:
+        ctx.num_counted, ctx.shape = count, losses_T.shape
+        return losses_T.sum() / count
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return (grad / ctx.num_counted).expand(ctx.shape), None
 
 
 def is_returned(loss: Tensor | None) -> bool:

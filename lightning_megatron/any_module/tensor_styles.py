@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lightning_megatron.any_module.check_styles import StyleChecks
+from lightning_megatron.any_module.cut_logits import joined
 from lightning_megatron.comm import differentiable
 from lightning_megatron.mesh import Axis
 from lightning_megatron.sharding import Initial, Shard, ShardedParameter, shard_parameter
@@ -289,7 +290,7 @@ class ColwiseLinear(ColumnParallelLinear):
             x_TI, self.weight, self.bias, tp=self.alone, sp=self.sp, gradients=self.weight_gradients, gemm=self.gemm
         )
         if self.gathers_output:
-            y_TO = differentiable.all_gather_invariant(y_TO, self.tp, dim=1)
+            return joined(y_TO.view(*x.shape[:-1], y_TO.shape[-1]), self.tp)
         return y_TO.view(*x.shape[:-1], y_TO.shape[-1])
 
 

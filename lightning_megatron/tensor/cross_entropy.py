@@ -30,14 +30,16 @@ def vocab_parallel_cross_entropy(
     vocab_size: int,
     label_smoothing: float = 0.0,
     scratch_TV: Tensor | None = None,
+    is_kept: bool = False,
 ) -> Tensor:
     """Loss of each token [T], 0 where the label is -100; float32, or float64 for float64 logits.
 
     Waits for `tp` twice in forward. `scratch_TV` is room for the exponentials, contiguous and of the losses' dtype; it
     may be that of the logits, where nobody reads them later. A label outside of the vocabulary raises, on CPU, as in
-    torch. Backward overwrites what forward saved, so it can run only once: a second one raises RuntimeError.
+    torch. Backward overwrites what forward saved, so it can run only once: a second one raises RuntimeError, unless it
+    `is_kept`.
     """
-    losses: Tensor = _CrossEntropy.apply(logits_TV, labels_T, tp, vocab_size, label_smoothing, scratch_TV)
+    losses: Tensor = _CrossEntropy.apply(logits_TV, labels_T, tp, vocab_size, label_smoothing, scratch_TV, is_kept)
     return losses
 
 
@@ -51,6 +53,7 @@ class _CrossEntropy(torch.autograd.Function):
         vocab_size: int,
         smoothing: float,
         scratch_TV: Tensor | None,
+        is_kept: bool,
     ) -> Tensor:
         length = logits_TV.shape[1]
         valid = num_own(vocab_size, length, tp)
@@ -76,6 +79,7 @@ class _CrossEntropy(torch.autograd.Function):
 
         ctx.save_for_backward(exps_TV, sum_T, index_T, is_own_T, is_ignored_T)
         ctx.valid, ctx.vocab_size, ctx.smoothing, ctx.dtype = valid, vocab_size, smoothing, logits_TV.dtype
+        ctx.is_kept = is_kept
         losses_T: Tensor = sum_T.log() - wanted_T
         return losses_T.masked_fill_(is_ignored_T, 0.0).detach()
 
@@ -84,9 +88,10 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad_T: Tensor) -> tuple[Tensor | None, ...]:
         exps_TV, sum_T, index_T, is_own_T, is_ignored_T = ctx.saved_tensors
         grad_T = grad_T.masked_fill(is_ignored_T, 0.0)
-        grad_TV = exps_TV.mul_((grad_T / sum_T).unsqueeze(1))
+        grad_TV = exps_TV.clone() if ctx.is_kept else exps_TV
+        grad_TV.mul_((grad_T / sum_T).unsqueeze(1))
         if ctx.smoothing:
             grad_TV.narrow(1, 0, ctx.valid).sub_((grad_T * (ctx.smoothing / ctx.vocab_size)).unsqueeze(1))
         target_T = (grad_T * (ctx.smoothing - 1.0)).masked_fill_(~is_own_T, 0.0)
         grad_TV.scatter_add_(1, index_T.unsqueeze(1), target_T.unsqueeze(1))
-        return grad_TV.to(ctx.dtype), None, None, None, None, None
+        return grad_TV.to(ctx.dtype), None, None, None, None, None, None
