@@ -65,7 +65,7 @@ from lightning_megatron.trainer.checkpointing.single_file import FileIO
 from lightning_megatron.trainer.config import ConfigurationError, PipelineConfig
 from lightning_megatron.trainer.dynamic_context import measured_cost
 from lightning_megatron.trainer.dynamic_context.prefetch import DynamicContext
-from lightning_megatron.trainer.fault_tolerance.failure_watch import FailureWatch
+from lightning_megatron.trainer.fault_tolerance.failure_watch import FailureWatch, end_none
 from lightning_megatron.trainer.fault_tolerance.preemption import Preemption
 from lightning_megatron.trainer.fault_tolerance.stop_vote import StopVote
 from lightning_megatron.trainer.precision import MegatronPrecision, compute_dtype
@@ -396,8 +396,9 @@ class MegatronStrategy(ParallelStrategy):
     def _join_other_ranks(self, vote: StopVote) -> FailureWatch:
         """Begins the process group of all ranks, and a watch over them. Collective over the world."""
         environment, device = self.cluster_environment, self.root_device
-        launcher = self._launcher
-        assert environment is not None and isinstance(launcher, CheckingLauncher)
+        assert environment is not None
+        # Another launcher, of a class derived from this one, has its own way to end what it started.
+        end_ranks = self._launcher.end_ranks if isinstance(self._launcher, CheckingLauncher) else end_none
         options: dict[str, Any] = {"device_id": device if device.type != "cpu" else None}
         backend = _get_default_process_group_backend_for_device(device)
         ranks = tuple(range(self.sizes.world))
@@ -407,10 +408,10 @@ class MegatronStrategy(ParallelStrategy):
                 options["store"] = store
             _init_dist_connection(environment, backend, timeout=self._groups.timeout, **options)
             world = Axis("world", len(ranks), self.global_rank, ranks, dist.group.WORLD)
-            return FailureWatch.started(address, world, vote, self.timeout_seconds, launcher.end_ranks)
+            return FailureWatch.started(address, world, vote, self.timeout_seconds, end_ranks)
         except BaseException:
             # Nobody watches yet: they would wait for this rank until their time-out.
-            launcher.end_ranks(ranks)
+            end_ranks(ranks)
             raise
 
     def _make_local_checkpoint(self) -> LocalCheckpoint | None:

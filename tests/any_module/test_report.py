@@ -12,7 +12,7 @@ from lightning_megatron.any_module.report import report_of
 from lightning_megatron.cli.main import main
 from lightning_megatron.mesh import Sizes
 from tests.any_module import networks
-from tests.any_module.models_table import config_of
+from tests.any_module.model_families import config_of
 
 
 def report(network: nn.Module, plan: ModelPlan, tp: int = 1, pp: int = 1, vp: int = 1) -> str:

@@ -10,7 +10,7 @@ from transformers import BartForConditionalGeneration
 
 from lightning_megatron import MegatronStrategy, ModelPlan, RecomputeConfig
 from lightning_megatron.testing import certify
-from tests.any_module.models_table import Causal, batches, config_of
+from tests.any_module.model_families import Causal, batches, config_of
 from tests.harness.ranks import run_on_ranks
 from tests.trainer.layouts import Layout, make_trainer
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from lightning_megatron import hf
 from lightning_megatron.hf.save_unchanged import knows_its_ranks, mesh_of
 from lightning_megatron.mesh import Mesh, Sizes
-from tests.any_module.models_table import Causal, batches
+from tests.any_module.model_families import Causal, batches
 from tests.harness.ranks import run_on_ranks
 from tests.trainer.layouts import Layout, make_trainer
 

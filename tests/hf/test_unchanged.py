@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from lightning_megatron import hf
 from lightning_megatron.hf.folder import WeightFiles
 from lightning_megatron.hf.unchanged import new_model
-from tests.any_module.models_table import config_of
+from tests.any_module.model_families import config_of
 
 
 def written(folder: Path, model_type: str, **options: Any) -> Path:

@@ -234,7 +234,8 @@ def _result(reports: Sequence[pytest.TestReport | pytest.CollectReport]) -> dict
         return {
             "outcome": "failed",
             "phase": failed[0].when,
-            "message": message[:2000],
+            # The error of a process that a test started stands at its end.
+            "message": message if len(message) < 2000 else f"{message[:1000]}\n[...]\n{message[-1000:]}",
             "where": where,
             "text": text[-6000:],
             "seconds": seconds,

@@ -46,7 +46,7 @@ _LOOPBACK = ("127.0.0.1", "::1")
 EndLost = Callable[[Sequence[int]], None]
 
 
-def _end_none(ranks: Sequence[int]) -> None:
+def end_none(ranks: Sequence[int]) -> None:
     """Ends no process: whoever started the ranks does."""
 
 
@@ -62,7 +62,7 @@ class FailureWatch:
         timeout_seconds: float,
         *,
         server: FailureServer | None = None,
-        end_lost: EndLost = _end_none,
+        end_lost: EndLost = end_none,
     ) -> None:
         """Takes over the connection to the server, which the first rank also ends; see `started`.
 
@@ -98,7 +98,7 @@ class FailureWatch:
         world: Axis,
         vote: StopVote,
         timeout_seconds: float,
-        end_lost: EndLost = _end_none,
+        end_lost: EndLost = end_none,
     ) -> "FailureWatch":
         """A watch that has begun. Collective over the world.
 

@@ -1,0 +1,255 @@
+"""Families of transformers' models as modules that train tiny twins of them, each with batches of its own kind."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoModelForImageTextToText,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    PreTrainedConfig,
+)
+from transformers.models.auto import modeling_auto
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from lightning_megatron.testing.tiny import twin_of
+
+VOCABULARY, TOKENS, ROWS, IMAGE, IMAGE_TOKEN = 64, 12, 8, 32, 3
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "beit": {"num_hidden_layers": 4},
+    "bit": {"embedding_size": 8, "hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 2, 1], "num_groups": 4},
+    "bloom": {"n_layer": 4},
+    "convnext": {"hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 3, 1], "patch_size": 2},
+    "convnextv2": {"hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 3, 1], "patch_size": 2},
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "deit": {"architectures": ["DeiTForImageClassification"]},
+    "dinov2": {"num_hidden_layers": 4},
+    "dinov2_with_registers": {"num_hidden_layers": 4},
+    "distilbert": {"dim": 32, "hidden_dim": 64},
+    "donut-swin": {"embed_dim": 16, "depths": [1, 3], "num_heads": [2, 4], "window_size": 2, "patch_size": 4},
+    "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
+    "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8},
+    "hunyuan_v1_dense": {"head_dim": 8},
+    "hunyuan_v1_moe": {"head_dim": 8, "num_experts": 4, "moe_topk": 2},
+    "lfm2_moe": {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "full_attention"]},
+    "marian": {"decoder_vocab_size": VOCABULARY, "decoder_start_token_id": 0},
+    "ministral": {"head_dim": 8},
+    "mobilebert": {"intra_bottleneck_size": 32, "embedding_size": 32},
+    "mobilevitv2": {"patch_size": 2},
+    "nemotron": {"head_dim": 8, "num_key_value_heads": 2},
+    "reformer": {"is_decoder": True},
+    "regnet": {"embedding_size": 8, "hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 3, 1], "groups_width": 8},
+    "resnet": {"embedding_size": 8, "hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 3, 1]},
+    "swin": {"embed_dim": 16, "depths": [1, 3], "num_heads": [2, 4], "window_size": 2, "patch_size": 4},
+    "swinv2": {"embed_dim": 16, "depths": [1, 3], "num_heads": [2, 4], "window_size": 2, "patch_size": 4},
+    "vipllava": {"vision_feature_layers": [-1, -2]},
+    "xmod": {"default_language": "en_XX"},
+}
+"""Values that the defaults of a type leave out, and without which it cannot be built or called."""
+
+SQUARES = ("aya_vision", "cohere2_vision", "deepseek_vl", "gemma3", "got_ocr2", "internvl", "llava", "ovis2")
+SQUARES += ("paligemma", "pp_chart2table", "qianfan_ocr", "shieldgemma2", "vipllava")
+GRIDS = ("cosmos3_omni", "exaone4_5", "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "glmga", "hyperclovax_vision_v2")
+GRIDS += ("lfm3_vl", "minimax_m3_vl", "qwen2_5_omni_thinker", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe")
+GRIDS += ("qwen3_omni_moe_thinker", "qwen3_vl", "qwen3_vl_moe")
+"""Types whose images are [3, height, width], and patches of a grid."""
+
+DRAWING = ("phimoe",)
+"""Types that draw experts at random while they train, and not while they are evaluated: they train so here."""
+
+
+class Causal(L.LightningModule):
+    """A model of transformers as it is, trained on its own loss."""
+
+    auto: Any = AutoModelForCausalLM
+    types: Mapping[str, Any] = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    layouts: tuple[str, ...] = ("pp2", "pp2vp2-zb_v", "tp2", "tp2-sp", "dp2pp2tp2-zero", "cp2", "ep2")
+
+    def __init__(self, model_type: str) -> None:
+        super().__init__()
+        self.model_type = model_type
+        self.model: Any = None
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            torch.manual_seed(1)
+            self.model = self.auto.from_config(config_of(self.model_type))
+            if self.model_type in DRAWING:
+                self.model.eval()
+            for child in self.model.modules():
+                # Theirs would be the statistics of a microbatch.
+                if isinstance(child, nn.modules.batchnorm._BatchNorm):
+                    child.eval()
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        return self.model(**batch).loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+    @classmethod
+    def batches(cls, model_type: str) -> list[dict[str, Tensor]]:
+        """The batches that train a type."""
+        return batches()
+
+
+class Masked(Causal):
+    """An encoder, whose loss is of some tokens, where others stand or a mask."""
+
+    auto = AutoModelForMaskedLM
+    types = modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    layouts = ("pp2", "pp2vp2-zb_v", "tp2", "tp2-sp", "dp2pp2tp2-zero", "cp2")
+
+    @classmethod
+    def batches(cls, model_type: str) -> list[dict[str, Tensor]]:
+        found = batches()
+        for batch in found:
+            labels = batch["input_ids"].clone()
+            labels[:, 1::3] = -100
+            batch |= {"labels": labels, "attention_mask": (labels.cumsum(1) >= 0).long()}
+            batch["attention_mask"][1::3, 8:] = 0
+            batch["labels"][1::3, 8:] = -100
+        return found
+
+
+class Translation(Causal):
+    """An encoder and a decoder; the layers of the one that is larger are cut."""
+
+    auto = AutoModelForSeq2SeqLM
+    types = modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+    layouts = ("pp2", "pp2vp2-zb_v", "tp2", "tp2-sp", "dp2pp2tp2-zero", "cp2")
+
+
+class Images(Causal):
+    """A model that tells what an image shows."""
+
+    auto = AutoModelForImageClassification
+    types = modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
+    layouts = ("pp2", "pp2vp2-zb_v", "tp2", "dp2pp2tp2-zero")
+
+    @classmethod
+    def batches(cls, model_type: str) -> list[dict[str, Tensor]]:
+        generator = torch.Generator().manual_seed(3)
+        shape = (ROWS, 3, IMAGE, IMAGE)
+        return [
+            {"pixel_values": torch.randn(shape, generator=generator), "labels": (torch.arange(ROWS) + number) % 4}
+            for number in range(3)
+        ]
+
+
+class ImageText(Causal):
+    """A language model that sees images: each row has one, whose features stand in the places of its tokens."""
+
+    auto = AutoModelForImageTextToText
+    # Those that take images as [rows, 3, 32, 32], and as patches of a grid.
+    types = dict.fromkeys((*SQUARES, *GRIDS))
+    layouts = ("pp2", "pp2vp2-zb_v", "tp2", "dp2pp2tp2-zero", "cp2", "ep2")
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        if "image_grid_thw" in batch:
+            batch = {**batch, "pixel_values": batch["pixel_values"].flatten(0, 1)}
+        return super().training_step(batch, batch_idx)
+
+    @classmethod
+    def batches(cls, model_type: str) -> list[dict[str, Tensor]]:
+        found = super().batches(model_type)
+        generator = torch.Generator().manual_seed(4)
+        shape, grid = (3, IMAGE, IMAGE), torch.tensor([[1, 4, 4]])
+        if model_type in GRIDS:
+            vision = config_of(model_type).vision_config
+            shape = (16, 3 * getattr(vision, "temporal_patch_size", 1) * vision.patch_size**2)
+        for batch in found:
+            batch["pixel_values"] = torch.randn(ROWS, *shape, generator=generator)
+            if model_type in GRIDS:
+                batch["image_grid_thw"] = grid.repeat(ROWS, 1)
+        count = cls._num_image_tokens(model_type, {name: one[:1] for name, one in found[0].items()})
+        images = torch.full((ROWS, count), IMAGE_TOKEN)
+        for batch in found:
+            tokens, labels = batch["input_ids"].clamp(min=8), batch["labels"]
+            batch["input_ids"] = torch.cat((tokens[:, :2], images, tokens[:, 2:]), 1)
+            batch["labels"] = torch.cat((labels[:, :2], images * 0 - 100, labels[:, 2:]), 1)
+            batch["mm_token_type_ids"] = (batch["input_ids"] == IMAGE_TOKEN).long()
+        return found
+
+    @classmethod
+    def _num_image_tokens(cls, model_type: str, row: dict[str, Tensor]) -> int:
+        """Number of features that a type makes of an image."""
+        module = cls(model_type)
+        module.configure_model()
+        find = getattr(module.model, "get_image_features", None) or module.model.model.get_image_features
+        given = {"pixel_values": row["pixel_values"]}
+        if model_type in GRIDS:
+            given = {"pixel_values": row["pixel_values"][0], "image_grid_thw": row["image_grid_thw"]}
+        with torch.no_grad():
+            found = find(**given)
+        found = getattr(found, "pooler_output", found)
+        width = module.model.config.get_text_config().hidden_size
+        return int(sum(one.numel() for one in tree_leaves(found)) // width)
+
+
+FAMILIES: dict[str, tuple[str, type[Causal]]] = {
+    "causal": ("Causal models", Causal),
+    "masked": ("Encoders", Masked),
+    "translation": ("Encoder-decoders", Translation),
+    "images": ("Classifiers of images", Images),
+    "image-text": ("Language models that see images", ImageText),
+}
+
+
+def config_of(model_type: str) -> Any:
+    """The configuration of a type, small, without dropout."""
+    settings = SETTINGS.get(model_type, {})
+    config = twin_of(CONFIG_MAPPING[model_type](**settings))
+    inner = [one for one in vars(config).values() if isinstance(one, PreTrainedConfig)]
+    for one in {id(one): one for one in (config, config.get_text_config(), *inner)}.values():
+        for name, value in list(vars(one).items()):
+            if type(value) is float and ("dropout" in name or name in ("attn_pdrop", "embd_pdrop", "resid_pdrop")):
+                setattr(one, name, 0.0)
+        for number, name in enumerate(("image", "video", "vision_start", "vision_end")):
+            for key in (f"{name}_token_id", f"{name}_token_index"):
+                if hasattr(one, key):
+                    setattr(one, key, IMAGE_TOKEN + number)
+        for name, token in (("pad_token_id", 0), ("bos_token_id", 1), ("eos_token_id", 2)):
+            setattr(one, name, token)
+        if getattr(one, "decoder_start_token_id", None) is None:
+            one.decoder_start_token_id = 0
+        rope = getattr(one, "rope_parameters", None) or {}
+        if model_type in GRIDS and rope:
+            # Of a head's pairs of features.
+            head_dim = getattr(one, "head_dim", None) or one.hidden_size // one.num_attention_heads
+            pairs = int(head_dim * rope.get("partial_rotary_factor", 1.0)) // 2
+            rope["mrope_section"] = [pairs // 2, pairs - pairs // 2 - pairs // 4, pairs // 4]
+        # Numbers of tokens of an image, which gemma makes of all of its patches.
+        sizes = {"image_size": IMAGE, "patch_size": IMAGE // 4, "mm_tokens_per_image": 4}
+        for name, size in sizes.items():
+            given = getattr(one, name, None)
+            if name not in settings and isinstance(given, int):
+                setattr(one, name, size)
+            elif name == "image_size" and isinstance(given, (list, tuple)):
+                setattr(one, name, [size] * len(given))
+        if one is config or hasattr(one, "vocab_size"):
+            one.vocab_size = VOCABULARY
+        one.use_cache = False
+        # The grouped products of experts know no float64.
+        one._experts_implementation = "eager"
+    config.num_labels = 4
+    return config
+
+
+def batches() -> list[dict[str, Tensor]]:
+    """Three batches of tokens [8, 12], labels ragged."""
+    generator = torch.Generator().manual_seed(3)
+    found = []
+    for _ in range(3):
+        tokens = torch.randint(3, VOCABULARY, (ROWS, TOKENS), generator=generator)
+        labels = tokens.clone()
+        labels[::2, 7:] = -100
+        found.append({"input_ids": tokens, "labels": labels})
+    return found
