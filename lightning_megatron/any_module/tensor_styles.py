@@ -59,10 +59,19 @@ def styles_of(network: nn.Module) -> dict[str, str]:
     if not plan:
         return {}
     styles = {key: style for key, style in plan.items() if style != "replicate"}
-    find: Any = getattr(network, "get_input_embeddings", None)
-    embedding = find() if callable(find) else None
+    embedding = _embedding_of(network)
     found = [name for name, module in network.named_modules() if module is embedding and type(module) is nn.Embedding]
     return {**dict.fromkeys(found, EMBEDDING), **styles}
+
+
+def _embedding_of(network: nn.Module) -> nn.Module | None:
+    """The embedding of tokens of a model of transformers."""
+    find: Any = getattr(network, "get_input_embeddings", None)
+    try:
+        return find() if callable(find) else None
+    except NotImplementedError:
+        # Models of images have none.
+        return None
 
 
 def _by_names(network: nn.Module) -> Iterator[tuple[str, str]]:
