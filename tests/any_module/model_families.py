@@ -210,7 +210,7 @@ def config_of(model_type: str) -> Any:
     inner = [one for one in vars(config).values() if isinstance(one, PreTrainedConfig)]
     for one in {id(one): one for one in (config, config.get_text_config(), *inner)}.values():
         for name, value in list(vars(one).items()):
-            if type(value) is float and ("dropout" in name or name in ("attn_pdrop", "embd_pdrop", "resid_pdrop")):
+            if type(value) is float and ("drop" in name):
                 setattr(one, name, 0.0)
         for number, name in enumerate(("image", "video", "vision_start", "vision_end")):
             for key in (f"{name}_token_id", f"{name}_token_index"):
