@@ -23,7 +23,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed; set PYTHON=..." if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[data,hf,plot,dev]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[data,hf,peft,plot,dev]'
 	@touch $@
 
 demo: $(VENV)/.ready

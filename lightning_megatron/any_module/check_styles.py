@@ -6,7 +6,7 @@ its first call, without dropout: with its cut linears, and with whole ones of ga
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -44,7 +44,11 @@ class StyleChecks:
     def watch(self, name: str, parent: nn.Module, kind: str) -> None:
         """Looks at a module with cut linears in its first call, if it is the first of its kind."""
         # A module that takes a part of the features as its input has no whole one here.
-        if not any(isinstance(child, ColumnParallelLinear) for child in parent.children()):
+        bases = [getattr(child, "base_layer", child) for child in parent.children()]
+        # Gathered outputs, a head's, are whole for whatever code reads them.
+        if not any(
+            isinstance(base, ColumnParallelLinear) and not getattr(base, "gathers_output", False) for base in bases
+        ):
             return
 
         def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -80,17 +84,17 @@ class StyleChecks:
     @contextmanager
     def _whole(self, module: nn.Module) -> Iterator[None]:
         """Inside the block the linears of a module are whole, and so are its numbers of heads."""
-        own, heads = dict(module._modules), self._heads.get(module, {})
-        of_rank = {name: module.__dict__[name] for name in heads}
-        module.__dict__.update(heads)
-        for name, child in own.items():
-            if isinstance(child, (ColumnParallelLinear, RowParallelLinear)):
-                module._modules[name] = _gathered(child, self._tp)
-        try:
+        with ExitStack() as stack:
+            for owner in list(module.modules()):
+                if heads := self._heads.get(owner):
+                    stack.enter_context(_exchanged(owner.__dict__, heads))
+                cut = {
+                    name: _gathered(child, self._tp)
+                    for name, child in owner._modules.items()
+                    if isinstance(child, (ColumnParallelLinear, RowParallelLinear))
+                }
+                stack.enter_context(_exchanged(owner._modules, cut))
             yield
-        finally:
-            module._modules.update(own)
-            module.__dict__.update(of_rank)
 
     def _deviation(self, cut: Tensor, whole: Tensor) -> str:
         """What differs, in words; empty where nothing does, or sums in another order explain it."""
@@ -125,6 +129,17 @@ def _gathered(linear: ColumnParallelLinear | RowParallelLinear, tp: Axis) -> nn.
     whole.weight = nn.Parameter(weight)
     whole.register_parameter("bias", bias)
     return whole
+
+
+@contextmanager
+def _exchanged(held: dict[str, Any], others: dict[str, Any]) -> Iterator[None]:
+    """Inside the block a dict has other values."""
+    own = {name: held[name] for name in others}
+    held.update(others)
+    try:
+        yield
+    finally:
+        held.update(own)
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -40,6 +40,8 @@ STYLES = (
 )
 # What linears are called that go into attention and feed-forward networks, and that come out of them.
 _INTO = ("q_proj", "k_proj", "v_proj", "fc1", "fc_in", "c_fc", "dense_h_to_4h", "lin1", "up_proj", "gate_proj", "wi")
+# The linears of peft's module.
+_ADAPTED = re.compile(r"\.(base_layer|lora_[AB]\.[^.]+)$")
 _OUT_OF = ("o_proj", "out_proj", "fc2", "fc_out", "c_proj", "dense_4h_to_h", "lin2", "down_proj", "wo")
 BY_OUTPUTS = ("colwise", "colwise_gather_output")
 EMBEDDING = "embedding_rowwise"
@@ -52,16 +54,26 @@ def styles_of(network: nn.Module) -> dict[str, str]:
     Such plans leave out the embedding of tokens, which is cut as well. Where a model of transformers has no plan, it is
     made from what its linears are called.
     """
-    plan = getattr(network, "_tp_plan", None)
-    if not isinstance(plan, Mapping):
-        return {}
-    plan = plan or dict(_by_names(network))
-    if not plan:
-        return {}
-    styles = {key: style for key, style in plan.items() if style != "replicate"}
-    embedding = _embedding_of(network)
-    found = [name for name, module in network.named_modules() if module is embedding and type(module) is nn.Embedding]
-    return {**dict.fromkeys(found, EMBEDDING), **styles}
+    styles: dict[str, str] = {}
+    for prefix, model in _with_plans(network):
+        plan: Any = model._tp_plan or dict(_by_names(model))
+        if not plan:
+            continue
+        embedding = _embedding_of(model)
+        found = [name for name, one in model.named_modules() if one is embedding and type(one) is nn.Embedding]
+        own = {**dict.fromkeys(found, EMBEDDING), **plan}
+        styles |= {f"{prefix}{key}": style for key, style in own.items() if style != "replicate"}
+    return styles
+
+
+def _with_plans(network: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """The outermost modules in a network that have a plan of their own, each with what stands before its names."""
+    # Not by getattr: a PeftModel hands on the attributes of the model inside.
+    if isinstance(network.__dict__.get("_tp_plan", getattr(type(network), "_tp_plan", None)), Mapping):
+        yield prefix, network
+        return
+    for name, child in network.named_children():
+        yield from _with_plans(child, f"{prefix}{name}.")
 
 
 def _embedding_of(network: nn.Module) -> nn.Module | None:
@@ -98,7 +110,23 @@ def matching(network: nn.Module, styles: Mapping[str, str]) -> Iterator[tuple[st
     for name, module in network.named_modules():
         found = next((style for pattern, style in patterns if pattern.fullmatch(name)), None)
         if found is not None:
-            yield name, module, found
+            yield from _with_adapters(name, module, found)
+
+
+def _with_adapters(name: str, module: Any, style: str) -> Iterator[tuple[str, nn.Module, str]]:
+    """A module with its style; in the place of one of peft's, its linear and the part of each adapter that is cut.
+
+    An adapter adds B A x. Where the outputs are cut, B is, and A is whole, as its input; where the inputs are, A is.
+    """
+    base: Any = getattr(module, "base_layer", None)
+    if style not in (*BY_OUTPUTS, *BY_INPUTS, EMBEDDING) or type(base) not in (nn.Linear, nn.Embedding):
+        yield name, module, style
+        return
+    yield f"{name}.base_layer", base, style
+    if style != EMBEDDING:
+        part = "lora_B" if style in BY_OUTPUTS else "lora_A"
+        for adapter, linear in module.get_submodule(part).named_children():
+            yield f"{name}.{part}.{adapter}", linear, style
 
 
 def cut_by(network: nn.Module, styles: Mapping[str, str], size: int) -> list[tuple[str, nn.Module, str]]:
@@ -120,7 +148,8 @@ def reason_of_whole(network: nn.Module, styles: Mapping[str, str], name: str, si
 
 
 def _parent(name: str) -> str:
-    return name.rpartition(".")[0]
+    """Name of the module that a linear is a part of; peft's stands between, where there are adapters."""
+    return _ADAPTED.sub("", name).rpartition(".")[0]
 
 
 def _tied(network: nn.Module, styles: Mapping[str, str]) -> set[nn.Parameter]:
@@ -166,10 +195,13 @@ def cut_linears(network: nn.Module, styles: Mapping[str, str], tp: Axis) -> None
             cut.weight = slices.setdefault(module.weight, cut.weight)
             _put(network, module, cut)
             if isinstance(cut, ColwiseLinear):
-                cut.copies = copies[parent] = copies.get(parent) or _SharedCopy((owner, network), tp)
+                # The adapters' own inputs come between those of one parent.
+                key = name if ".lora_B." in name else parent
+                cut.copies = copies[key] = copies.get(key) or _SharedCopy((owner, network), tp)
     checks = StyleChecks(tp)
+    planned = tuple(prefix for prefix, model in _with_plans(network) if model._tp_plan)
     for parent in sorted(parents - {""}):
-        if not getattr(network, "_tp_plan", None):
+        if not parent.startswith(planned):
             # Code that has a plan finds its heads out by itself.
             checks.count_heads(network.get_submodule(parent))
         checks.watch(parent, network.get_submodule(parent), kind=pattern_of(parent))

@@ -86,12 +86,12 @@ class ContextAttention:
 
 def take_over(network: nn.Module, layers: Iterable[str], cp: Axis) -> ContextAttention:
     """The attention over `cp` that the layers of a network use from now on, see `can_take_over`."""
-    attention = ContextAttention(cp)
+    attention, model = ContextAttention(cp), _model_of(network, layers)
     for config in _configs(network, layers):
         kind = config._attn_implementation
         if kind not in _WITH_MASKS:
             # Sinks and soft caps are in the eager one alone.
-            kind = _SDPA if getattr(network, "_supports_sdpa", False) else _EAGER
+            kind = _SDPA if getattr(model, "_supports_sdpa", False) else _EAGER
         name = f"{kind}_over_cp_{id(attention)}"
         AttentionInterface.register(name, partial(attention.attend, kind))
         AttentionMaskInterface.register(name, partial(attention.mask, kind))
@@ -101,9 +101,18 @@ def take_over(network: nn.Module, layers: Iterable[str], cp: Axis) -> ContextAtt
 
 
 def can_take_over(network: nn.Module, layers: Iterable[str]) -> bool:
-    """Whether a network is a model of transformers whose layers look up their attention by a name."""
-    is_by_name = isinstance(network, PreTrainedModel) and network._can_set_attn_implementation()
-    return is_by_name and bool(_configs(network, layers))
+    """Whether the layers of a network are a model's of transformers, and look up their attention by a name."""
+    model = _model_of(network, layers)
+    return model is not None and model._can_set_attn_implementation() and bool(_configs(network, layers))
+
+
+def _model_of(network: nn.Module, layers: Iterable[str]) -> PreTrainedModel | None:
+    """The outermost model of transformers in a network that has all of these layers."""
+    names = tuple(layers)
+    for name, module in network.named_modules():
+        if isinstance(module, PreTrainedModel) and all(one.startswith(f"{name}." if name else "") for one in names):
+            return module
+    return None
 
 
 def _configs(network: nn.Module, layers: Iterable[str]) -> list[Any]:

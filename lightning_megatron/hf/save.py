@@ -34,7 +34,8 @@ def save_pretrained(
 ) -> None:
     """Writes `config.json` and safetensors files of at most `max_shard_bytes`; every rank of the mesh calls it.
 
-    `model` is one of this package, or one of transformers that a run trains as it is.
+    `model` is one of this package, or one of transformers that a run trains as it is; of a `PeftModel` the adapters are
+    written, as peft writes them.
 
     `family` is needed where several fit. `dtype` is that of the files, by default the narrowest that holds all weights.
     The tokenizer's files are copied from `tokenizer_from`. Nothing may be at the path, which all ranks see; the folder
@@ -73,14 +74,12 @@ def save_pretrained(
 
 def _save_unchanged(model: nn.Module, path: Any, family: str | None, dtype: Any, most: int, tokenizer: Any) -> None:
     # Whoever has a model of transformers has imported it, which takes seconds.
-    from transformers import PreTrainedModel
+    from lightning_megatron.hf.save_unchanged import is_saved_by_itself, save_unchanged
 
-    from lightning_megatron.hf.save_unchanged import save_unchanged
-
-    if not isinstance(model, PreTrainedModel) or family is not None:
+    if not is_saved_by_itself(model) or family is not None:
         raise ValueError(
             f"model ({type(model).__name__}) with family ({family!r}) must be a model of this package, or without a "
-            "family one of transformers"
+            "family one of transformers, or a PeftModel"
         )
     save_unchanged(model, path, dtype=dtype, max_shard_bytes=most, tokenizer_from=tokenizer)
 

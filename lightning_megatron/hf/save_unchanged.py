@@ -1,11 +1,13 @@
 """A model of transformers that was trained as it is, cut over ranks or not, into a folder that transformers loads.
 
 Weights have transformers' own names on every layout. The first rank gathers them in host memory, and transformers
-writes them with the configuration and the generation's.
+writes them with the configuration and the generation's. Of a model that peft has given adapters these alone are
+gathered, and peft writes them.
 """
 
 import os
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +24,21 @@ from lightning_megatron.mesh import Mesh
 from lightning_megatron.text_files import read_json_table
 
 
+def is_saved_by_itself(model: nn.Module) -> bool:
+    """Whether a model has a method that writes it: one of transformers, or of peft with its adapters."""
+    return isinstance(model, PreTrainedModel) or has_adapters(model)
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Whether a model is a `PeftModel`."""
+    # Whoever has one has imported it.
+    peft: Any = sys.modules.get("peft")
+    return peft is not None and isinstance(model, peft.PeftModel)
+
+
 @torch.no_grad()
 def save_unchanged(
-    model: PreTrainedModel,
+    model: Any,
     path: str | os.PathLike[str],
     *,
     dtype: torch.dtype | None,
@@ -37,6 +51,9 @@ def save_unchanged(
     pieces = {
         name: Piece.like(one, one.detach()) for name, one in {**dict(model.named_parameters()), **buffers}.items()
     }
+    if has_adapters(model):
+        marks = (model.base_model.prefix, "modules_to_save")
+        pieces = {name: piece for name, piece in pieces.items() if any(mark in name for mark in marks)}
     full = gather_on_first_rank(pieces, world)
     fault: Exception | None = None
     if world.is_first:
@@ -53,7 +70,7 @@ def save_unchanged(
 
 
 def _write(
-    model: PreTrainedModel,
+    model: Any,
     full: dict[str, torch.Tensor],
     target: Path,
     tokenizer: Path | None,
@@ -64,8 +81,8 @@ def _write(
     try:
         # Not the model's own attribute: which refuses.
         type(model).save_pretrained(model, draft, state_dict=full, max_shard_size=max_shard_bytes)
-        config: dict[str, Any] = read_json_table(draft / CONFIG)
-        if dtype is not None:
+        config = None if has_adapters(model) else dict(read_json_table(draft / CONFIG))
+        if dtype is not None and config is not None:
             config["dtype"] = str(dtype).removeprefix("torch.")
         finish_draft(draft, target, config, tokenizer)
     except BaseException:
@@ -76,7 +93,7 @@ def _write(
 class _SavePretrained:
     """The method `save_pretrained` of a model that ranks train: it refuses to write the part that one of them holds."""
 
-    def __init__(self, model: PreTrainedModel, mesh: Mesh) -> None:
+    def __init__(self, model: Any, mesh: Mesh) -> None:
         self.model, self.mesh = model, mesh
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
@@ -98,11 +115,11 @@ class _SavePretrained:
 def knows_its_ranks(network: nn.Module, mesh: Mesh) -> None:
     """Makes the models of transformers in a network know the ranks that train them, for `hf.save_pretrained`."""
     for module in network.modules():
-        if isinstance(module, PreTrainedModel):
+        if is_saved_by_itself(module):
             module.__dict__["save_pretrained"] = _SavePretrained(module, mesh)
 
 
-def mesh_of(model: PreTrainedModel) -> Mesh:
+def mesh_of(model: nn.Module) -> Mesh:
     """The ranks that train a model; one device where no run does."""
     own = model.__dict__.get("save_pretrained")
     return own.mesh if isinstance(own, _SavePretrained) else Mesh.single()

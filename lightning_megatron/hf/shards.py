@@ -158,9 +158,9 @@ def has_tokenizer(folder: Path) -> bool:
     return any((folder / name).is_file() for name in _TOKENIZER_FILES)
 
 
-def finish_draft(draft: Path, path: Path, config: Mapping[str, Any], tokenizer_from: Path | None) -> None:
-    """Adds the configuration and the tokenizer's files, and renames the draft to `path`."""
-    known = {**dict.fromkeys(TOKEN_IDS), **config}
+def finish_draft(draft: Path, path: Path, config: Mapping[str, Any] | None, tokenizer_from: Path | None) -> None:
+    """Adds the configuration, if there is one, and the tokenizer's files, and renames the draft to `path`."""
+    known = {**dict.fromkeys(TOKEN_IDS), **(config or {})}
     if tokenizer_from is not None:
         for name in _ALONG:
             if (tokenizer_from / name).is_file():
@@ -170,5 +170,6 @@ def finish_draft(draft: Path, path: Path, config: Mapping[str, Any], tokenizer_f
         if (tokenizer_from / CONFIG).is_file():
             theirs = read_json_table(tokenizer_from / CONFIG)
             known |= {name: theirs[name] for name in (*TOKEN_IDS, START_ID) if name in theirs}
-    write_json(draft / CONFIG, known)
+    if config is not None:
+        write_json(draft / CONFIG, known)
     os.rename(draft, path)

@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional
 from torch.utils.data import DataLoader
-from transformers import BartForConditionalGeneration
+from transformers import AutoModel, BartForConditionalGeneration
 
 from lightning_megatron import MegatronStrategy, ModelPlan, RecomputeConfig
 from lightning_megatron.testing import certify
@@ -58,6 +60,34 @@ def padded() -> list[dict[str, Any]]:
         batch["attention_mask"] = mask.flip(1) if number == 2 else mask
         batch["labels"] = batch["labels"].masked_fill(batch["attention_mask"] == 0, -100)
     return found
+
+
+class Inside(nn.Module):
+    """A network around a model of transformers, with a head of its own."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.body = model
+        self.score = nn.Linear(model.config.hidden_size, 3)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.score(self.body(tokens).last_hidden_state.mean(1))  # type: ignore[no-any-return]
+
+
+class Scores(Causal):
+    """Trains a network that has a model of transformers inside."""
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            torch.manual_seed(1)
+            self.model = Inside(AutoModel.from_config(config_of(self.model_type)))
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
+        return functional.cross_entropy(self.model(batch["input_ids"]), batch["labels"][:, 0] % 3)
+
+
+def test_a_model_inside_of_a_network_is_cut_by_its_own_plan() -> None:
+    certify(functools.partial(Scores, "qwen3"), batches, layouts=("cp2", "pp2tp2-sp"), steps=2).assert_equal()
 
 
 def packed() -> list[dict[str, Any]]:

@@ -1,0 +1,67 @@
+"""Adapters that peft gives an unchanged model train over ranks, and their files are those of one device."""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM
+
+from lightning_megatron import hf
+from lightning_megatron.testing import certify
+from tests.any_module.model_families import Causal, batches, config_of
+from tests.harness.ranks import run_on_ranks
+from tests.hf.test_save_unchanged import Saves
+from tests.trainer.layouts import Layout, make_trainer
+
+LINEARS = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
+
+
+class Adapted(Causal):
+    """A model with adapters of peft, which alone are trained. What an adapter adds is not zero from the start."""
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            super().configure_model()
+            config = LoraConfig(r=4, target_modules=LINEARS, init_lora_weights=False, task_type="CAUSAL_LM")
+            self.model = get_peft_model(self.model, config)
+
+
+def test_adapters_train_as_on_one_device() -> None:
+    make = functools.partial(Adapted, "qwen3")
+    certify(make, batches, layouts=("cp2", "pp2tp2-sp"), steps=2).assert_equal()
+
+
+def saved(layout: Layout, path: Path) -> str:
+    saves = Saves(path)
+    loader: Any = DataLoader(batches(), batch_size=None)  # type: ignore[arg-type]
+    make_trainer(layout, max_epochs=1, callbacks=[saves]).fit(Adapted("qwen3"), loader)
+    return saves.refusal
+
+
+def test_adapters_are_saved_as_peft_saves_them(tmp_path: Path) -> None:
+    run_on_ranks(1, saved, Layout(is_plain=True), tmp_path / "one", init=False)
+    layout = Layout(world=4, tp=2, pp=2, microbatches=2)
+    for refusal in run_on_ranks(4, saved, layout, tmp_path / "four", init=False):
+        assert "each rank holds a part of this model" in refusal
+    assert sorted(one.name for one in (tmp_path / "four").iterdir()) == sorted(
+        one.name for one in (tmp_path / "one").iterdir()
+    )
+    wanted, found = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("one", "four"))
+    assert wanted.keys() == found.keys() and len(wanted) == 2 * len(LINEARS) * config_of("qwen3").num_hidden_layers
+    for name, weight in wanted.items():
+        torch.testing.assert_close(found[name], weight, rtol=1e-5, atol=1e-6)
+    torch.manual_seed(1)
+    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_config(config_of("qwen3")), tmp_path / "four")
+    names = [name for name in loaded.state_dict() if "lora_A" in name]
+    assert names and not any(loaded.state_dict()[name].isnan().any() for name in names)
+
+
+def test_adapters_are_saved_outside_of_a_run_too(tmp_path: Path) -> None:
+    module = Adapted("qwen3")
+    module.configure_model()
+    hf.save_pretrained(module.model, tmp_path / "saved")
+    assert (tmp_path / "saved" / "adapter_config.json").is_file()
