@@ -143,7 +143,7 @@ class CutModel(PipelineModule):
             return self._payload
         except CutError:
             raise
-        except RuntimeError as error:
+        except Exception as error:
             if not self._is_checked:
                 raise
             first = self.part_names[self.stages[stage].start]

@@ -19,5 +19,8 @@ def layers_of(network: nn.Module) -> tuple[str, ...]:
 
 def _are_like(layers: nn.Module) -> bool:
     """Whether the children have a class in common that is not every module's."""
+    # A list of lists is no list of layers: nobody calls those inside.
+    if any(isinstance(one, nn.ModuleList) for one in layers.children()):
+        return False
     bases = [set(type(one).__mro__) - set(nn.Module.__mro__) for one in layers.children()]
     return bool(set.intersection(*bases))

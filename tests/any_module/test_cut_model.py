@@ -8,12 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_megatron import ConfigurationError, MegatronStrategy, RecomputeConfig
+from lightning_megatron.any_module.cut_model import cut_of
+from lightning_megatron.mesh import Mesh, Sizes
 from lightning_megatron.testing import certify
+from lightning_megatron.trainer.setup.pipelined_models import cut_plain_networks
 from tests.any_module import networks
 from tests.harness.ranks import RankFailed, run_on_ranks
+from tests.harness.threads import new_group, run_on_threads
 from tests.trainer.layouts import Layout, make_trainer
 
 
@@ -165,3 +169,32 @@ def test_layers_are_recomputed_in_the_backward() -> None:
 def test_groups_of_layers_are_not_recomputed() -> None:
     with pytest.raises(RankFailed, match=r"recompute method \('uniform'\) with num_layers \(2\) groups layers"):
         run_on_ranks(2, trained, RecomputeConfig(granularity="full", num_layers=2), init=False)
+
+
+class Before(nn.Module):
+    """A layer whose linears nobody cuts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(networks.WIDTH, 160), nn.Linear(160, networks.WIDTH)
+
+
+class TrainsLonger(networks.TrainsOverTensor):
+    """Its blocks have more parameters than another list, until their linears are cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = networks.GPT()
+        self.net.before = nn.ModuleList([Before(), Before()])
+
+
+def layers_of_rank(world: Any) -> tuple[str, ...]:
+    mesh, module = Mesh.build(Sizes(world=4, tp=2, pp=2), world.rank(), new_group), TrainsLonger()
+    cut_plain_networks(module, mesh)
+    cut = cut_of(module.net)
+    assert cut is not None
+    return tuple(cut.part_names)
+
+
+def test_the_layers_are_those_that_the_network_has_before_its_linears_are_cut() -> None:
+    assert run_on_threads(4, layers_of_rank) == [tuple(f"blocks.{index}" for index in range(4))] * 4

@@ -20,6 +20,12 @@ def test_the_largest_list_of_like_children_is_found() -> None:
     assert layers_of(Two()) == ("inner.large.0", "inner.large.1", "inner.large.2")
 
 
+def test_layers_in_a_list_of_lists_are_those_of_the_largest() -> None:
+    net = nn.Module()
+    net.stages = nn.ModuleList(nn.ModuleList(nn.Linear(size, size) for _ in range(2)) for size in (2, 4, 3))
+    assert layers_of(net) == ("stages.1.0", "stages.1.1")
+
+
 def test_a_list_itself_is_one_and_one_layer_is_none() -> None:
     assert layers_of(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))) == ("0", "1")
     assert layers_of(nn.ModuleList([nn.Linear(2, 2)])) == () == layers_of(nn.Linear(2, 2))

@@ -210,7 +210,8 @@ def _iterator_faults(trainer: pl.Trainer, *, is_cut: bool) -> list[str]:
     names += [name for kind, name in _STEPS.items() if kind == fn]
     if strategy.sizes.world == 1:
         names = ["training_step"] if fn == TrainerFn.FITTING and is_cut else []
-    steps = {name: getattr(module, name) for name in names}
+    # A module may have set one to None, for which Lightning has its own words.
+    steps = {name: step for name in names if callable(step := getattr(module, name))}
     taking = [
         name for name, step in steps.items() if is_param_in_hook_signature(step, "dataloader_iter", explicit=True)
     ]

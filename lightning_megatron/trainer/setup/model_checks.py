@@ -162,7 +162,12 @@ def require_untied_outside(module: nn.Module, mesh: Mesh) -> None:
 
 def warn_of_batch_statistics(module: nn.Module, *, is_synced: bool) -> None:
     """Warns of layers that normalise over the rows they see, where a global batch is run in several parts."""
-    names = [name for name, child in module.named_modules() if isinstance(child, nn.modules.batchnorm._BatchNorm)]
+    names = [
+        name
+        for name, child in module.named_modules()
+        # One in evaluation has the statistics that it kept.
+        if isinstance(child, nn.modules.batchnorm._BatchNorm) and (child.training or child.running_mean is None)
+    ]
     if names:
         parts = "microbatch" if is_synced else "microbatch of each data-parallel rank"
         rank_zero_warn(

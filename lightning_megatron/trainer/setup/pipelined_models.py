@@ -66,6 +66,10 @@ def plan_of(module: nn.Module, plan: ModelPlan | None) -> ModelPlan:
     return plan if plan is not None else own() if callable(own) else ModelPlan()
 
 
+# Importing it takes seconds, and whoever has a model of transformers has done so.
+_TRANSFORMERS = "transformers.modeling_utils"
+
+
 def cut_plain_networks(module: pl.LightningModule, mesh: Mesh, given: ModelPlan | None = None) -> bool:
     """Cuts the networks of a module that know nothing of parallelism: linears over tp by the styles of their plan,
     experts over ep, and the layers of the one network that has enough, or the one `nn.Sequential`, over stages; the
@@ -78,8 +82,11 @@ def cut_plain_networks(module: pl.LightningModule, mesh: Mesh, given: ModelPlan 
     if pipelined_modules(module) or plan.faults(module):
         return False
     networks = dict(module.named_children())
+    # Before linears are cut: the list with most parameters could be another one then.
+    layers_in = {name: plan.layers_in(name, network) for name, network in networks.items()}
+    layered = [name for name, (layers, _) in layers_in.items() if len(layers) >= mesh.sizes.num_stages]
     for name, network in networks.items():
-        if "transformers" in sys.modules:
+        if _TRANSFORMERS in sys.modules:
             from lightning_megatron.hf.save_unchanged import knows_its_ranks
 
             knows_its_ranks(network, mesh)
@@ -91,7 +98,6 @@ def cut_plain_networks(module: pl.LightningModule, mesh: Mesh, given: ModelPlan 
     if mesh.pp.size * mesh.cp.size * mesh.sp.size == 1:
         return False
     chains = _chains(module, mesh.pp.size) if mesh.pp.size > 1 else {}
-    layered = _layered(module, mesh.sizes.num_stages, plan)
     if len(chains) == 1 and not plan.layers:
         [(name, chain)] = chains.items()
         # Not named_children(): it leaves out the second name of a module that is in the chain twice.
@@ -100,8 +106,7 @@ def cut_plain_networks(module: pl.LightningModule, mesh: Mesh, given: ModelPlan 
         return True
     if len(layered) == 1:
         [name] = layered
-        network = networks[name]
-        layers, ends = plan.layers_in(name, network)
+        network, (layers, ends) = networks[name], layers_in[name]
         attention = None
         if mesh.cp.size > 1:
             if not attends_by_name(network, layers):
@@ -116,8 +121,7 @@ def cut_plain_networks(module: pl.LightningModule, mesh: Mesh, given: ModelPlan 
 
 def attends_by_name(network: nn.Module, layers: Iterable[str]) -> bool:
     """Whether the layers of a network have an attention that can be cut over cp."""
-    # Importing transformers takes seconds, and whoever has a model of it has done so.
-    if "transformers" not in sys.modules:
+    if _TRANSFORMERS not in sys.modules:
         return False
     from lightning_megatron.hf.context_attention import can_take_over
 

@@ -10,7 +10,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from lightning_megatron.trainer.step.loader_sync import disagreement
-from tests.harness.ranks import run_on_ranks
+from tests.harness.ranks import RankFailed, run_on_ranks
 from tests.trainer.layouts import Layout, make_trainer, replica_of
 from tests.trainer.modules import Small, samples
 
@@ -163,6 +163,23 @@ def test_steps_that_take_their_batches_themselves_are_refused_before_they_run() 
             assert "training_step(self, dataloader_iter) of Takes" in shown and "validation_step(self, d" in shown
     [shown, _] = run_on_ranks(2, taken, Layout(world=2, tp=2), "validate", init=False)
     assert "use validation_step(self, batch, batch_idx)" in shown and "training_step" not in shown
+
+
+def fitted_without(name: str) -> int:
+    module = Small()
+    setattr(module, name, None)
+    trainer = make_trainer(DP2, max_epochs=1)
+    trainer.fit(module, loader_of("dataset", 8))
+    return trainer.global_step
+
+
+@pytest.mark.parametrize(("name", "num_steps"), [("validation_step", [2, 2]), ("training_step", None)])
+def test_a_step_may_be_none(name: str, num_steps: list[int] | None) -> None:
+    if num_steps is not None:
+        assert run_on_ranks(2, fitted_without, name, init=False) == num_steps
+        return
+    with pytest.raises(RankFailed, match="No `training_step"):
+        run_on_ranks(2, fitted_without, name, init=False)
 
 
 def test_whereabouts_that_differ_are_named() -> None:
