@@ -12,6 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from lightning_megatron.hf.folder import DTYPES, WeightFiles, on_disk
+from lightning_megatron.hub import model_folder
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +22,7 @@ _GENERATION = "generation_config.json"
 def read_config(path: str | os.PathLike[str]) -> Any:
     """The configuration of the model in a folder. Raises ValueError where there is none."""
     try:
-        return AutoConfig.from_pretrained(path)
+        return AutoConfig.from_pretrained(model_folder(path))
     except (OSError, ValueError) as error:
         raise ValueError(
             f"{os.fspath(path)} has no configuration that this version of transformers reads: {_first_line(error)}"
@@ -45,10 +46,10 @@ def load_unchanged(path: str | os.PathLike[str], dtype: torch.dtype | None = Non
     """
     # Wherever Lightning builds: files are mapped into host memory.
     with torch.device("cpu"):
-        return _loaded(path, dtype)
+        return _loaded(model_folder(path), dtype)
 
 
-def _loaded(path: str | os.PathLike[str], dtype: torch.dtype | None) -> Any:
+def _loaded(path: str, dtype: torch.dtype | None) -> Any:
     config, files = read_config(path), WeightFiles(on_disk(path))
     try:
         with torch.device("meta"):

@@ -21,6 +21,7 @@ from lightning_megatron.hf.family import CONFIGS, Config, Model, Table, listed, 
 from lightning_megatron.hf.folder import WeightFiles, on_disk, read_config
 from lightning_megatron.hf.load import Source, upcycling
 from lightning_megatron.hf.save import common_dtype
+from lightning_megatron.hub import model_folder
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.models.gpt import GPTConfig
 from lightning_megatron.models.upcycle import Read
@@ -51,7 +52,7 @@ class Weights:
 
 def in_folder(path: str | os.PathLike[str]) -> Weights:
     """The model in a Hugging Face folder. Raises ValueError for what cannot be read, or is not supported."""
-    folder = on_disk(path)
+    folder = on_disk(model_folder(path))
     raw = read_config(folder)
     family = family_of_file(raw, str(folder / "config.json"))
     config, files = family.config(raw), WeightFiles(folder)

@@ -1,0 +1,33 @@
+"""Folders of models by their names on the Hugging Face hub."""
+
+import os
+import re
+from pathlib import Path
+
+# An owner and a model; a folder that is there comes first.
+_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+# What a model is read from: not its weights in other formats.
+_FILES = ("*.json", "*.jinja", "*.model", "*.safetensors", "*.txt", "*.vocab", "tokenizer*")
+
+
+def model_folder(path: str | os.PathLike[str]) -> str:
+    """The path itself, or where `huggingface_hub` has put the files of the model of that name, `owner/model`.
+
+    It fetches them once, into its cache, on each machine. Raises ValueError where there is neither a folder nor, for as
+    far as the network reaches, a model.
+    """
+    name = os.fspath(path)
+    if not _NAME.fullmatch(name) or Path(name).exists():
+        return name
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        return name
+    try:
+        return str(snapshot_download(name, allow_patterns=list(_FILES)))
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{name} is no folder here, and could not be fetched from the Hugging Face hub "
+            f"({type(error).__name__}: {' '.join(str(error).split())[:200]}); give a folder, or a model's name where "
+            "the network reaches the hub or its cache has it"
+        ) from error

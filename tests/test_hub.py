@@ -1,0 +1,41 @@
+"""Names on the Hugging Face hub stand for folders."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub import constants
+from transformers import AutoModelForCausalLM
+
+from lightning_megatron import hf
+from lightning_megatron.data.tokenizer_files import load_tokenizer
+from lightning_megatron.hub import model_folder
+from tests.any_module.model_families import config_of
+
+
+def test_a_name_is_the_folder_that_the_cache_has_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "models--owner--model" / "snapshots" / ("0" * 40)
+    AutoModelForCausalLM.from_config(config_of("llama")).save_pretrained(folder)
+    (tmp_path / "models--owner--model" / "refs").mkdir()
+    (tmp_path / "models--owner--model" / "refs" / "main").write_text("0" * 40)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert model_folder("owner/model") == str(folder)
+    wanted = hf.load_unchanged(folder).state_dict()
+    assert all(
+        torch.equal(weight, wanted[name]) for name, weight in hf.load_unchanged("owner/model").state_dict().items()
+    )
+    assert hf.config_from_pretrained("owner/model").num_layers == config_of("llama").num_hidden_layers
+    for call in (hf.load_unchanged, hf.from_pretrained, load_tokenizer):
+        with pytest.raises(ValueError, match="owner/other is no folder here, and could not be fetched"):
+            call("owner/other")
+
+
+def test_a_folder_comes_before_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "owner" / "model").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert model_folder("owner/model") == "owner/model"
+    shutil.rmtree(tmp_path / "owner")
+    # What is no name is left to whoever opens it.
+    assert model_folder("a/b/c") == "a/b/c" and model_folder("model") == "model"
