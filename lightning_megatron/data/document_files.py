@@ -31,6 +31,9 @@ MAX_DOCUMENT_BYTES = 10**8
 _LARGEST_TEXT_BYTES = (1 << 31) - 1
 """Most bytes of a text file: a table of strings can hold no more in one."""
 
+LONGEST_ROW_BYTES = 10**9
+"""Most bytes of a row of JSON, or of a list of rows: as text that is read it takes several times as many."""
+
 _ROWS_READ = 128
 """Rows of a table that are read together."""
 
@@ -141,14 +144,29 @@ def _json_documents(file: str, text_column: str) -> Iterator[FileDocument]:
 
 def _json_rows(file: str) -> Iterator[tuple[str, Any]]:
     """The location of each row, and the row, or the error of one that is not JSON."""
-    with _opened(file) as lines:
-        for number, line in enumerate(lines, 1):
+    with _opened(file) as stream:
+        for number, line in enumerate(_lines(stream), 1):
             written = line.removeprefix(_BYTE_ORDER_MARK).strip() if number == 1 else line.strip()
+            is_too_long = len(line) > LONGEST_ROW_BYTES and not line.endswith(b"\n")
             if number == 1 and written.startswith(b"["):
-                yield from _json_items(file, written + lines.read())
+                written += stream.read(max(0, LONGEST_ROW_BYTES + 1 - len(written)))
+                if len(written) > LONGEST_ROW_BYTES:
+                    yield file, ValueError(f"a list of more than {LONGEST_ROW_BYTES} bytes; write one row a line")
+                else:
+                    yield from _json_items(file, written)
                 return
             if written:
-                yield f"{file}, line {number}", _parsed(written)
+                error = ValueError(f"a row of more than {LONGEST_ROW_BYTES} bytes")
+                yield f"{file}, line {number}", error if is_too_long else _parsed(written)
+
+
+def _lines(stream: IO[bytes]) -> Iterator[bytes]:
+    """Lines of a file; the beginning of one that is longer than a row may be, without its end."""
+    while line := stream.readline(LONGEST_ROW_BYTES + 1):
+        rest = line
+        while len(rest) > LONGEST_ROW_BYTES and not rest.endswith(b"\n"):
+            rest = stream.readline(LONGEST_ROW_BYTES + 1)
+        yield line
 
 
 def _json_items(file: str, written: bytes) -> Iterator[tuple[str, Any]]:

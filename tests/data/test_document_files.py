@@ -12,8 +12,8 @@ import pytest
 from datasets import Dataset
 from pyarrow import csv, parquet
 
+from lightning_megatron.data import document_files, load_documents, load_rows
 from lightning_megatron.data import document_files as module
-from lightning_megatron.data import load_documents, load_rows
 from lightning_megatron.data.document_files import FileDocument, read_documents
 from lightning_megatron.data.sources import TextStream, document_places, joined_documents, part_of, split_documents
 
@@ -136,6 +136,24 @@ def test_each_broken_line_is_named_and_no_other_is_lost(tmp_path: Path) -> None:
     assert [(one["text"], one["fault"] or "") for one in documents] == [(one.text, one.fault) for one in found]
     with pytest.raises(ValueError, match=r"rows that cannot be read: .*broken\.jsonl, line 2: "):
         load_rows(path=file, cache_dir=tmp_path / "cache")
+
+
+def test_a_row_that_is_too_long_is_never_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LONGEST_ROW_BYTES", 30)
+    file, rows = tmp_path / "a.jsonl", [{"text": "x" * 19}, {"text": "y" * 400}, {"text": "z"}]
+    assert len(json.dumps(rows[0])) == 31
+    file.write_bytes(lines([{"text": "x" * 18}, *rows]))
+    found = [(one.text, one.fault) for one in read_documents(str(file), "json", "text")]
+    assert [text for text, _ in found] == ["x" * 18, None, None, "z"]
+    assert [fault for _, fault in found] == [
+        "",
+        *(f"is not JSON ({file}, line {line}: a row of more than 30 bytes)" for line in (2, 3)),
+        "",
+    ]
+    file.write_text(json.dumps(rows))
+    assert [one.fault for one in read_documents(str(file), "json", "text")] == [
+        f"is not JSON ({file}: a list of more than 30 bytes; write one row a line)"
+    ]
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.parquet", "a.arrow"])
