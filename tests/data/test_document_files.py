@@ -12,8 +12,8 @@ import pytest
 from datasets import Dataset
 from pyarrow import csv, parquet
 
-from lightning_megatron.data import document_files, load_documents, load_rows
 from lightning_megatron.data import document_files as module
+from lightning_megatron.data import load_documents, load_rows
 from lightning_megatron.data.document_files import FileDocument, read_documents
 from lightning_megatron.data.sources import TextStream, document_places, joined_documents, part_of, split_documents
 
