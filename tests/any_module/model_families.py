@@ -84,10 +84,20 @@ class Causal(L.LightningModule):
             self.model = self.auto.from_config(config_of(self.model_type))
             if self.model_type in DRAWING:
                 self.model.eval()
-            for child in self.model.modules():
-                # Theirs would be the statistics of a microbatch.
-                if isinstance(child, nn.modules.batchnorm._BatchNorm):
-                    child.eval()
+            norms = [one for one in self.model.modules() if isinstance(one, nn.modules.batchnorm._BatchNorm)]
+            if norms:
+                self._freeze(norms)
+
+    @torch.no_grad()
+    def _freeze(self, norms: list[Any]) -> None:
+        """Gives batch norms the statistics of one batch: those of each microbatch would be others."""
+        for norm in norms:
+            norm.momentum = 1.0
+        dtype = next(self.model.parameters()).dtype
+        batch = self.batches(self.model_type)[0]
+        self.model(**{name: one.to(dtype) if one.is_floating_point() else one for name, one in batch.items()})
+        for norm in norms:
+            norm.eval()
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
         return self.model(**batch).loss
@@ -133,7 +143,7 @@ class Images(Causal):
     """A model that tells what an image shows."""
 
     auto = AutoModelForImageClassification
-    # The logits of efficientnet are zero as it is made, and its gradients the noise of rounding.
+    # The logits of a new efficientnet are zero, and its gradients the noise of rounding.
     types = dict.fromkeys(set(modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES) - {"efficientnet"})
     layouts = ("pp2", "pp2vp2-zb_v", "tp2", "dp2pp2tp2-zero")
 
