@@ -12,7 +12,7 @@ from transformers import AutoModel, BartForConditionalGeneration
 
 from lightning_megatron import MegatronStrategy, ModelPlan, RecomputeConfig
 from lightning_megatron.testing import certify
-from tests.any_module.model_families import Causal, batches, config_of
+from tests.any_module.model_families import Causal, Images, ImageText, Masked, Translation, batches, config_of
 from tests.harness.ranks import run_on_ranks
 from tests.trainer.layouts import Layout, make_trainer
 
@@ -29,11 +29,24 @@ SAMPLE = [
     # All tokens choose experts of one rank.
     ("afmoe", ("ep2",)),
 ]
+OTHERS = [
+    (Masked, "roberta", ("cp2tp2-sp",)),
+    (Translation, "t5", ("pp2tp2",)),
+    (Images, "vit", ("pp2",)),
+    # Images as patches of a grid, and positions of three dims.
+    (ImageText, "qwen2_vl", ("pp2tp2",)),
+]
 
 
 @pytest.mark.parametrize(("model_type", "layouts"), SAMPLE, ids=[model_type for model_type, _ in SAMPLE])
 def test_a_model_as_it_is_trains_as_on_one_device(model_type: str, layouts: tuple[str, ...]) -> None:
     certify(functools.partial(Causal, model_type), batches, layouts=layouts, steps=2).assert_equal()
+
+
+@pytest.mark.parametrize(("family", "model_type", "layouts"), OTHERS, ids=[model_type for _, model_type, _ in OTHERS])
+def test_a_model_of_another_family_does(family: type[Causal], model_type: str, layouts: tuple[str, ...]) -> None:
+    make_batches = functools.partial(family.batches, model_type)
+    certify(functools.partial(family, model_type), make_batches, layouts=layouts, steps=2).assert_equal()
 
 
 @pytest.mark.parametrize(
