@@ -71,6 +71,9 @@ class MegatronPrecision(Precision):
             )
         self.chosen = chosen
         self.precision = precision
+        if isinstance(chosen, MixedPrecision):
+            # As a module may ask Lightning's own for it.
+            self.device = chosen.device
         self.dp_comm: DataParallelComm | None = None
         self.loss_scale: LossScale | None = None
         # Whether the last optimizer step was done, and whether it was skipped because a gradient was no number.
