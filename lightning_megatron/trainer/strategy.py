@@ -916,5 +916,7 @@ class MegatronStrategy(ParallelStrategy):
     @override
     def __getstate__(self) -> dict[str, Any]:
         # Process groups, threads and processes stay where they are.
-        of_this_process = {"_connections": None, "_run": None, "_launcher": None, "_last_fit": FitRecord()}
+        of_this_process: dict[str, Any] = {"_connections": None, "_run": None, "_last_fit": FitRecord()}
+        if isinstance(self._launcher, CheckingLauncher):
+            of_this_process["_launcher"] = None
         return super().__getstate__() | of_this_process

@@ -193,12 +193,26 @@ IN_LOCKSTEP = (
         rank=1,
     ),
     Reason(
-        name="rank 1 logs nothing",
-        defence="Rank 0 passes. Lightning writes what it tries to the log of rank 0 alone.",
-        message=r"assert 0 == 1",
-        test=r"test_dataloader_reset_with_scale_batch_size",
+        name="no batch size is looked for over several processes",
+        defence="As Lightning's DDP, the strategy refuses a BatchSizeFinder over several processes: a batch that is "
+        "too large ends the run on all of them.",
+        message=r"BatchSizeFinder \(Tuner\.scale_batch_size\)|this configuration cannot run",
+        test=r"scale_batch_size|batch_size_finder|auto_scale",
+        modes=("lockstep",),
+    ),
+    Reason(
+        name="the lock, seen from rank 1",
+        defence="Rank 0 passes. Its lock of a run's folder goes when the run ends, and rank 1 lists the folder first.",
+        message=r"'\.run\.lock'",
         modes=("lockstep",),
         rank=1,
+    ),
+    Reason(
+        name="the order of a set",
+        defence="The test resumes from the files of a set, whose order is another one on each rank.",
+        message=r"assert \(41 \+ 0\) == 82|Connection closed by peer",
+        test=r"test_fit_ckpt_path_epoch_restored\[True\]",
+        modes=("lockstep",),
     ),
     Reason(
         name="a step that takes its batches itself",
@@ -246,8 +260,8 @@ IN_LOCKSTEP = (
     Reason(
         name="one file, written by both",
         defence="The test writes a file itself, or mocks torch.save on the rank that would; the other rank reads it.",
-        message=r"^EOFError|KeyError: 'hyper_parameters'",
-        test=r"test_default_checkpoint_freq|test_top_k|test_load_past_checkpoint|test_load_from_checkpoint_warn_on_empty",
+        message=r"^EOFError|KeyError: 'hyper_parameters'|UnpicklingError|Should save \d models when",
+        test=r"test_current_score|test_model_checkpoint_options|test_default_checkpoint_freq|test_top_k|test_load_past_checkpoint|test_load_from_checkpoint_warn_on_empty",
         modes=("lockstep",),
     ),
     Reason(

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import BatchSizeFinder, ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.utils.data import DataLoader
@@ -167,6 +167,11 @@ def trainer_faults(trainer: pl.Trainer) -> list[str]:
     clip = trainer.gradient_clip_val
     if clip is not None and not clip >= 0:
         faults.append(f"gradient_clip_val ({clip}) must be at least 0, or None for no clipping")
+    if trainer.world_size > 1 and any(isinstance(callback, BatchSizeFinder) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+        faults.append(
+            f"BatchSizeFinder (Tuner.scale_batch_size) tries larger batches until one fails, and over "
+            f"{trainer.world_size} processes a failure ends the run; set the batch size, or look for it on one process"
+        )
     return faults
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.pytorch.callbacks import BatchSizeFinder
 
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.trainer.config import ConfigurationError
@@ -97,3 +98,8 @@ def test_arguments_of_another_type_are_told_at_once_and_numbers_of_numpy_are_num
     ]
     made = MegatronStrategy(tensor_model_parallel_size=np.int64(2), timeout_seconds=60)  # type: ignore[arg-type]
     assert made.sizes.tp == 2
+
+
+def test_a_batch_size_is_not_looked_for_over_several_processes() -> None:
+    found = faults_of(make_trainer(Layout(world=2), callbacks=[BatchSizeFinder()]))
+    assert "BatchSizeFinder (Tuner.scale_batch_size)" in found and "over 2 processes a failure ends the run" in found
