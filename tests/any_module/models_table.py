@@ -27,7 +27,8 @@ _WHAT = """\
 `python -m tests.any_module.models_table` trains a tiny twin of each model of the installed transformers, as it is, on
 layouts and on one device. A cell is the largest deviation, relative to the largest value of each tensor, of losses,
 every gradient, the gradient norm and the weights over three steps of AdamW in float64; or a number in brackets, for the
-reason below. What the models compute in float32 is computed in float64 on both sides."""
+reason below. What the models compute in float32 is computed in float64 on both sides. Rows were gathered over several
+commits."""
 
 Row = dict[str, str]
 """Cells of a type, by layout."""
@@ -44,7 +45,9 @@ def row_of(family: type[Causal], model_type: str, layouts: tuple[str, ...]) -> R
     for result in found.results:
         largest = max(result.largest.values(), default=float("nan"))
         number = f"{largest:.0e}" + ("" if found.facts.precision == "64-true" else " in float32")
-        told = {"equal": number, "differs": f"differs: {number}"}
+        # What differs is told where a run warns of it: buffers that each microbatch moves.
+        differs = f"warned of: {_short(result.warnings[0])}" if result.warnings else f"differs: {number}"
+        told = {"equal": number, "differs": differs}
         row[result.layout.name] = told.get(result.verdict, f"{result.verdict}: {_short(result.message)}")
     return row
 
