@@ -7,6 +7,7 @@ from pathlib import Path
 # An owner and a model; a folder that is there comes first.
 _NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 # What a model is read from: not its weights in other formats.
+_SUFFIXES = (".json", ".model", ".tiktoken", ".ckpt", ".yaml")
 _FILES = ("*.json", "*.jinja", "*.model", "*.safetensors", "*.txt", "*.vocab", "tokenizer*")
 
 
@@ -17,7 +18,8 @@ def model_folder(path: str | os.PathLike[str]) -> str:
     far as the network reaches, a model.
     """
     name = os.fspath(path)
-    if not _NAME.fullmatch(name) or Path(name).exists():
+    is_a_path = Path(name).exists() or Path(name).parent.is_dir() or Path(name).suffix in _SUFFIXES
+    if not _NAME.fullmatch(name) or is_a_path:
         return name
     try:
         from huggingface_hub import snapshot_download
@@ -27,7 +29,7 @@ def model_folder(path: str | os.PathLike[str]) -> str:
         return str(snapshot_download(name, allow_patterns=list(_FILES)))
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"{name} is no folder here, and could not be fetched from the Hugging Face hub "
+            f"{name} is no file or folder here, and could not be fetched from the Hugging Face hub "
             f"({type(error).__name__}: {' '.join(str(error).split())[:200]}); give a folder, or a model's name where "
             "the network reaches the hub or its cache has it"
         ) from error

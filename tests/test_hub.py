@@ -28,7 +28,7 @@ def test_a_name_is_the_folder_that_the_cache_has_of_it(tmp_path: Path, monkeypat
     )
     assert hf.config_from_pretrained("owner/model").num_layers == config_of("llama").num_hidden_layers
     for call in (hf.load_unchanged, hf.from_pretrained, load_tokenizer):
-        with pytest.raises(ValueError, match="owner/other is no folder here, and could not be fetched"):
+        with pytest.raises(ValueError, match="owner/other is no file or folder here, and could not be fetched"):
             call("owner/other")
 
 
@@ -36,6 +36,8 @@ def test_a_folder_comes_before_a_name(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "owner" / "model").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     assert model_folder("owner/model") == "owner/model"
+    # A file that is missing from a folder is no model either.
+    assert model_folder("owner/other") == "owner/other"
     shutil.rmtree(tmp_path / "owner")
     # What is no name is left to whoever opens it.
     assert model_folder("a/b/c") == "a/b/c" and model_folder("model") == "model"

@@ -22,10 +22,17 @@ from lightning_megatron.tensor.cross_entropy import IGNORED, vocab_parallel_cros
 
 # What is known of the whole without its numbers.
 _ABOUT = ("shape", "dtype", "device", "ndim", "requires_grad", "grad_fn", "is_leaf", "layout")
-_ASKED = ("size", "dim", "numel", "is_floating_point", "__len__", "__hash__", "retain_grad", "register_hook")
+_KINDS = ("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested")
+_ASKED = ("size", "dim", "numel", "nelement", "element_size", "is_floating_point", "is_complex", "__len__", "__hash__")
+# They act on the whole, and so must what comes after them.
+_WATCHING = ("register_hook", "retain_grad", "requires_grad_")
 # Each number by itself, and numbers that are no weights.
 _CASTS = ("float", "double", "bfloat16", "half", "to", "contiguous")
 _ELEMENTWISE = (*_CASTS, "tanh", "neg", "clamp", "mul", "__mul__", "__rmul__", "div", "true_divide", "__truediv__")
+_CHANGED = (
+    "logits that are cut over tensor-parallel ranks were changed in place and then handed to code that is not of "
+    "torch's functions (an autograd function of its own); write the change out of place (logits = logits / scale)"
+)
 _VIEWS = ("view", "reshape")
 
 
@@ -50,8 +57,9 @@ class CutLogits(Tensor):
 
     own: Tensor
     tp: Axis
-    # Once gathered they are read, and changed, as any tensor.
     _whole: Tensor | None
+    # Once the whole is changed, or watched, the part counts no more.
+    _writes: list[str]
     # The logits that share memory with these.
     _views: "list[weakref.ref[CutLogits]]"
 
@@ -61,13 +69,24 @@ class CutLogits(Tensor):
         shape = (*own.shape[:-1], own.shape[-1] * tp.size)
         logits: CutLogits = Tensor._make_wrapper_subclass(cls, shape, dtype=own.dtype, device=own.device)
         logits.own, logits.tp, logits._whole, logits._views = own, tp, None, [weakref.ref(logits)]
+        logits._writes = []
         return logits
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"CutLogits(shape={tuple(self.shape)}, dtype={self.dtype}, of rank {self.tp.rank} of {self.tp.size})"
 
     def gathered(self) -> Tensor:
         """All of the logits on every rank; waits for `tp` the first time."""
         if self._whole is None:
-            self._whole = differentiable.all_gather_invariant(self.own, self.tp, dim=-1)
+            # For the losses that come after a block without gradients, too.
+            with torch.inference_mode(False), torch.enable_grad():
+                self._whole = differentiable.all_gather_invariant(self.own, self.tp, dim=-1)
         return self._whole
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether an operation may work on this rank's part: where gradients are recorded by it."""
+        return not self._writes and torch.is_grad_enabled() and self.own.requires_grad
 
     @classmethod
     def __torch_function__(
@@ -78,19 +97,20 @@ class CutLogits(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         given, name = dict(kwargs or {}), getattr(func, "__name__", "")
-        if name in _ASKED or (name == "__get__" and getattr(func.__self__, "__name__", "") in _ABOUT):  # type: ignore[attr-defined]
+        if name in _ASKED or (name == "__get__" and getattr(func.__self__, "__name__", "") in (*_ABOUT, *_KINDS)):  # type: ignore[attr-defined]
             return super().__torch_function__(func, types, args, given)
         logits = args[0] if args else None
         if func is functional.cross_entropy and (losses := _cross_entropy(*args, **given)) is not None:
             return losses
-        if isinstance(logits, CutLogits) and logits._whole is None:
+        if isinstance(logits, CutLogits) and logits.is_cut:
             own = logits._of_own(func, name, args[1:], given)
             if own is logits.own:
                 return logits
             if own is not None:
                 return logits._with(own)
-        if _writes(name) and isinstance(logits, CutLogits):
+        if isinstance(logits, CutLogits) and (_writes(name) or given.get("inplace") or given.get("out") is not None):
             logits._require_alone()
+            logits._writes.append(name)
         whole_args, whole_given = tree_map_only(CutLogits, lambda one: one.gathered(), (args, given))
         return func(*whole_args, **whole_given)
 
@@ -99,7 +119,9 @@ class CutLogits(Tensor):
         if name in _ELEMENTWISE and not any(
             isinstance(one, Tensor) and (one.requires_grad or one.dim()) for one in tree_leaves((rest, given))
         ):
-            return func(self.own, *rest, **given)
+            changed = func(self.own, *rest, **given)
+            # On another device nobody could gather it.
+            return changed if changed.device == self.own.device else None
         if given:
             return None
         if name in _VIEWS:
@@ -137,6 +159,8 @@ class CutLogits(Tensor):
     ) -> Any:
         # What goes past the functions of Python: an autograd function of somebody's own.
         def whole(one: CutLogits) -> Tensor:
+            if one._writes or getattr(getattr(func, "_schema", None), "is_mutable", False):
+                raise RuntimeError(_CHANGED)
             return collectives.all_gather(one.own.detach(), one.tp, one.own.dim() - 1)
 
         whole_args, whole_given = tree_map_only(CutLogits, whole, (args, dict(kwargs or {})))
@@ -148,11 +172,15 @@ class _Joined(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, tp: Axis) -> Tensor:
-        ctx.tp = tp
-        return CutLogits(own, tp)
+        logits = CutLogits(own, tp)
+        ctx.tp, ctx.writes = tp, logits._writes
+        return logits
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        if ctx.writes:
+            # Only what goes past the functions of Python comes here, and it is not of the changed numbers.
+            raise RuntimeError(_CHANGED)
         return collectives.shard_slice(grad, ctx.tp, grad.dim() - 1), None
 
 
@@ -168,7 +196,9 @@ def _cross_entropy(
 ) -> Tensor | None:
     """As torch's `cross_entropy`; None for what it takes and the cut one does not."""
     is_known = weight is None and size_average is None and reduce is None
-    if not (is_known and isinstance(input, CutLogits) and input._whole is None and input.dim() == 2):
+    if not (is_known and isinstance(input, CutLogits) and input.is_cut and input.dim() == 2):
+        return None
+    if reduction not in ("mean", "sum", "none"):
         return None
     if target.dim() != 1 or target.is_floating_point() or len(target) != len(input):
         return None
@@ -196,8 +226,7 @@ def _keeps_vocabulary(index: Any, num_dims: int) -> bool:
     entries = index if isinstance(index, tuple) else (index,)
     if all(type(one) in (int, slice) or one is Ellipsis for one in entries):
         if Ellipsis in entries:
-            behind = entries[entries.index(Ellipsis) + 1 :]
-            return not behind or behind[-1] == slice(None)
+            return len(entries) - 1 < num_dims and (entries[-1] is Ellipsis or entries[-1] == slice(None))
         return len(entries) < num_dims or (len(entries) == num_dims and entries[-1] == slice(None))
     # Rows by a mask, or by their numbers.
     rows = entries[0]
@@ -206,4 +235,8 @@ def _keeps_vocabulary(index: Any, num_dims: int) -> bool:
 
 def _writes(name: str) -> bool:
     is_in_place = name.endswith("_") and not name.endswith("__")
-    return is_in_place or name == "__setitem__" or (name.startswith("__i") and name not in ("__index__", "__invert__"))
+    return (
+        is_in_place
+        or name in ("__setitem__", *_WATCHING)
+        or (name.startswith("__i") and name not in ("__index__", "__invert__"))
+    )

@@ -119,7 +119,8 @@ def _with_adapters(name: str, module: Any, style: str) -> Iterator[tuple[str, nn
     An adapter adds B A x. Where the outputs are cut, B is, and A is whole, as its input; where the inputs are, A is.
     """
     base: Any = getattr(module, "base_layer", None)
-    if style not in (*BY_OUTPUTS, *BY_INPUTS, EMBEDDING) or type(base) not in (nn.Linear, nn.Embedding):
+    is_known = style in (*BY_OUTPUTS, *BY_INPUTS, EMBEDDING) and type(base) in (nn.Linear, nn.Embedding)
+    if not (is_known and _is_lora(module)):
         yield name, module, style
         return
     yield f"{name}.base_layer", base, style
@@ -127,6 +128,14 @@ def _with_adapters(name: str, module: Any, style: str) -> Iterator[tuple[str, nn
         part = "lora_B" if style in BY_OUTPUTS else "lora_A"
         for adapter, linear in module.get_submodule(part).named_children():
             yield f"{name}.{part}.{adapter}", linear, style
+
+
+def _is_lora(module: nn.Module) -> bool:
+    """Whether a module of peft adds B A x alone: not DoRA, whose norms are of whole weights, nor another kind."""
+    if len(getattr(module, "lora_magnitude_vector", ())):
+        return False
+    parts = [module._modules.get(part) for part in ("lora_A", "lora_B")]
+    return all(isinstance(one, nn.ModuleDict) and all(type(x) is nn.Linear for x in one.values()) for one in parts)
 
 
 def cut_by(network: nn.Module, styles: Mapping[str, str], size: int) -> list[tuple[str, nn.Module, str]]:
@@ -201,7 +210,7 @@ def cut_linears(network: nn.Module, styles: Mapping[str, str], tp: Axis) -> None
     checks = StyleChecks(tp)
     planned = tuple(prefix for prefix, model in _with_plans(network) if model._tp_plan)
     for parent in sorted(parents - {""}):
-        if not parent.startswith(planned):
+        if not f"{parent}.".startswith(planned):
             # Code that has a plan finds its heads out by itself.
             checks.count_heads(network.get_submodule(parent))
         checks.watch(parent, network.get_submodule(parent), kind=pattern_of(parent))

@@ -8,6 +8,7 @@ gathered, and peft writes them.
 import os
 import shutil
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,20 @@ def has_adapters(model: nn.Module) -> bool:
     return peft is not None and isinstance(model, peft.PeftModel)
 
 
+def _of_adapters(model: Any, names: Iterable[str]) -> set[str]:
+    """Those of the names whose weights peft writes. Raises ValueError for adapters that are no weights of layers."""
+    if model.active_peft_config.is_prompt_learning:
+        raise ValueError(
+            f"a {type(model.active_peft_config).__name__} has prompts in place of layers' weights, which are not "
+            "gathered from ranks; save the model by its own save_pretrained on one device"
+        )
+    # Peft picks by name.
+    stand_ins = {name: torch.empty(0, device="meta") for name in names}
+    picked = sys.modules["peft"].get_peft_model_state_dict(model, state_dict=dict(stand_ins))
+    kept = {id(one) for one in picked.values()}
+    return {name for name, one in stand_ins.items() if id(one) in kept}
+
+
 @torch.no_grad()
 def save_unchanged(
     model: Any,
@@ -52,8 +67,7 @@ def save_unchanged(
         name: Piece.like(one, one.detach()) for name, one in {**dict(model.named_parameters()), **buffers}.items()
     }
     if has_adapters(model):
-        marks = (model.base_model.prefix, "modules_to_save")
-        pieces = {name: piece for name, piece in pieces.items() if any(mark in name for mark in marks)}
+        pieces = {name: pieces[name] for name in _of_adapters(model, pieces)}
     full = gather_on_first_rank(pieces, world)
     fault: Exception | None = None
     if world.is_first:

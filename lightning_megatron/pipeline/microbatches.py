@@ -141,4 +141,4 @@ def combine(outputs: Sequence[Any], weights: Sequence[Tensor]) -> Any:
 
 def of_share(value: Tensor, share: Tensor) -> Tensor:
     """The part of a mean that values add to it: 0 where the share is 0, of a mean over nothing (NaN) too."""
-    return torch.where(share > 0, value * share.to(value.dtype), 0)
+    return torch.where(share == 0, 0, value * share.to(value.dtype))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
 
 from lightning_megatron.any_module.cut_logits import CutLogits, joined
 from lightning_megatron.any_module.loss_count import mean_count
@@ -55,6 +56,33 @@ class Squares(torch.autograd.Function):
         return 2 * grad * x
 
 
+class Doubles(torch.autograd.Function):
+    """A function that gives what it made of its input's numbers."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 2 * grad
+
+
+def read_without_gradients(logits: Tensor) -> Tensor:
+    with torch.no_grad():
+        assert (logits.argmax(-1) < V).all() and not (logits * 2).requires_grad
+    return flat(logits)
+
+
+def read_behind(logits: Tensor) -> Tensor:
+    return flat(logits) + logits.logsumexp(-1).sum()
+
+
+def watched(logits: Tensor) -> Tensor:
+    logits.register_hook(lambda grad: grad * 10)
+    return flat(logits)
+
+
 def changed_in_place(logits: Tensor) -> Tensor:
     logits = logits * 2
     logits[:, 0] = 1.0
@@ -75,6 +103,13 @@ CASES: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
     "sum": (lambda x: flat(x, reduction="sum"), True),
     "each": (lambda x: flat(x, reduction="none").square().sum(), True),
     "smoothed": (lambda x: flat(x, label_smoothing=0.1), True),
+    "read first": (read_first, False),
+    "read without gradients": (read_without_gradients, False),
+    "read within a function": (lambda x: Squares.apply(x) + flat(x), False),  # type: ignore[no-any-return]
+    "changed within a function": (lambda x: flat(Doubles.apply(x)) + flat(x), False),
+    "watched": (watched, False),
+    "recomputed": (lambda x: checkpoint(read_behind, x, use_reentrant=False), False),
+    "an ellipsis for no dim": (lambda x: x[:, :, 1:3, ...].square().sum(), False),
     "another ignored label": (lambda x: functional.cross_entropy(x[0], labels()[1].abs(), ignore_index=6), True),
     "reshaped": (lambda x: functional.cross_entropy(x.reshape((ROWS * TOKENS, V)), labels().flatten()), True),
     "shifted": (shifted, True),
@@ -82,7 +117,6 @@ CASES: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
     "valid tokens": (lambda x: functional.cross_entropy(x[labels() > 0], labels()[labels() > 0]), True),
     "one token": (lambda x: functional.cross_entropy(x[:, -1], labels()[:, 1]), True),
     "twice": (lambda x: flat(x) + shifted(x), True),
-    "read first": (read_first, False),
     "transposed": (lambda x: functional.cross_entropy(x.transpose(1, 2), labels()), False),
     "class weights": (lambda x: flat(x, weight=torch.arange(1.0, V + 1).double()), False),
     "soft targets": (lambda x: functional.cross_entropy(x.view(-1, V), torch.full((ROWS * TOKENS, V), 0.1)), False),
@@ -137,6 +171,17 @@ def changed_beside_a_view(tp: Axis) -> float:
 
 def test_a_change_of_logits_beside_a_view_of_them_is_refused() -> None:
     assert run_on_threads(2, lambda world: changed_beside_a_view(thread_mesh(world, False).tp)) == [96.0, 96.0]
+
+
+def handed_on_after_a_change(tp: Axis) -> None:
+    logits = joined(torch.ones(2, 3, 4, requires_grad=True) * 1, tp)
+    logits.mul_(2)
+    with pytest.raises(RuntimeError, match="were changed in place and then handed to code"):
+        Squares.apply(logits).backward()
+
+
+def test_logits_that_were_changed_are_not_handed_to_other_code() -> None:
+    run_on_threads(2, lambda world: handed_on_after_a_change(thread_mesh(world, False).tp))
 
 
 def test_logits_without_a_gradient_are_whole() -> None:

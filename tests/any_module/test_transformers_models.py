@@ -231,6 +231,18 @@ def test_rows_without_a_label_are_left_out() -> None:
     certify(make, unlabelled, layouts=layouts, steps=3).assert_equal()
 
 
+class Weightless(Causal):
+    """Its losses are means over nothing, and it logs another number."""
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
+        self.log("seven", 7.0)
+        return {"loss": super().training_step(batch, batch_idx) * 0, "loss_weight": 0}
+
+
+def test_a_number_logged_beside_a_loss_of_nothing_is_what_it_is() -> None:
+    certify(functools.partial(Weightless, "qwen3"), batches, layouts=("dp2",), steps=1).assert_equal()
+
+
 def validated(layout: Layout) -> float:
     module = Logged("qwen3")
     module.validation_step = lambda batch, batch_idx: module.log("val_loss", module.model(**batch).loss)  # type: ignore[method-assign]
