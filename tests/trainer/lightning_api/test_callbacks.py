@@ -24,7 +24,6 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.tuner import Tuner
 from torch import Tensor
 
 from tests.harness.sample import diagonal
@@ -191,25 +190,6 @@ def finds_rate(layout: Layout, folder: Path) -> Record:
     return found | {"rate": module.lr}
 
 
-class SizedData(Data):
-    """With a batch size that may be changed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.batch_size = 2
-
-    def train_dataloader(self) -> Any:
-        self.batch = self.batch_size
-        return super().train_dataloader()
-
-
-def finds_batch_size(layout: Layout, folder: Path) -> Record:
-    data = SizedData()
-    trainer = make_trainer(layout, default_root_dir=folder)
-    found = Tuner(trainer).scale_batch_size(Small(), datamodule=data, init_val=2, steps_per_trial=1, max_trials=2)
-    return {"found": found, "taken": data.batch_size}
-
-
 CASES: dict[str, Case] = {
     "the best two": lambda layout, folder: saves(layout, folder, monitor="watched", save_top_k=2, save_last="link"),
     "all, by steps": lambda layout, folder: saves(layout, folder, save_top_k=-1, every_n_train_steps=3, save_last=True),
@@ -239,16 +219,10 @@ CASES: dict[str, Case] = {
     "rates": rates,
     "onlookers": looks,
     "a search for the rate": finds_rate,
-    "a search for the batch size": finds_batch_size,
 }
 
 
-def names_for(layout: str) -> list[str]:
-    """All; Lightning searches for no batch size where there are several dp ranks."""
-    return [case for case in CASES if LAYOUTS[layout].dp == 1 or case != "a search for the batch size"]
-
-
-CELLS = diagonal([(layout, case) for layout in ("pp2", "dp2") for case in names_for(layout)])
+CELLS = diagonal([(layout, case) for layout in ("pp2", "dp2") for case in CASES])
 
 
 @pytest.mark.matrix
