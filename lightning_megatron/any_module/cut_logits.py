@@ -53,7 +53,11 @@ def _cut(own: Tensor, tp: Axis) -> "CutLogits":
 
 
 class CutLogits(Tensor):
-    """Logits [*, V] of which a rank has `own` [*, V/tp]."""
+    """The tensor of logits [*, V] that code gets of a head, while a rank of `tp` holds `own` [*, V/tp] of them.
+
+    Operations on it wait for `tp` where they need the whole, so all of its ranks must run them. Raises RuntimeError for
+    a change in place beside a view of the logits that is in use.
+    """
 
     own: Tensor
     tp: Axis
@@ -108,9 +112,10 @@ class CutLogits(Tensor):
                 return logits
             if own is not None:
                 return logits._with(own)
-        if isinstance(logits, CutLogits) and (_writes(name) or given.get("inplace") or given.get("out") is not None):
-            logits._require_alone()
-            logits._writes.append(name)
+        written = logits if _writes(name) or given.get("inplace") else given.get("out")
+        if isinstance(written, CutLogits):
+            written._require_alone()
+            written._writes.append(name)
         whole_args, whole_given = tree_map_only(CutLogits, lambda one: one.gathered(), (args, given))
         return func(*whole_args, **whole_given)
 

@@ -114,7 +114,7 @@ def matching(network: nn.Module, styles: Mapping[str, str]) -> Iterator[tuple[st
 
 
 def _with_adapters(name: str, module: Any, style: str) -> Iterator[tuple[str, nn.Module, str]]:
-    """A module with its style; in the place of one of peft's, its linear and the part of each adapter that is cut.
+    """Yields a module with its name and style; for peft's wrapper, its linear and the part of each adapter that is cut.
 
     An adapter adds B A x. Where the outputs are cut, B is, and A is whole, as its input; where the inputs are, A is.
     """

@@ -8,6 +8,7 @@ gathered, and peft writes them.
 import os
 import shutil
 import sys
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,10 @@ def has_adapters(model: nn.Module) -> bool:
 
 
 def _of_adapters(model: Any, names: Iterable[str]) -> set[str]:
-    """Those of the names whose weights peft writes. Raises ValueError for adapters that are no weights of layers."""
+    """Names of the parameters that peft saves with a model's adapters, out of `names`, those of all it has here.
+
+    Raises ValueError for adapters that are prompts, and not weights beside those of a layer.
+    """
     if model.active_peft_config.is_prompt_learning:
         raise ValueError(
             f"a {type(model.active_peft_config).__name__} has prompts in place of layers' weights, which are not "
@@ -46,7 +50,10 @@ def _of_adapters(model: Any, names: Iterable[str]) -> set[str]:
         )
     # Peft picks by name.
     stand_ins = {name: torch.empty(0, device="meta") for name in names}
-    picked = sys.modules["peft"].get_peft_model_state_dict(model, state_dict=dict(stand_ins))
+    with warnings.catch_warnings():
+        # It warns again when it writes.
+        warnings.simplefilter("ignore")
+        picked = sys.modules["peft"].get_peft_model_state_dict(model, state_dict=dict(stand_ins))
     kept = {id(one) for one in picked.values()}
     return {name for name, one in stand_ins.items() if id(one) in kept}
 

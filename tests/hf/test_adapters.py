@@ -4,8 +4,9 @@ import functools
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import IA3Config, LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
@@ -35,6 +36,19 @@ def test_adapters_train_as_on_one_device() -> None:
     certify(make, batches, layouts=("cp2", "pp2tp2-sp"), steps=2).assert_equal()
 
 
+class Directed(Adapted):
+    """Adapters whose norms are of whole weights, beside linears that have none."""
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            Causal.configure_model(self)
+            self.model = get_peft_model(self.model, LoraConfig(r=4, target_modules=["up_proj"], use_dora=True))
+
+
+def test_linears_with_adapters_of_another_kind_stay_whole() -> None:
+    certify(functools.partial(Directed, "qwen3"), batches, layouts=("tp2",), steps=2).assert_equal()
+
+
 def saved(layout: Layout, path: Path) -> str:
     saves = Saves(path)
     loader: Any = DataLoader(batches(), batch_size=None)  # type: ignore[arg-type]
@@ -60,8 +74,38 @@ def test_adapters_are_saved_as_peft_saves_them(tmp_path: Path) -> None:
     assert names and not any(loaded.state_dict()[name].isnan().any() for name in names)
 
 
-def test_adapters_are_saved_outside_of_a_run_too(tmp_path: Path) -> None:
-    module = Adapted("qwen3")
-    module.configure_model()
-    hf.save_pretrained(module.model, tmp_path / "saved")
-    assert (tmp_path / "saved" / "adapter_config.json").is_file()
+KINDS: dict[str, Any] = {
+    "linears": LoraConfig(target_modules=LINEARS),
+    "all biases": LoraConfig(target_modules=LINEARS, bias="all"),
+    "own biases": LoraConfig(target_modules=LINEARS, bias="lora_only"),
+    "the embedding": LoraConfig(target_modules=["embed_tokens"]),
+    "some tokens": LoraConfig(target_modules=LINEARS, trainable_token_indices=[1, 2]),
+    "a norm too": LoraConfig(target_modules=LINEARS, modules_to_save=["norm"]),
+    "directions": LoraConfig(target_modules=LINEARS, use_dora=True),
+    "scales": IA3Config(target_modules=LINEARS, feedforward_modules=["down_proj"]),
+}
+
+
+def with_biases(config: Any) -> Any:
+    torch.manual_seed(1)
+    own = config_of("qwen2")
+    own.attention_bias = True
+    return get_peft_model(AutoModelForCausalLM.from_config(own), config)
+
+
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers` to `True`:UserWarning")
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_peft_saves_is_saved(kind: str, tmp_path: Path) -> None:
+    model = with_biases(KINDS[kind])
+    model.save_pretrained(tmp_path / "theirs")
+    hf.save_pretrained(model, tmp_path / "ours")
+    theirs, ours = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("theirs", "ours"))
+    assert theirs.keys() == ours.keys()
+    assert all(torch.equal(ours[name], weight) for name, weight in theirs.items())
+    assert (tmp_path / "ours" / "adapter_config.json").is_file()
+
+
+def test_prompts_are_not_saved_as_adapters(tmp_path: Path) -> None:
+    prompts = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    with pytest.raises(ValueError, match="PromptTuningConfig has prompts in place of layers' weights"):
+        hf.save_pretrained(with_biases(prompts), tmp_path / "saved")

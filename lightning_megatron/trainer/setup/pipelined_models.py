@@ -83,8 +83,7 @@ def cut_plain_networks(module: pl.LightningModule, mesh: Mesh, given: ModelPlan 
         return False
     networks = dict(module.named_children())
     # Before linears are cut: the list with most parameters could be another one then.
-    layers_in = {name: plan.layers_in(name, network) for name, network in networks.items()}
-    layered = [name for name, (layers, _) in layers_in.items() if len(layers) >= mesh.sizes.num_stages]
+    layered = _layered(module, mesh.sizes.num_stages, plan)
     for name, network in networks.items():
         if _TRANSFORMERS in sys.modules:
             from lightning_megatron.hf.save_unchanged import knows_its_ranks
@@ -105,9 +104,8 @@ def cut_plain_networks(module: pl.LightningModule, mesh: Mesh, given: ModelPlan 
         setattr(module, name, PipelineModule.from_modules(parts, mesh=mesh))
         return True
     if len(layered) == 1:
-        [name] = layered
-        network, (layers, ends) = networks[name], layers_in[name]
-        attention = None
+        [(name, (layers, ends))] = layered.items()
+        network, attention = networks[name], None
         if mesh.cp.size > 1:
             if not attends_by_name(network, layers):
                 return False
@@ -139,14 +137,17 @@ def cut_axes(module: pl.LightningModule, plan: ModelPlan, sizes: Sizes) -> set[s
     if any(True for _ in expert_modules(module)):
         found |= {"ep"}
     if len(layered) == 1:
-        layers, _ = plan.layers_in(layered[0], networks[layered[0]])
-        found |= {"sp"} | ({"cp"} if attends_by_name(networks[layered[0]], layers) else set())
+        [(name, (layers, _))] = layered.items()
+        found |= {"sp"} | ({"cp"} if attends_by_name(networks[name], layers) else set())
     return found
 
 
-def _layered(module: pl.LightningModule, num_stages: int, plan: ModelPlan) -> list[str]:
-    """Names of the module's children that have a layer for each of so many stages."""
-    return [name for name, child in module.named_children() if len(plan.layers_in(name, child)[0]) >= num_stages]
+def _layered(
+    module: pl.LightningModule, num_stages: int, plan: ModelPlan
+) -> dict[str, tuple[tuple[str, ...], tuple[int, ...]]]:
+    """What `plan.layers_in` says of each child of the module that has a layer for each of so many stages, by name."""
+    found = {name: plan.layers_in(name, child) for name, child in module.named_children()}
+    return {name: (layers, ends) for name, (layers, ends) in found.items() if len(layers) >= num_stages}
 
 
 def _chains(module: pl.LightningModule, num_ranks: int) -> dict[str, nn.Sequential]:

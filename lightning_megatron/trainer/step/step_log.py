@@ -316,7 +316,7 @@ class StepLog:
         if entry.is_sized:
             shares = torch.tensor(entry.sizes, dtype=torch.float64, device=self.device)
         # Of nothing but means over nothing that are numbers, zeros mostly, the mean is the plain one.
-        shares = shares.double() + _NOTHING * (~values.isnan()).double()
+        shares = shares + _NOTHING * (~values.isnan()).double()
         return [of_share(values, shares).sum(), shares.sum()]
 
     def _copies_of(self, microbatches: Iterable[int]) -> Tensor:
