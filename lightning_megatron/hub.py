@@ -2,17 +2,21 @@
 
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 # An owner and a model; a folder that is there comes first.
 _NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
-# What a model is read from: not its weights in other formats.
 _SUFFIXES = (".json", ".model", ".tiktoken", ".ckpt", ".yaml")
-_FILES = ("*.json", "*.jinja", "*.model", "*.safetensors", "*.txt", "*.vocab", "tokenizer*")
+CONFIG_FILES = ("*.json",)
+"""What tells of a model without its weights."""
+TOKENIZER_FILES = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt", "*.vocab", "tokenizer*")
+MODEL_FILES = (*TOKENIZER_FILES, "*.safetensors")
+"""Not its weights in other formats."""
 
 
-def model_folder(path: str | os.PathLike[str]) -> str:
-    """The path itself, or where `huggingface_hub` has put the files of the model of that name, `owner/model`.
+def model_folder(path: str | os.PathLike[str], files: Sequence[str] = MODEL_FILES) -> str:
+    """The path itself, or where `huggingface_hub` has put these files of the model of that name, `owner/model`.
 
     It fetches them once, into its cache, on each machine. Raises ValueError where there is neither a folder nor, for as
     far as the network reaches, a model.
@@ -26,7 +30,7 @@ def model_folder(path: str | os.PathLike[str]) -> str:
     except ImportError:
         return name
     try:
-        return str(snapshot_download(name, allow_patterns=list(_FILES)))
+        return str(snapshot_download(name, allow_patterns=list(files)))
     except (OSError, ValueError) as error:
         raise ValueError(
             f"{name} is no file or folder here, and could not be fetched from the Hugging Face hub "

@@ -22,7 +22,7 @@ from lightning_megatron.hf.convert import Converted, to_checkpoint, to_folder
 from lightning_megatron.hf.folder import on_disk, read_config
 from lightning_megatron.hf.shards import MAX_SHARD_BYTES
 from lightning_megatron.hf.weights import in_checkpoint, in_folder, moe_config
-from lightning_megatron.hub import model_folder
+from lightning_megatron.hub import CONFIG_FILES, model_folder
 from lightning_megatron.text_files import read_table
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
@@ -117,7 +117,7 @@ def _convert(options: argparse.Namespace) -> Converted:
     faults = []
     if not is_from_checkpoint:
         # An unreadable source is an error before options that do not apply to it.
-        read_config(on_disk(model_folder(options.source)))
+        read_config(on_disk(model_folder(options.source, CONFIG_FILES)))
         faults += _unused(options, _FROM_CHECKPOINTS, f"a checkpoint as SOURCE alone, and {options.source} is none")
     if is_to_checkpoint:
         faults += _unused(options, _TO_FOLDERS, f"a folder as TARGET alone, and {options.target} is to be a checkpoint")

@@ -12,6 +12,7 @@ from lightning_megatron.any_module.report import report_of
 from lightning_megatron.cli.commands import add_command
 from lightning_megatron.cli.usage import UsageError
 from lightning_megatron.hf.meta_model import meta_model
+from lightning_megatron.hub import CONFIG_FILES, model_folder
 from lightning_megatron.mesh import Sizes
 from lightning_megatron.testing.subject import SubjectError, require_module
 from lightning_megatron.testing.user_file import called
@@ -36,7 +37,11 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         run=run_model_plan,
         epilog=_EPILOG,
     )
-    parser.add_argument("model", metavar="MODEL", help="module.py:MyModule, or a folder with a config.json")
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="module.py:MyModule, or a folder with a config.json, or owner/model on the Hugging Face hub",
+    )
     parser.add_argument("--tp", type=int, default=1, metavar="NUMBER", help="tensor-parallel size (default: 1)")
     parser.add_argument("--pp", type=int, default=1, metavar="NUMBER", help="pipeline-parallel size (default: 1)")
     parser.add_argument("--vp", type=int, default=1, metavar="NUMBER", help="stages of each pipeline rank (default: 1)")
@@ -82,7 +87,7 @@ def _attention(name: str, network: nn.Module, plan: ModelPlan, sizes: Sizes) -> 
 def _module_of(model: str) -> pl.LightningModule:
     if ":" not in model:
         module = pl.LightningModule()
-        module.model = meta_model(Path(model))
+        module.model = meta_model(Path(model_folder(model, CONFIG_FILES)))
         return module
     found = require_module(called(model))
     found.configure_model()

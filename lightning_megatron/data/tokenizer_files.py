@@ -22,7 +22,7 @@ from lightning_megatron.data.sentencepiece_tokenizer import SentencePieceTokeniz
 from lightning_megatron.data.tiktoken_tokenizer import named_encoding, read_ranks
 from lightning_megatron.data.tokenizer import Tokenizer, read_fast_tokenizer
 from lightning_megatron.data.transformers_tokenizer import read_directory
-from lightning_megatron.hub import model_folder
+from lightning_megatron.hub import TOKENIZER_FILES, model_folder
 
 _RANK_LINE = re.compile(rb"[A-Za-z0-9+/]+=* \d+\s")
 
@@ -38,7 +38,7 @@ def load_tokenizer(path: str | Path, end_of_text: str | None = None) -> Tokenize
         return _null_tokenizer(name, end_of_text)
     if kind == "tiktoken":
         return named_encoding(name, end_of_text)
-    given = Path(model_folder(path))
+    given = Path(model_folder(path, TOKENIZER_FILES))
     if given.is_dir():
         if not (given / "tokenizer.json").is_file() and (given / "tokenizer_config.json").is_file():
             return read_directory(given, end_of_text)

@@ -11,7 +11,7 @@ from lightning_megatron.hf.blocks import fill_ours
 from lightning_megatron.hf.families import family_of_file
 from lightning_megatron.hf.family import Config, Model, Table, model_of
 from lightning_megatron.hf.folder import WeightFiles, on_disk, read_config
-from lightning_megatron.hub import model_folder
+from lightning_megatron.hub import CONFIG_FILES, model_folder
 from lightning_megatron.mesh import Mesh, ambient_mesh
 from lightning_megatron.models.gpt import GPTConfig
 from lightning_megatron.models.upcycle import Read, Upcycling
@@ -56,7 +56,7 @@ def config_from_pretrained(path: str | os.PathLike[str], *, upcycle: MoEConfig |
 
     Raises ValueError for what is not supported, all faults at once.
     """
-    folder = on_disk(model_folder(path))
+    folder = on_disk(model_folder(path, CONFIG_FILES))
     raw = read_config(folder)
     config = family_of_file(raw, str(folder / "config.json")).config(raw)
     return config if upcycle is None else upcycling(config, upcycle).config

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from lightning_megatron.hf.folder import DTYPES, WeightFiles, on_disk
-from lightning_megatron.hub import model_folder
+from lightning_megatron.hub import CONFIG_FILES, model_folder
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ _GENERATION = "generation_config.json"
 def read_config(path: str | os.PathLike[str]) -> Any:
     """The configuration of the model in a folder. Raises ValueError where there is none."""
     try:
-        return AutoConfig.from_pretrained(model_folder(path))
+        return AutoConfig.from_pretrained(model_folder(path, CONFIG_FILES))
     except (OSError, ValueError) as error:
         raise ValueError(
             f"{os.fspath(path)} has no configuration that this version of transformers reads: {_first_line(error)}"
