@@ -22,11 +22,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lightning_megatron.any_module.check_styles import relative_deviation
 from lightning_megatron.any_module.cut_error import CutError
 from lightning_megatron.any_module.cut_tokens import ContextAttention, CutTokens, hidden_of
+from lightning_megatron.any_module.deviation import relative_deviation
 from lightning_megatron.any_module.loss_count import mean_count
 from lightning_megatron.any_module.skeleton import put_together, taken_apart
+from lightning_megatron.any_module.whole_weights import copied, gradients, sum_in_backward, terms_among, whole_weights
 from lightning_megatron.comm import rng
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.pipeline.module import Part, PipelineModule, StagePart
@@ -96,6 +97,7 @@ class CutModel(PipelineModule):
                 self.tokens.watch(module)
             else:
                 _drop_weights(module)
+                module.__dict__["forward"] = partial(self._refuse_forward, layers[index])
             module.__dict__[_LAYER] = (self, index)
             _call_through(module, _LAYER)
         model.__dict__[_CUT] = self
@@ -191,6 +193,10 @@ class CutModel(PipelineModule):
         self._is_checked = self._is_recorded = False
         self._whole.eval()
         try:
+            whole = {index: one if index in self._ends else tokens.of_all_ranks(one) for index, one in short.items()}
+            # Whole sequences come first: modules with cut linears are looked at in their first call.
+            with tokens.off():
+                wanted = self._hidden_states(stage, args, kwargs, whole)
             try:
                 cut = self._hidden_states(stage, args, kwargs, short)
             except (torch.OutOfMemoryError, CutError):
@@ -200,14 +206,18 @@ class CutModel(PipelineModule):
                     f"the layers of {type(self._whole).__name__} do not run on the tokens of a rank ({error}); use "
                     f"{tokens.without}"
                 ) from error
-            whole = {index: one if index in self._ends else tokens.of_all_ranks(one) for index, one in short.items()}
-            with tokens.off():
-                wanted = self._hidden_states(stage, args, kwargs, whole)
-            summed, last = self._summed_weights(stage), self.stages[stage].stop - 1
+            last = self.stages[stage].stop - 1
             shape = wanted[last].shape if last in wanted else torch.Size()
-            found = self._gradients(summed, shape, lambda: self._hidden_states(stage, args, kwargs, short)[last])
+            weights = self._vectors(stage) if shape else {}
+
+            def weighed(given: dict[int, Any]) -> Tensor:
+                hidden = self._hidden_states(stage, *copied((args, kwargs, given)))[last]
+                scale = torch.arange(shape.numel(), dtype=hidden.dtype, device=hidden.device).cos().view(shape)
+                return (hidden * tokens.own_part(scale, hidden.shape)).sum()
+
+            found = gradients(weights, self._whole.parameters(), lambda: weighed(short))
             with tokens.off():
-                meant = self._gradients(summed, shape, lambda: self._hidden_states(stage, args, kwargs, whole)[last])
+                meant = gradients(weights, self._whole.parameters(), lambda: weighed(whole))
         finally:
             self._received = received
             for module, mode in modes.items():
@@ -221,43 +231,25 @@ class CutModel(PipelineModule):
                     f"of a rank ({deviation}): it mixes tokens elsewhere than in an attention that can be cut; use "
                     f"{tokens.without}"
                 )
+        summed = {id(getattr(owner, key)) for found in tokens.summed.values() for owner, key in found}
+        are_all = last in self._ends or last == len(self.part_names) - 1
+        given = {key: tokens.sum_of(one, are_all, over_sp=id(weights[key]) in summed) for key, one in found.items()}
+        terms, wrong = terms_among(given, meant, tokens.sp)
+        if wrong:
+            name, deviation = next(iter(wrong.items()))
+            raise CutError(
+                f"the gradient of {name} is another one where its layer runs on a rank's own tokens ({deviation}); it "
+                "is used where all tokens are, too, such as by a part of the layer that it is handed to; use "
+                f"{tokens.without}"
+            )
+        for name in terms:
+            sum_in_backward(weights[name], tokens.sp)
 
-        for name, gradient in meant.items():
-            if deviation := relative_deviation(found[name], gradient):
-                raise CutError(
-                    f"the gradient of {name} is another one where its layer runs on a rank's own tokens ({deviation}); "
-                    "it is used where all tokens are, too, such as by a part of the layer that it is handed to; use "
-                    f"{tokens.without}"
-                )
-
-    def _summed_weights(self, stage: int) -> dict[str, nn.Parameter]:
-        """Weights of own layers whose gradients are summed over sp, by name."""
-        named = {id(weight): name for name, weight in self._whole.named_parameters()}
-        layers = [self.get_submodule(self.part_names[index]) for index in self.stages[stage]]
-        found = [getattr(owner, key) for layer in layers for owner, key in self.tokens.summed.get(layer, ())]
-        return {named[id(weight)]: weight for weight in found if weight.requires_grad}
-
-    @torch.enable_grad()
-    def _gradients(
-        self, weights: dict[str, nn.Parameter], shape: torch.Size, run: Callable[[], Tensor]
-    ) -> dict[str, Tensor]:
-        """Gradients of weights by a fixed function of the hidden states that `run` returns, all of them or own ones."""
-        if not weights or not shape:
-            return {}
-        # Linears add the gradients of their weights where an optimizer finds them.
-        others = [one for one in self._whole.parameters() if one.requires_grad and one not in set(weights.values())]
-        for one in others:
-            one.requires_grad_(False)
-        try:
-            hidden = run()
-            scale = torch.arange(shape.numel(), dtype=hidden.dtype, device=hidden.device).cos().view(shape)
-            loss = (hidden * self.tokens.own_part(scale, hidden.shape)).sum()
-            given = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
-        finally:
-            for one in others:
-                one.requires_grad_()
-        named = {name: one for name, one in zip(weights, given, strict=True) if one is not None}
-        return {name: self.tokens.sum_of(one, hidden.shape == shape) for name, one in named.items()}
+    def _vectors(self, stage: int) -> dict[str, nn.Parameter]:
+        """The weights of own layers that may be used on own tokens, by name: matrices are where all tokens are."""
+        layers = tuple(f"{self.part_names[index]}." for index in self.stages[stage])
+        found = whole_weights(self._whole)
+        return {name: one for name, one in found.items() if name.startswith(layers) and one.dim() <= 1}
 
     def _hidden_states(
         self, stage: int, args: tuple[Any, ...], kwargs: dict[str, Any], received: dict[int, Any]
@@ -271,6 +263,13 @@ class CutModel(PipelineModule):
         finally:
             self._stage, self._outputs = -1, None
         raise CutError(f"the forward of {type(self._whole).__name__} ended without calling its layers")
+
+    def _refuse_forward(self, name: str, *_: Any, **__: Any) -> Any:
+        """Raises CutError: the layer of another stage was not called as a module is."""
+        raise CutError(
+            f"the code of {type(self._whole).__name__} calls {name}.forward(...), which goes past the layers of other "
+            f"stages; let it call the layer itself, or use {self._way_out}"
+        )
 
     def _refuse_what_is_shared(self, kwargs: dict[str, Any]) -> None:
         """Raises CutError for options of transformers by which a call collects something of every layer and token."""

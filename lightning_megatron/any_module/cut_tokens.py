@@ -54,12 +54,13 @@ class CutTokens:
         """Makes a layer run its attention and feed-forward network on the tokens of all ranks of sp."""
         if self.sp.size == 1:
             return
-        layer.register_forward_pre_hook(self._note_shape, with_kwargs=True)
+        # Before what looks at the linears of a module: it sees what the module does.
+        layer.register_forward_pre_hook(self._note_shape, prepend=True, with_kwargs=True)
         self._sum(layer, layer)
         for child in _parts_of(layer):
             # What has no children, and is no linear, does the same to each token: norms, activations, dropout.
             if any(True for _ in child.children()) or isinstance(child, (nn.Linear, ParallelLinear)):
-                child.register_forward_pre_hook(self._gather_inputs, with_kwargs=True)
+                child.register_forward_pre_hook(self._gather_inputs, prepend=True, with_kwargs=True)
                 if not _gives_features_of_rank(child):
                     child.register_forward_hook(self._split_outputs)
             else:
@@ -210,11 +211,10 @@ class CutTokens:
             return value
         return collectives.shard_slice(collectives.shard_slice(value, self.cp, 1), self.sp, 1)
 
-    def sum_of(self, gradient: Tensor, are_all: bool) -> Tensor:
+    def sum_of(self, gradient: Tensor, are_all: bool, *, over_sp: bool) -> Tensor:
         """The gradient of a weight from the terms that ranks have of it, by hidden states of all tokens or own ones."""
-        if self._is_off:
-            return gradient
-        total = collectives.all_reduce(collectives.all_reduce(gradient, self.sp), self.cp)
+        total = collectives.all_reduce(gradient, self.sp) if over_sp else gradient
+        total = collectives.all_reduce(total, self.cp)
         return total / self.cp.size if are_all else total
 
     @contextmanager

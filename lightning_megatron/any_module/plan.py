@@ -6,7 +6,7 @@ from dataclasses import field
 from torch import nn
 
 from lightning_megatron.any_module.layer_list import is_list, layers_of
-from lightning_megatron.any_module.tensor_styles import EMBEDDING, STYLES, matching, styles_of
+from lightning_megatron.any_module.tensor_styles import EMBEDDING, REPLICATE, STYLES, matching, styles_of
 from lightning_megatron.config_dataclass import config_dataclass
 from lightning_megatron.tensor.linear import ParallelLinear
 
@@ -27,10 +27,7 @@ class ModelPlan:
 
     def __post_init__(self) -> None:
         if unknown := sorted(set(self.styles.values()) - set(STYLES)):
-            raise ValueError(
-                f"plan styles ({', '.join(map(repr, unknown))}) must be among {', '.join(STYLES)}; leave out what "
-                "stays whole"
-            )
+            raise ValueError(f"plan styles ({', '.join(map(repr, unknown))}) must be among {', '.join(STYLES)}")
 
     def faults(self, module: nn.Module) -> list[str]:
         """Errors of the plan for this module, one sentence each."""
@@ -56,7 +53,7 @@ class ModelPlan:
             f"plan styles: {name} ({style}) is a {type(child).__name__}; {style} is a style of "
             + ("nn.Embedding" if style == EMBEDDING else "nn.Linear")
             for name, child, style in found
-            if style != "replicated_with_grad_allreduce"
+            if style not in (REPLICATE, "replicated_with_grad_allreduce")
             and not isinstance(child, nn.Embedding if style == EMBEDDING else (nn.Linear, ParallelLinear))
         ]
         return faults

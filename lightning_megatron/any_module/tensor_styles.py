@@ -7,6 +7,7 @@
     rowwise_split_input              row-parallel, behind one that is whole: whole
     embedding_rowwise                an embedding cut by its rows, the vocabulary: whole
     replicated_with_grad_allreduce   whole, on features of a rank: its gradient is a term of a sum over tp
+    replicate                        whole, with all linears of its parent: overrules the plan of a model
     mla_kv_a_proj                    whole; the last features, a key's rotary part, go to heads of a rank (DeepSeek's
                                      multi-head latent attention), the others to a colwise linear
 
@@ -24,11 +25,13 @@ from torch.nn import functional
 
 from lightning_megatron.any_module.check_styles import StyleChecks
 from lightning_megatron.any_module.cut_logits import joined
+from lightning_megatron.any_module.latent_linear import LatentLinear
 from lightning_megatron.comm import differentiable
 from lightning_megatron.mesh import Axis
 from lightning_megatron.sharding import Initial, Shard, ShardedParameter, shard_parameter
 from lightning_megatron.tensor.linear import ColumnParallelLinear, RowParallelLinear, TokenKeys, column_parallel_linear
 
+REPLICATE = "replicate"
 STYLES = (
     "colwise",
     "colwise_gather_output",
@@ -36,6 +39,7 @@ STYLES = (
     "rowwise_split_input",
     "embedding_rowwise",
     "replicated_with_grad_allreduce",
+    REPLICATE,
     "mla_kv_a_proj",
 )
 # What linears are called that go into attention and feed-forward networks, and that come out of them.
@@ -62,7 +66,7 @@ def styles_of(network: nn.Module) -> dict[str, str]:
         embedding = _embedding_of(model)
         found = [name for name, one in model.named_modules() if one is embedding and type(one) is nn.Embedding]
         own = {**dict.fromkeys(found, EMBEDDING), **plan}
-        styles |= {f"{prefix}{key}": style for key, style in own.items() if style != "replicate"}
+        styles |= {f"{prefix}{key}": style for key, style in own.items() if style != REPLICATE}
     return styles
 
 
@@ -234,6 +238,8 @@ def _misfit(network: nn.Module, name: str, style: str, size: int) -> str:
     module = network.get_submodule(name)
     if style not in STYLES:
         return f"the style {style} is not known"
+    if style == REPLICATE:
+        return f"its style is {style}"
     if style == "replicated_with_grad_allreduce":
         return ""
     if style == EMBEDDING:
@@ -264,20 +270,6 @@ def sum_gradients(module: nn.Module, name: str, weight: nn.Parameter, tp: Axis) 
     held = SummedParameter(weight.detach(), requires_grad=weight.requires_grad)
     held.shard = Shard(global_shape=tuple(weight.shape), replicas=(tp,), partial=tp)
     setattr(module, name, held)
-
-
-class LatentLinear(nn.Linear):
-    """A linear [*, I] to [*, O] that every rank holds whole; the heads of all ranks read the last `rotary` features."""
-
-    def __init__(self, linear: nn.Linear, tp: Axis, rotary: int) -> None:
-        nn.Module.__init__(self)
-        self.tp, self.rotary = tp, rotary
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.weight, self.bias = linear.weight, linear.bias
-
-    def forward(self, input: Tensor) -> Tensor:
-        latent, key = super().forward(input).split((self.out_features - self.rotary, self.rotary), -1)
-        return torch.cat((latent, differentiable.copy(key, self.tp)), -1)
 
 
 def _as_a_call(module: nn.Module, args: tuple[Any, ...]) -> None:

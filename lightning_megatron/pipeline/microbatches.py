@@ -107,7 +107,11 @@ def _narrowed(batch: Any, rows: int, start: int, size: int) -> Any:
         entries = _entries(value)
         if entries is not None:
             return _with_entries(value, cut_all(entries))
-        return value.narrow(0, start, size) if isinstance(value, Tensor) and value.dim() > 0 else value
+        if not isinstance(value, Tensor) or value.dim() == 0:
+            return value
+        part = value.narrow(0, start, size)
+        # A step may change its batch in place: rows of other microbatches do not count that as a change of their own.
+        return part if part.requires_grad else part.data
 
     def cut_all(values: Any) -> Any:
         return tree_map(cut, values, is_leaf=is_row_list)

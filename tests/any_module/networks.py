@@ -90,6 +90,15 @@ class SkippingGPT(GPT):
         return self.blocks[3](x + first)  # type: ignore[no-any-return]
 
 
+class DirectGPT(GPT):
+    """Goes past the call of its blocks."""
+
+    def run_blocks(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block.forward(x)
+        return x
+
+
 class LoopedGPT(GPT):
     """Runs its blocks twice."""
 
@@ -271,6 +280,44 @@ class TrainsHanding(TrainsOverTensor):
     network = HandingGPT
 
 
+class LentAttention(Attention):
+    """Returns a weight of its own beside its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.late = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), self.late
+
+
+class LendingBlock(Block):
+    """Adds what its attention hands out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = LentAttention()
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed, late = self.attention(self.norm_1(x))
+        x = x + mixed * late
+        return x + self.down(F.gelu(self.up(self.norm_2(x))))
+
+
+class LendingGPT(GPT):
+    """A weight of attention is used on own tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([LendingBlock() for _ in range(4)])
+
+
+class TrainsLending(TrainsOverTensor):
+    """A weight of whose gradient every rank has a term, which nothing says."""
+
+    network = LendingGPT
+
+
 class TrainsSmoothed(TrainsOverTensor):
     """Blocks that no rank can run on its own tokens."""
 
@@ -352,6 +399,40 @@ class NormedGPT(GPT):
         super().__init__()
         for block in self.blocks:
             block.attention = NormedAttention()
+
+
+class WideNormAttention(Attention):
+    """Attention with a norm of the queries of all heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def heads(self, x: Tensor) -> list[Tensor]:
+        shape = (*x.shape[:2], -1, WIDTH // HEADS)
+        found = (self.norm(self.query(x)), self.key(x), self.value(x))
+        return [one.view(shape).transpose(1, 2) for one in found]
+
+
+class WideNormGPT(GPT):
+    """A GPT whose norms need all features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.attention = WideNormAttention()
+
+
+class TrainsWideNorm(TrainsOverTensor):
+    """Attention that no rank can run on its own heads."""
+
+    network = WideNormGPT
+
+
+class TrainsNormedUnsaid(TrainsOverTensor):
+    """Does not say that a norm sees the heads of a rank."""
+
+    network = NormedGPT
 
 
 class TrainsNormed(TrainsOverTensor):
@@ -490,6 +571,10 @@ class TrainsAdding(Trains):
 
 class TrainsSkipping(Trains):
     network = SkippingGPT
+
+
+class TrainsDirect(Trains):
+    network = DirectGPT
 
 
 class TrainsLooped(Trains):

@@ -35,6 +35,7 @@ def test_what_all_layers_read_is_there_on_every_stage(module: Callable[[], Any])
     [
         (networks.TrainsSkipping, "blocks.3 reads argument 0, which layers of an earlier stage computed"),
         (networks.TrainsLooped, "calls blocks.0 a second time"),
+        (networks.TrainsDirect, "calls blocks.2.forward(...), which goes past the layers of other stages"),
         (networks.TrainsSharing, "blocks.0.up.weight and blocks.3.up.weight are one weight"),
         (networks.TrainsCheckpointed, "blocks.0 runs without recording gradients"),
         (networks.TrainsNoted, "blocks.1 returned a set, which cannot be sent to the next stage"),

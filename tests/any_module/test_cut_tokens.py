@@ -14,6 +14,10 @@ def test_a_network_of_ones_own_runs_its_norms_on_own_tokens() -> None:
     certify(networks.TrainsOverTensor, networks.batches, layouts=layouts, steps=2).assert_equal()
 
 
+def test_a_weight_that_is_handed_out_of_a_part_is_summed_over_ranks() -> None:
+    certify(networks.TrainsLending, networks.batches, layouts=("tp2-sp",), steps=2).assert_equal()
+
+
 def test_a_layer_that_mixes_tokens_by_itself_is_refused_by_name() -> None:
     [result] = certify(networks.TrainsSmoothed, networks.batches, layouts=("tp2-sp",), steps=1).results
     assert result.verdict == "refused"

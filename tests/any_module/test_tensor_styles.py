@@ -7,7 +7,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_megatron.any_module.tensor_styles import ColwiseLinear, cut_by, cut_linears, matching, styles_of
+from lightning_megatron.any_module.tensor_styles import (
+    ColwiseLinear,
+    cut_by,
+    cut_linears,
+    matching,
+    reason_of_whole,
+    styles_of,
+)
 from lightning_megatron.mesh import Axis
 from lightning_megatron.testing import certify
 from tests.any_module import networks
@@ -28,6 +35,7 @@ STYLED = [
     networks.TrainsGathered,
     networks.TrainsLatent,
     networks.TrainsNormed,
+    networks.TrainsNormedUnsaid,
 ]
 
 
@@ -67,6 +75,13 @@ def test_heads_that_are_counted_by_a_constant_are_refused_by_name() -> None:
     assert "blocks.0.attention (FixedHeads) computes other numbers with the features of a rank" in result.message
 
 
+def test_a_module_that_cannot_run_on_a_ranks_features_is_refused_by_name() -> None:
+    [result] = certify(networks.TrainsWideNorm, networks.batches, layouts=("tp2",), steps=1).results
+    assert result.verdict == "refused"
+    assert "blocks.0.attention (WideNormAttention) does not run with the features of a rank" in result.message
+    assert 'the style "replicate" in ModelPlan' in result.message
+
+
 def predicted(layout: Layout) -> Tensor:
     parts: Any = make_trainer(layout).predict(networks.PredictsEncoded(), networks.loader())
     return torch.cat(parts)
@@ -101,5 +116,8 @@ def test_all_linears_of_a_parent_are_cut_or_none() -> None:
     assert {name.split(".")[-1] for name, _, _ in cut_by(net, OF_NET, 32)} == {"up", "down"}
     packed = OF_NET | {"blocks.*.attention.query": "packed_colwise"}
     assert {name.split(".")[-1] for name, _, _ in cut_by(net, packed, 2)} == {"up", "down"}
+    whole = OF_NET | {"blocks.*.up": "replicate"}
+    assert len(cut_by(net, whole, 2)) == 16
+    assert reason_of_whole(net, whole, "blocks.0.down", 2) == "as up beside it, its style is replicate"
     net.blocks[0].up = nn.Sequential(nn.Linear(16, 64))
     assert len(cut_by(net, OF_NET, 2)) == 22

@@ -26,6 +26,8 @@ SAMPLE = [
     ("gpt_oss", ("cp2",)),
     # No plan of its own: linears go by their names, and its number of heads is that of a rank.
     ("opt", ("tp2",)),
+    # Its activation has weights, which see the features of a rank.
+    ("apertus", ("tp2-sp",)),
     # All tokens choose experts of one rank.
     ("afmoe", ("ep2",)),
 ]

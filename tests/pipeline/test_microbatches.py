@@ -30,6 +30,15 @@ def test_the_cut_is_a_view() -> None:
     assert x.tolist() == [0, 0, 1, 1]
 
 
+def test_a_change_of_one_microbatch_in_place_is_none_of_the_others() -> None:
+    first, second = split(torch.ones(4, 2), 2)
+    weight = torch.ones(2, requires_grad=True)
+    product = (weight * first).sum()
+    second.mul_(3)
+    product.backward()
+    assert weight.grad is not None and weight.grad.tolist() == [2.0, 2.0]
+
+
 def test_lists_of_tensors_are_tensors_of_rows_and_not_rows() -> None:
     pair = [torch.arange(2), torch.arange(2) + 10]
     first, second = split(pair, 2)

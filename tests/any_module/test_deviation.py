@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_megatron.any_module.check_styles import relative_deviation
+from lightning_megatron.any_module.deviation import relative_deviation
 
 
 @pytest.mark.parametrize(
@@ -13,3 +13,10 @@ def test_deviations_that_sums_explain_are_none(off: float, told: str) -> None:
     wanted = torch.ones(3, dtype=torch.float64)
     assert relative_deviation(wanted + off, wanted) == told
     assert relative_deviation(wanted[:0], wanted[:0]) == ""
+
+
+def test_numbers_under_autocast_are_as_exact_as_its_dtype() -> None:
+    wanted = torch.ones(3)
+    assert relative_deviation(wanted + 0.01, wanted)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert relative_deviation(wanted + 0.01, wanted) == ""

@@ -1,0 +1,27 @@
+"""How far numbers are from those that are meant, in words."""
+
+import torch
+from torch import Tensor
+
+# Largest relative deviation that sums in another order explain.
+_TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
+
+
+def coarsest(x: Tensor) -> torch.dtype:
+    """The dtype that says how exact the numbers of `x` are: under autocast they come from products in its dtype."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+def tolerance_of(x: Tensor) -> float:
+    """The largest deviation of the numbers of `x`, relative to the largest, that sums in another order explain."""
+    return _TOLERANCES.get(coarsest(x), 1e-1)
+
+
+def relative_deviation(found: Tensor, wanted: Tensor) -> str:
+    """The deviation relative to the largest value, in words; empty where sums in another order explain it."""
+    if not wanted.numel():
+        return ""
+    scale = max(float(wanted.abs().max()), torch.finfo(wanted.dtype).tiny)
+    deviation = float((found - wanted).abs().max()) / scale
+    return "" if deviation <= tolerance_of(wanted) else f"off by {deviation:.0e} of the largest"
