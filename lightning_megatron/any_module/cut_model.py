@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from lightning_megatron.any_module.check_styles import without_fp8
 from lightning_megatron.any_module.cut_error import CutError
 from lightning_megatron.any_module.cut_tokens import ContextAttention, CutTokens, hidden_of
 from lightning_megatron.any_module.deviation import relative_deviation
@@ -129,7 +130,8 @@ class CutModel(PipelineModule):
                 return self._run_stage(stage, args, kwargs)
         if self.tokens.size > 1 and stage not in self._probed:
             self._probed.add(stage)
-            self._require_cut_alike(stage, args, kwargs)
+            with without_fp8(self._whole):
+                self._require_cut_alike(stage, args, kwargs)
         return self._run_stage(stage, args, kwargs)
 
     def _run_stage(self, stage: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

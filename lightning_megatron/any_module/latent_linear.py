@@ -5,9 +5,10 @@ from torch import Tensor, nn
 
 from lightning_megatron.comm import differentiable
 from lightning_megatron.mesh import Axis
+from lightning_megatron.tensor.whole_linear import WholeLinear
 
 
-class LatentLinear(nn.Linear):
+class LatentLinear(WholeLinear):
     """A linear [*, I] to [*, O] that every rank holds whole; the heads of all ranks read the last `rotary` features."""
 
     def __init__(self, linear: nn.Linear, tp: Axis, rotary: int) -> None:

@@ -1,6 +1,10 @@
 """The layers of a network, found by what it holds: the one list of like children with most parameters."""
 
+import math
+
 from torch import nn
+
+from lightning_megatron.sharding import shard_of
 
 
 def is_list(module: nn.Module) -> bool:
@@ -13,8 +17,13 @@ def layers_of(network: nn.Module) -> tuple[str, ...]:
     lists = {name: child for name, child in network.named_modules() if is_list(child) and _are_like(child)}
     if not lists:
         return ()
-    name = max(lists, key=lambda one: sum(parameter.numel() for parameter in lists[one].parameters()))
+    name = max(lists, key=lambda one: _num_parameters(lists[one]))
     return tuple(f"{name}.{key}" if name else key for key, _ in lists[name].named_children())
+
+
+def _num_parameters(module: nn.Module) -> int:
+    """Of the whole model: what ranks cut changes nothing about which list is the largest."""
+    return sum(math.prod(shard_of(parameter).global_shape) for parameter in module.parameters())
 
 
 def _are_like(layers: nn.Module) -> bool:

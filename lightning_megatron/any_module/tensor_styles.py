@@ -30,6 +30,7 @@ from lightning_megatron.comm import differentiable
 from lightning_megatron.mesh import Axis
 from lightning_megatron.sharding import Initial, Shard, ShardedParameter, shard_parameter
 from lightning_megatron.tensor.linear import ColumnParallelLinear, RowParallelLinear, TokenKeys, column_parallel_linear
+from lightning_megatron.tensor.whole_linear import as_a_call
 
 REPLICATE = "replicate"
 STYLES = (
@@ -44,7 +45,7 @@ STYLES = (
 )
 # What linears are called that go into attention and feed-forward networks, and that come out of them.
 _INTO = ("q_proj", "k_proj", "v_proj", "fc1", "fc_in", "c_fc", "dense_h_to_4h", "lin1", "up_proj", "gate_proj", "wi")
-# The linears of peft's module.
+# The linears of peft's module: the model's own, and those of adapters.
 _ADAPTED = re.compile(r"\.(base_layer|lora_[AB]\.[^.]+)$")
 _OUT_OF = ("o_proj", "out_proj", "fc2", "fc_out", "c_proj", "dense_4h_to_h", "lin2", "down_proj", "wo")
 BY_OUTPUTS = ("colwise", "colwise_gather_output")
@@ -95,7 +96,7 @@ def _by_names(network: nn.Module) -> Iterator[tuple[str, str]]:
     linears = [name for name, module in network.named_modules() if type(module) is nn.Linear]
     for name in linears:
         parent, _, last = name.rpartition(".")
-        beside = {one.rpartition(".")[2] for one in linears if _parent(one) == parent}
+        beside = {one.rpartition(".")[2] for one in linears if parent_of(one) == parent}
         kind = parent.rpartition(".")[2]
         if last in _INTO and beside & set(_OUT_OF):
             yield name, "colwise"
@@ -145,24 +146,30 @@ def _is_lora(module: nn.Module) -> bool:
 def cut_by(network: nn.Module, styles: Mapping[str, str], size: int) -> list[tuple[str, nn.Module, str]]:
     """The modules of a network that so many ranks cut, each with its style: those whose parents fit in all."""
     found = list(matching(network, styles))
-    whole = {_parent(name) for name, _, style in found if _misfit(network, name, style, size)}
-    tied = _tied(network, {name: style for name, _, style in found if _parent(name) not in whole})
-    whole |= {_parent(name) for name, module, _ in found if not tied.isdisjoint(module.parameters())}
-    return [(name, module, style) for name, module, style in found if _parent(name) not in whole]
+    whole = {parent_of(name) for name, _, style in found if _misfit(network, name, style, size)}
+    tied = _tied(network, {name: style for name, _, style in found if parent_of(name) not in whole})
+    whole |= {parent_of(name) for name, module, _ in found if not tied.isdisjoint(module.parameters())}
+    return [(name, module, style) for name, module, style in found if parent_of(name) not in whole]
 
 
 def reason_of_whole(network: nn.Module, styles: Mapping[str, str], name: str, size: int) -> str:
     """Why a module of that name, which has a style, stays whole over so many ranks."""
-    beside = [one for one in matching(network, styles) if _parent(one[0]) == _parent(name)]
+    beside = [one for one in matching(network, styles) if parent_of(one[0]) == parent_of(name)]
     for other, _, style in sorted(beside, key=lambda one: one[0] != name):
         if misfit := _misfit(network, other, style, size):
             return misfit if other == name else f"as {other.rpartition('.')[2]} beside it, {misfit}"
     return "its weight is tied to another module's"
 
 
-def _parent(name: str) -> str:
+def parent_of(name: str) -> str:
     """Name of the module that a linear is a part of; peft's stands between, where there are adapters."""
     return _ADAPTED.sub("", name).rpartition(".")[0]
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a linear of that name is one of an adapter of peft."""
+    found = _ADAPTED.search(name)
+    return found is not None and found[1] != "base_layer"
 
 
 def _tied(network: nn.Module, styles: Mapping[str, str]) -> set[nn.Parameter]:
@@ -186,7 +193,7 @@ def cut_linears(network: nn.Module, styles: Mapping[str, str], tp: Axis) -> None
     slices: dict[Tensor, nn.Parameter] = {}
     parents: set[str] = set()
     for name, module, style in cut_by(network, styles, tp.size):
-        parent = _parent(name)
+        parent = parent_of(name)
         owner = network.get_submodule(parent)
         parents.add(parent)
         if style == "replicated_with_grad_allreduce":
@@ -250,7 +257,7 @@ def _misfit(network: nn.Module, name: str, style: str, size: int) -> str:
     if type(module) is not nn.Linear:
         return f"{style} is a style of nn.Linear, and not of {type(module).__name__}"
     if style == "mla_kv_a_proj":
-        return "" if _rotary_size(network.get_submodule(_parent(name))) else "its attention has no qk_rope_head_dim"
+        return "" if _rotary_size(network.get_submodule(parent_of(name))) else "its attention has no qk_rope_head_dim"
     features = module.out_features if style in BY_OUTPUTS else module.in_features
     return f"{size} ranks do not divide its {features} features" if features % size else ""
 
@@ -270,11 +277,6 @@ def sum_gradients(module: nn.Module, name: str, weight: nn.Parameter, tp: Axis) 
     held = SummedParameter(weight.detach(), requires_grad=weight.requires_grad)
     held.shard = Shard(global_shape=tuple(weight.shape), replicas=(tp,), partial=tp)
     setattr(module, name, held)
-
-
-def _as_a_call(module: nn.Module, args: tuple[Any, ...]) -> None:
-    """A hook that does nothing: with one torch's transformer layers call their linears in evaluation, too, and do not
-    take the weights, of which a rank has slices, into a kernel of their own."""
 
 
 def _as_made(linear: nn.Linear, tp: Axis) -> dict[str, Any]:
@@ -324,7 +326,7 @@ class ColwiseLinear(ColumnParallelLinear):
         self.in_features = linear.in_features
         self.out_features = linear.out_features // (1 if self.gathers_output else tp.size)
         take_weights(self, linear)
-        self.register_forward_pre_hook(_as_a_call)
+        self.register_forward_pre_hook(as_a_call)
 
     def forward(self, x: Tensor, tokens: TokenKeys | None = None) -> Tensor:
         x_TI = self.copies.of(x).reshape(-1, x.shape[-1])
@@ -344,7 +346,7 @@ class RowwiseLinear(RowParallelLinear):
         self.splits_input = style == "rowwise_split_input"
         self.in_features, self.out_features = linear.in_features, linear.out_features
         take_weights(self, linear)
-        self.register_forward_pre_hook(_as_a_call)
+        self.register_forward_pre_hook(as_a_call)
 
     def forward(self, x: Tensor, tokens: TokenKeys | None = None) -> Tensor:
         x_TI = x.reshape(-1, x.shape[-1])

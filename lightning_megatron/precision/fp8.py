@@ -31,7 +31,8 @@ HISTORY_LENGTH = 1024
 
 @config_dataclass
 class Fp8Config:
-    """FP8 in the linear layers of transformer layers. Embeddings, output head and norms never use it."""
+    """FP8 in the linear layers of transformer layers, or of the layers of another network. Embeddings, output head and
+    norms never use it."""
 
     format: Format = "hybrid"
     """Float8 format. e4m3: for inputs, weights and gradients; hybrid: e4m3 for inputs and weights, and e5m2, which has

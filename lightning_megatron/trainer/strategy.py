@@ -457,8 +457,9 @@ class MegatronStrategy(ParallelStrategy):
             model_checks.require_spreading(module)
             run.document_prefetch = self._make_document_prefetch(trainer, self.dynamic_context)
         if self.fp8 is not None:
+            plan = pipelined_models.plan_of(module, self.plan)
             self._plugin.fp8_layers = fp8_layers.use_fp8(
-                self.fp8, pipelined, self.mesh, self.root_device, self._groups.on_device
+                self.fp8, module, plan, pipelined, self.mesh, self.root_device, self._groups.on_device
             )
         if trainer.state.fn == TrainerFn.FITTING:
             is_synced = self._layer_sync is not None

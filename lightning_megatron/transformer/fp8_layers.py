@@ -3,12 +3,14 @@
 Runs at set-up, once the model is on its device. Chosen are the linears of transformer layers, and the matrices of their
 experts, but for those of the first and last layers that the configuration leaves alone, counted over the full model
 and not over a stage; in a model with several stacks (encoder, decoder) over each of them. Routers and gates never are.
-Both engines leave parameters, their names and shards as they are.
+Linears of other networks are handed in by whoever knows their layers; torch's engine alone multiplies them. Both
+engines leave parameters, their names and shards as they are.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 import torch
@@ -24,10 +26,22 @@ from lightning_megatron.precision.cast import E4M3, E5M2
 from lightning_megatron.precision.fp8 import Fp8Config
 from lightning_megatron.precision.gemm import TILE, Fp8Gemm
 from lightning_megatron.precision.scaling import AmaxHistory, CurrentScaling, DelayedScaling, Scaling
+from lightning_megatron.sharding import shard_of
 from lightning_megatron.tensor.gemm import TORCH_GEMM
 from lightning_megatron.tensor.linear import ParallelLinear
+from lightning_megatron.tensor.whole_linear import lend_gemm, take_gemm_back
 from lightning_megatron.transformer.layer import PreNormLayer
 from lightning_megatron.transformer.te_layers import TELayer
+
+
+def chosen_names(part_names: Sequence[str], config: Fp8Config) -> Iterator[str]:
+    """Names of the parts that are not among the first or last ones of their stack, which stay as they are."""
+    for name in part_names:
+        stack = name.rpartition(".")[0]
+        layers = [part for part in part_names if part.rpartition(".")[0] == stack]
+        index = layers.index(name)
+        if config.num_first_layers_bf16 <= index < len(layers) - config.num_last_layers_bf16:
+            yield name
 
 
 def chosen_layers(model: nn.Module, part_names: Sequence[str], config: Fp8Config) -> Iterator[tuple[str, PreNormLayer]]:
@@ -35,13 +49,9 @@ def chosen_layers(model: nn.Module, part_names: Sequence[str], config: Fp8Config
 
     `part_names` are those of the full model's parts in order, of all stages.
     """
+    chosen = set(chosen_names(part_names, config))
     for name, module in model.named_modules():
-        if not isinstance(module, PreNormLayer):
-            continue
-        stack = name.rpartition(".")[0]
-        layers = [part for part in part_names if part.rpartition(".")[0] == stack]
-        index = layers.index(name)
-        if config.num_first_layers_bf16 <= index < len(layers) - config.num_last_layers_bf16:
+        if isinstance(module, PreNormLayer) and name in chosen:
             yield name, module
 
 
@@ -54,23 +64,31 @@ class _Matrix(NamedTuple):
     name: str
     axes: tuple[Axis, Axis, Axis]
     """Axes that cut its input, itself and the gradient of its output; of size 1 where they are unsharded."""
-    module: ParallelLinear | Experts
+    module: ParallelLinear | Experts | nn.Linear
     gemm: Literal["gemm", "up_gemm", "down_gemm"]
     """Attribute of the module by which the weight multiplies."""
 
     def use(self, x: Scaling, weight: Scaling, gradient: Scaling) -> Fp8Gemm | GroupedFp8Gemm:
         """Lets it multiply in FP8, cast by these."""
-        gemm: Fp8Gemm | GroupedFp8Gemm
         if isinstance(self.module, Experts):
-            gemm = GroupedFp8Gemm(len(self.module.up), x=x, weight=weight, gradient=gradient)
+            grouped = GroupedFp8Gemm(len(self.module.up), x=x, weight=weight, gradient=gradient)
+            setattr(self.module, self.gemm, grouped)
+            return grouped
+        gemm = Fp8Gemm(x=x, weight=weight, gradient=gradient)
+        if isinstance(self.module, nn.Linear):
+            lend_gemm(self.module, gemm)
         else:
-            gemm = Fp8Gemm(x=x, weight=weight, gradient=gradient)
-        setattr(self.module, self.gemm, gemm)
+            self.module.gemm = gemm
         return gemm
 
     def leave(self) -> None:
         """Lets it multiply as before."""
-        setattr(self.module, self.gemm, self.module.gemm if isinstance(self.module, Experts) else TORCH_GEMM)
+        if isinstance(self.module, nn.Linear):
+            take_gemm_back(self.module)
+        elif isinstance(self.module, Experts):
+            setattr(self.module, self.gemm, self.module.gemm)
+        else:
+            self.module.gemm = TORCH_GEMM
 
 
 class TorchFp8Layers:
@@ -121,16 +139,11 @@ class TorchFp8Layers:
             self._history.load_state_dict(state)
 
 
-def tile_faults(modules: Iterable[nn.Module]) -> list[str]:
-    """Reasons why weights of transformer layers cannot multiply in FP8, for models whose configuration nobody saw
-    before they were built."""
-    shapes = {
-        tuple(weight.flatten(0, -2).shape)
-        for layer in modules
-        if isinstance(layer, PreNormLayer)
-        for module in layer.modules()
-        for weight in _weights(module)
-    }
+def tile_faults(modules: Iterable[nn.Module], others: Iterable[nn.Module] = ()) -> list[str]:
+    """Reasons why weights of the transformer layers among `modules`, and of `others`, linears, cannot multiply in FP8,
+    for models whose configuration nobody saw before they were built."""
+    of_layers = [module for layer in modules if isinstance(layer, PreNormLayer) for module in layer.modules()]
+    shapes = {tuple(weight.flatten(0, -2).shape) for module in (*of_layers, *others) for weight in _weights(module)}
     return [
         f"a weight of this rank ({rows} x {columns}) must have multiples of {TILE} both ways for fp8, whose "
         f"products work in tiles of {TILE}; change the model's sizes or tensor_model_parallel_size, or leave fp8 out"
@@ -147,8 +160,10 @@ def use_torch(
     replicas: Axis,
     pp: Axis,
     device: torch.device,
+    others: Mapping[str, nn.Module] = MappingProxyType({}),
 ) -> TorchFp8Layers:
-    """Lets torch multiply the chosen linears of these models (with the names of all their parts) in FP8.
+    """Lets torch multiply the chosen linears of these models (with the names of all their parts) in FP8, and `others`:
+    linears of networks that are not ours, by name.
 
     `replicas` is dp+cp: amaxes of delayed scaling are all-reduced over it and over tp at the end of each step, those of
     current scaling over tp alone, in each cast of a tensor that tp cuts.
@@ -160,6 +175,7 @@ def use_torch(
         for inner, module in layer.named_modules()
         for matrix in _matrices(f"{prefix}.{name}.{inner}", module)
     ]
+    matrices += [_of_linear(name, linear) for name, linear in others.items()]
     gradient_dtype = E5M2 if config.format == "hybrid" else E4M3
     names = [f"{name}.{tensor}" for name, *_ in matrices for tensor in ("input", "weight", "gradient")]
     dtypes = [E4M3, E4M3, gradient_dtype]
@@ -181,7 +197,7 @@ def use_torch(
 
 def _weights(module: nn.Module) -> tuple[Tensor, ...]:
     """The weights of a module, without its children, that multiply in FP8; of experts that of the first."""
-    if isinstance(module, ParallelLinear):
+    if isinstance(module, (ParallelLinear, nn.Linear)):
         return (module.weight,)
     return (module.up[0], module.down[0]) if isinstance(module, Experts) else ()
 
@@ -189,13 +205,23 @@ def _weights(module: nn.Module) -> tuple[Tensor, ...]:
 def _matrices(name: str, module: nn.Module) -> Iterator[_Matrix]:
     """Weights of a module, without its children, that are to multiply in FP8."""
     if isinstance(module, ParallelLinear):
-        yield _Matrix(name, (module.input_axis, module.tp, module.gradient_axis), module, "gemm")
+        yield _of_linear(name, module)
     elif isinstance(module, Experts):
         etp = module.axes.etp
         # Ranks of etp have the same tokens. Ranks of ep have tokens of other experts, which are scaled separately.
         alone = Axis.alone(etp.ranks[etp.rank])
         yield _Matrix(f"{name}.up", (alone, etp, etp), module, "up_gemm")
         yield _Matrix(f"{name}.down", (etp, etp, alone), module, "down_gemm")
+
+
+def _of_linear(name: str, module: nn.Module) -> _Matrix:
+    if isinstance(module, ParallelLinear):
+        return _Matrix(name, (module.input_axis, module.tp, module.gradient_axis), module, "gemm")
+    assert isinstance(module, nn.Linear)
+    alone = Axis.alone(0)
+    # Ranks that have terms of its weight's gradient, and the whole weight, run it on parts of one tensor.
+    parts = shard_of(module.weight).partial or alone
+    return _Matrix(name, (parts, alone, parts), module, "gemm")
 
 
 def _agreement(axis: Axis) -> Callable[[Tensor], Tensor]:

@@ -3,6 +3,8 @@
 from torch import nn
 
 from lightning_megatron.any_module.layer_list import layers_of
+from lightning_megatron.any_module.tensor_styles import cut_linears
+from lightning_megatron.mesh import Mesh, Sizes
 
 
 class Two(nn.Module):
@@ -18,6 +20,14 @@ class Two(nn.Module):
 
 def test_the_largest_list_of_like_children_is_found() -> None:
     assert layers_of(Two()) == ("inner.large.0", "inner.large.1", "inner.large.2")
+
+
+def test_the_largest_list_is_that_of_the_model_whose_linears_are_cut() -> None:
+    net = Two()
+    net.middle = nn.ModuleList(nn.Linear(7, 7) for _ in range(3))
+    cut_linears(net, {"inner.large.*": "colwise"}, Mesh.imagine(0, Sizes(world=2, tp=2)).tp)
+    assert net.inner.large[0].weight.shape == (4, 8)
+    assert layers_of(net) == ("inner.large.0", "inner.large.1", "inner.large.2")
 
 
 def test_layers_in_a_list_of_lists_are_those_of_the_largest() -> None:

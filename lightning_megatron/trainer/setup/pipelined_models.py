@@ -82,8 +82,6 @@ def cut_plain_networks(module: pl.LightningModule, mesh: Mesh, given: ModelPlan 
     if pipelined_modules(module) or plan.faults(module):
         return False
     networks = dict(module.named_children())
-    # Before linears are cut: the list with most parameters could be another one then.
-    layered = _layered(module, mesh.sizes.num_stages, plan)
     for name, network in networks.items():
         if _TRANSFORMERS in sys.modules:
             from lightning_megatron.hf.save_unchanged import knows_its_ranks
@@ -96,6 +94,7 @@ def cut_plain_networks(module: pl.LightningModule, mesh: Mesh, given: ModelPlan 
                 cut_experts(network, ExpertAxes.of(mesh))
     if mesh.pp.size * mesh.cp.size * mesh.sp.size == 1:
         return False
+    layered = _layered(module, mesh.sizes.num_stages, plan)
     chains = _chains(module, mesh.pp.size) if mesh.pp.size > 1 else {}
     if len(chains) == 1 and not plan.layers:
         [(name, chain)] = chains.items()
