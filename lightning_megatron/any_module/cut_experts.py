@@ -1,8 +1,12 @@
-"""Experts of a network that was written for one device, spread over `ep`; the tokens travel to them and back.
+"""Experts of a network that was written for one device, spread over `ep`, or without it over `tp`.
 
 Modules of experts in transformers hold the weights of all experts, cut along their first dim, and are called with
 tokens, the experts that each token chose, and their probabilities. On a rank they have the weights of its own experts,
-and are called with the rows that other ranks sent, each with the one expert that it came for.
+and are called with rows, each with the one expert that it is for.
+
+    over   rows                                     outputs
+    ep     travel to the ranks of their experts     travel back
+    tp     are on all ranks: a rank takes its own   are added over tp
 
 T tokens, K experts of each, R rows, H hidden, L own experts.
 """
@@ -14,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_megatron.comm import differentiable
 from lightning_megatron.mesh import Axis, Sizes
 from lightning_megatron.moe.experts import ExpertAxes
 from lightning_megatron.moe.token_dispatcher import AllToAllTokenDispatcher, DispatchWork
@@ -58,6 +63,17 @@ def cut_experts(network: nn.Module, axes: ExpertAxes) -> None:
         _Exchange(module, axes)
 
 
+def share_experts(network: nn.Module, tp: Axis) -> None:
+    """Leaves each rank of tp its own experts, in place, where the ranks divide them."""
+    for module in shared_experts(network, tp.size):
+        _Share(module, tp)
+
+
+def shared_experts(network: nn.Module, size: int) -> list[Any]:
+    """The modules of experts that so many ranks of tp divide."""
+    return [module for _, module in expert_modules(network) if module.num_experts % size == 0]
+
+
 class _Exchange:
     """What a module of experts does before its forward and after it."""
 
@@ -69,7 +85,8 @@ class _Exchange:
         # One at a time: recomputation may leave the forward before it is combined.
         self._work: DispatchWork | None = None
         for name, weight in expert_weights(module):
-            setattr(module, name, _own_experts(weight, axes))
+            shard = Shard(global_shape=tuple(weight.shape), leading=axes.ep, data=axes.edp, replicas=(axes.etp,))
+            setattr(module, name, _own_experts(weight, axes.ep, shard))
         module.num_experts //= axes.ep.size
         module.register_forward_pre_hook(self._dispatch, with_kwargs=True)
         module.register_forward_hook(self._combine)
@@ -92,10 +109,42 @@ class _Exchange:
         return work.combine(output_RH)
 
 
+class _Share:
+    """What a module of experts does before its forward and after it, on tokens that all ranks of tp have."""
+
+    def __init__(self, module: Any, tp: Axis) -> None:
+        self._tp, self._num_own = tp, module.num_experts // tp.size
+        # Rows of the running forward.
+        self._tokens_R = torch.empty(0, dtype=torch.long)
+        self._num_tokens = 0
+        for name, weight in expert_weights(module):
+            shard = Shard(global_shape=tuple(weight.shape), dim=0, axis=tp, local_length=self._num_own)
+            setattr(module, name, _own_experts(weight, tp, shard))
+        module.num_experts = self._num_own
+        module.register_forward_pre_hook(self._select, with_kwargs=True)
+        module.register_forward_hook(self._add)
+
+    def _select(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        hidden_TH, expert_ids_TK, probs_TK = signature(module.forward).bind(*args, **kwargs).args
+        hidden_TH, probs_TK = differentiable.copy(hidden_TH, self._tp), differentiable.copy(probs_TK, self._tp)
+        self._tokens_R, choices_R = (expert_ids_TK // self._num_own == self._tp.rank).nonzero(as_tuple=True)
+        self._num_tokens = len(hidden_TH)
+        ids_R, probs_R = (one[self._tokens_R, choices_R] for one in (expert_ids_TK % self._num_own, probs_TK))
+        return (hidden_TH[self._tokens_R], ids_R[:, None], probs_R[:, None]), {}
+
+    def _add(self, module: nn.Module, args: Any, output_RH: Tensor) -> Tensor:
+        rows_RH, _, probs_R1 = args
+        if not len(rows_RH):
+            # What no row went through has no backward, and other ranks would wait for its messages.
+            output_RH = rows_RH * probs_R1
+        own_TH = output_RH.new_zeros(self._num_tokens, output_RH.shape[-1])
+        return differentiable.reduce(own_TH.index_add(0, self._tokens_R, output_RH), self._tp)
+
+
 @torch.no_grad()
-def _own_experts(weight: nn.Parameter, axes: ExpertAxes) -> nn.Parameter:
-    num_own = weight.shape[0] // axes.ep.size
-    part = weight.detach().narrow(0, axes.ep.rank * num_own, num_own).clone()
+def _own_experts(weight: nn.Parameter, axis: Axis, shard: Shard) -> nn.Parameter:
+    num_own = weight.shape[0] // axis.size
+    part = weight.detach().narrow(0, axis.rank * num_own, num_own).clone()
     held = ShardedParameter(part, requires_grad=weight.requires_grad)
-    held.shard = Shard(global_shape=tuple(weight.shape), leading=axes.ep, data=axes.edp, replicas=(axes.etp,))
+    held.shard = shard
     return held

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from lightning_megatron.any_module.cut_experts import expert_faults, expert_modules, expert_weights
+from lightning_megatron.any_module.cut_experts import expert_faults, expert_modules, expert_weights, shared_experts
 from lightning_megatron.any_module.plan import ModelPlan
 from lightning_megatron.any_module.tensor_styles import (
     BY_INPUTS,
@@ -30,7 +30,7 @@ def report_of(name: str, network: nn.Module, plan: ModelPlan, sizes: Sizes) -> s
     blocks = [_layers(network, layers, plan, sizes)]
     if sizes.tp > 1:
         blocks.append(_linears(network, styles, cut, sizes.tp))
-    if sizes.ep > 1:
+    if sizes.ep > 1 or (sizes.tp > 1 and any(True for _ in expert_modules(network))):
         blocks.append(_experts(network, sizes))
     blocks.append(_held(network, layers, cut, sizes))
     return "\n".join(line for block in blocks for line in block)
@@ -82,18 +82,26 @@ def _experts(network: nn.Module, sizes: Sizes) -> list[str]:
         return ["experts: the network has none as transformers' models have them"]
     if faults := expert_faults(network, sizes):
         return [f"experts: {fault}" for fault in faults]
-    return [f"experts: {name}, {each} each, {each // sizes.ep} a rank ({n})" for (name, each), n in groups.items()]
+    axis, size = ("ep", sizes.ep) if sizes.ep > 1 else ("tp", sizes.tp)
+    return [
+        f"experts: {name}, {each} each, "
+        + (f"{each // size} a rank of {axis}" if each % size == 0 else f"whole: {axis} ({size}) does not divide them")
+        + f" ({count})"
+        for (name, each), count in groups.items()
+    ]
 
 
 def _held(network: nn.Module, layers: Sequence[str], cut: Mapping[str, str], sizes: Sizes) -> list[str]:
     """Parameters of the network, and of the rank that holds most."""
     inside: dict[str, int] = dict.fromkeys(layers, 0)
     around = 0
-    experts = {weight for _, module in expert_modules(network) for _, weight in expert_weights(module)}
+    cut_experts = shared_experts(network, sizes.tp if sizes.ep == 1 else 1)
+    experts = {weight for module in cut_experts for _, weight in expert_weights(module)}
+    num_parts = sizes.tp if sizes.ep == 1 else sizes.ep
     for name, weight in network.named_parameters():
         owner = name.rpartition(".")[0]
         is_cut = cut.get(owner) in (*BY_OUTPUTS, EMBEDDING) or (cut.get(owner) in BY_INPUTS and weight.dim() > 1)
-        count = weight.numel() // (sizes.tp if is_cut else sizes.ep if weight in experts else 1)
+        count = weight.numel() // (sizes.tp if is_cut else num_parts if weight in experts else 1)
         layer = next((layer for layer in layers if name.startswith(f"{layer}.")), None)
         if layer is None:
             around += count

@@ -86,7 +86,11 @@ def test_experts_and_attention_are_told(tmp_path: Path, capsys: pytest.CaptureFi
     config_of("qwen3_moe").save_pretrained(tmp_path)
     assert main(["model-plan", str(tmp_path), "--ep", "2", "--cp", "2"]) == 0
     told = capsys.readouterr().out
-    assert "experts: layers.*.mlp.experts, 8 each, 4 a rank (4)\n" in told
+    assert "experts: layers.*.mlp.experts, 8 each, 4 a rank of ep (4)\n" in told
+    assert main(["model-plan", str(tmp_path), "--tp", "2"]) == 0
+    assert "experts: layers.*.mlp.experts, 8 each, 4 a rank of tp (4)\n" in capsys.readouterr().out
+    assert main(["model-plan", str(tmp_path), "--tp", "16"]) == 0
+    assert "experts: layers.*.mlp.experts, 8 each, whole: tp (16) does not divide them (4)\n" in capsys.readouterr().out
     assert told.endswith("context parallel: layers look up their attention by name, which is cut over the tokens\n")
     text = report_of("net", networks.GPT(), ModelPlan(), Sizes(world=2, ep=2))
     assert "experts: the network has none as transformers' models have them\n" in text

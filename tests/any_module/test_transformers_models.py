@@ -22,7 +22,7 @@ SAMPLE = [
     # Soft caps, windows, an attention of its own file.
     ("gemma2", ("cp2pp2", "tp2-sp")),
     # Experts, and attention sinks.
-    ("qwen3_moe", ("ep2", "tp2-sp")),
+    ("qwen3_moe", ("ep2", "tp2-sp", "pp2tp2")),
     ("gpt_oss", ("cp2",)),
     # No plan of its own: linears go by their names, and its number of heads is that of a rank.
     ("opt", ("tp2",)),

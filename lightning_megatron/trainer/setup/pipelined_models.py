@@ -7,7 +7,13 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from torch import nn
 
-from lightning_megatron.any_module.cut_experts import cut_experts, expert_faults, expert_modules
+from lightning_megatron.any_module.cut_experts import (
+    cut_experts,
+    expert_faults,
+    expert_modules,
+    share_experts,
+    shared_experts,
+)
 from lightning_megatron.any_module.cut_model import CutModel, cut_of
 from lightning_megatron.any_module.plan import ModelPlan
 from lightning_megatron.any_module.tensor_styles import cut_by, cut_linears
@@ -92,6 +98,8 @@ def cut_plain_networks(module: pl.LightningModule, mesh: Mesh, given: ModelPlan 
                 cut_linears(network, plan.styles_in(name, network), mesh.tp)
             if mesh.sizes.ep > 1:
                 cut_experts(network, ExpertAxes.of(mesh))
+            elif mesh.tp.size > 1:
+                share_experts(network, mesh.tp)
     if mesh.pp.size * mesh.cp.size * mesh.sp.size == 1:
         return False
     layered = _layered(module, mesh.sizes.num_stages, plan)
@@ -128,7 +136,11 @@ def attends_by_name(network: nn.Module, layers: Iterable[str]) -> bool:
 def cut_axes(module: pl.LightningModule, plan: ModelPlan, sizes: Sizes) -> set[str]:
     """Names of the axes over which `cut_plain_networks` would cut networks of the module."""
     networks = dict(module.named_children())
-    found = {"tp"} if any(cut_by(one, plan.styles_in(name, one), sizes.tp) for name, one in networks.items()) else set()
+    are_cut = (
+        bool(cut_by(one, plan.styles_in(name, one), sizes.tp) or (sizes.ep == 1 and shared_experts(one, sizes.tp)))
+        for name, one in networks.items()
+    )
+    found = {"tp"} if any(are_cut) else set()
     layered = _layered(module, sizes.num_stages, plan)
     if not found:
         # That nothing is cut over tp is told once.
