@@ -268,8 +268,12 @@ def _rotary_size(attention: nn.Module) -> int:
     return size if isinstance(size, int) else 0
 
 
-class SummedParameter(ShardedParameter):
-    """A weight of a network that each process made, of whose gradient every rank has a term."""
+class TakenParameter(ShardedParameter):
+    """A weight whose values are those of a network that each process made, and not of a seed."""
+
+
+class SummedParameter(TakenParameter):
+    """A weight of whose gradient every rank has a term."""
 
 
 def sum_gradients(module: nn.Module, name: str, weight: nn.Parameter, tp: Axis) -> None:
@@ -389,8 +393,8 @@ def names_of_taken(module: nn.Module) -> set[str]:
         # Experts as transformers has them are cut too.
         is_taken = isinstance(child, kinds) or hasattr(child, "_is_expert_parallel")
         for key, weight in child.named_parameters(recurse=False):
-            if is_taken or isinstance(weight, SummedParameter):
-                found.add(f"{name}.{key}")
+            if is_taken or isinstance(weight, TakenParameter):
+                found.add(f"{name}.{key}" if name else key)
     return found
 
 

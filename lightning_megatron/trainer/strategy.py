@@ -27,6 +27,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -388,6 +389,8 @@ class MegatronStrategy(ParallelStrategy):
         initial_sync.sync_seed(self.mesh)
         if module is not None:
             run.loader_sync = LoaderSync(self.mesh) if self.mesh.dp.size > 1 else None
+            if is_overridden("configure_model", module):
+                module._device_mesh = self._connections.device_mesh
             connector: Any = module.trainer._accelerator_connector
             run.cuts_loaders, connector.use_distributed_sampler = connector.use_distributed_sampler, False
             # Callbacks that average weights copy the module when they are set up, which comes next.

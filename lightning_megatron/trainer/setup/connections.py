@@ -2,8 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_megatron.checkpoint import CheckpointConfig
 from lightning_megatron.comm.p2p import Hop, LaneGroups, build_lanes, connect_lanes
@@ -25,6 +27,10 @@ class Connections:
     document_routing: Axis | None
     """Ranks of dp and cp over host memory, on which documents are sent in the background; None without
     dynamic context parallelism."""
+    groups: Groups
+    """Maker of further groups."""
+    device: torch.device
+    """Device of this process."""
 
     @staticmethod
     def opened(
@@ -44,4 +50,19 @@ class Connections:
         on_host = mesh.world if device.type == "cpu" else groups.over_host(mesh.world)
         saver = CheckpointSaver(on_host, groups.over_host(mesh.world), config)
         routing = groups.over_host(mesh.axis("dp+cp")) if routes_documents else None
-        return Connections(mesh=mesh, lanes=lanes, saver=saver, document_routing=routing)
+        return Connections(mesh=mesh, lanes=lanes, saver=saver, document_routing=routing, groups=groups, device=device)
+
+    @cached_property
+    def device_mesh(self) -> DeviceMesh | None:
+        """The ranks of dp and tp as a mesh of torch, named as under Lightning's `ModelParallelStrategy`; None for one
+        process. Collective over the world when it is first read."""
+        if self.mesh.world.size == 1:
+            return None
+        dp, tp, own = self.mesh.dp, self.mesh.tp, self.mesh.global_rank
+        alone = self.groups.on_device((own,)) if 1 in (dp.size, tp.size) else None
+        return DeviceMesh.from_group(
+            [group for axis in (dp, tp) if (group := axis.group or alone) is not None],
+            self.device.type,
+            [[row + column - own for column in tp.ranks] for row in dp.ranks],
+            mesh_dim_names=("data_parallel", "tensor_parallel"),
+        )

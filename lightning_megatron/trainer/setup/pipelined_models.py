@@ -15,6 +15,7 @@ from lightning_megatron.any_module.cut_experts import (
     shared_experts,
 )
 from lightning_megatron.any_module.cut_model import CutModel, cut_of
+from lightning_megatron.any_module.dtensor_weights import dtensor_faults, take_dtensors
 from lightning_megatron.any_module.plan import ModelPlan
 from lightning_megatron.any_module.tensor_styles import cut_by, cut_linears
 from lightning_megatron.mesh import Mesh, Sizes
@@ -194,15 +195,22 @@ def pipeline_faults(
 
 
 def cut_late_networks(module: pl.LightningModule, mesh: Mesh, plan: ModelPlan | None = None) -> None:
-    """Cuts the networks that `configure_model` made, as `cut_plain_networks`.
+    """Cuts the networks that `configure_model` made, as `cut_plain_networks`, and takes the weights that it cut itself.
 
-    Raises ConfigurationError for a plan that does not fit the module, and where a callback has copied the module uncut
-    by then: the copy would average other weights.
+    Raises ConfigurationError for a plan that does not fit the module, for weights that cannot be taken, and where a
+    callback has copied the module uncut by then: the copy would average other weights.
     """
-    if faults := plan_of(module, plan).faults(module) + expert_faults(module, mesh.sizes):
+    faults = plan_of(module, plan).faults(module) + expert_faults(module, mesh.sizes) + dtensor_faults(module, mesh)
+    if faults:
         raise ConfigurationError(faults)
     callbacks = module.trainer.callbacks  # type: ignore[attr-defined]
     averaging = [c for c in callbacks if isinstance(c, (WeightAveraging, StochasticWeightAveraging))]
+    if take_dtensors(module, mesh.tp) and averaging:
+        raise ConfigurationError(
+            f"{type(averaging[0]).__name__} copies the module before the DTensors that configure_model made are taken "
+            "for its weights; have the strategy cut the linears of a network that __init__ makes, by "
+            "ModelPlan(styles=...)"
+        )
     if cut_plain_networks(module, mesh, plan) and averaging:
         raise ConfigurationError(
             f"{type(averaging[0]).__name__} copies the module before its network, made in configure_model, is cut into "

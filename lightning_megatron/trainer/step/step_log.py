@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 from torchmetrics import Metric
 
@@ -190,6 +191,8 @@ class StepLog:
             # A nested table, None and the like: Lightning's own method says what is wrong with it.
             LightningModule.log(self._module, name, value)
             raise ValueError(f"self.log({name!r}) takes a number, a tensor of one or a Metric, not {value!r}")
+        if isinstance(value, DTensor):
+            raise ValueError(f"self.log({name!r}) got a DTensor; log its full_tensor(), which every rank of tp has")
         batch_size = bound.pop("batch_size", None)
         entry = self._entries.setdefault(name, _LogEntry(dict(bound), is_sized=batch_size is not None))
         if batch_size is not None:

@@ -13,6 +13,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
 from lightning_megatron.any_module.cut_model import CutModel
@@ -179,8 +180,13 @@ class UserStep:
 
 
 def loss_of(output: Any) -> Tensor | None:
-    """The loss that a step returned; None where it returned none."""
+    """The loss that a step returned; None where it returned none. Raises ValueError for a DTensor."""
     loss = output.get("loss") if isinstance(output, dict) else output
+    if isinstance(loss, DTensor):
+        raise ValueError(
+            "the step returned a DTensor as its loss, which cannot be weighed beside those of other ranks; return "
+            "loss.full_tensor(), or let the head return plain logits: ColwiseParallel(output_layouts=Replicate())"
+        )
     return loss if isinstance(loss, Tensor) else None
 
 
