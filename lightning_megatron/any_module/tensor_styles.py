@@ -28,7 +28,7 @@ from lightning_megatron.any_module.cut_logits import joined
 from lightning_megatron.any_module.latent_linear import LatentLinear
 from lightning_megatron.comm import differentiable
 from lightning_megatron.mesh import Axis
-from lightning_megatron.sharding import Initial, Shard, ShardedParameter, shard_parameter
+from lightning_megatron.sharding import Initial, Shard, ShardedParameter, shard_of, shard_parameter
 from lightning_megatron.tensor.linear import ColumnParallelLinear, RowParallelLinear, TokenKeys, column_parallel_linear
 from lightning_megatron.tensor.whole_linear import as_a_call
 
@@ -400,10 +400,12 @@ def names_of_taken(module: nn.Module) -> set[str]:
 
 @torch.no_grad()
 def take_weights(cut: nn.Module, whole: nn.Module) -> None:
-    """Fills the weights of a cut module with this rank's slices of those of the whole one."""
+    """Gives a cut module this rank's slices of the weights of the whole one, on their device."""
     for name, weight in whole.named_parameters():
-        held = cut.get_parameter(name)
-        box = held.shard.box  # type: ignore[attr-defined]
+        shard = shard_of(cut.get_parameter(name))
+        box = shard.box
         part = weight[tuple(slice(start, start + size) for start, size in zip(box.offsets, box.sizes, strict=True))]
-        held.data = part.detach().clone(memory_format=torch.contiguous_format)
-        held.requires_grad_(weight.requires_grad)
+        values = part.detach().clone(memory_format=torch.contiguous_format)
+        held = ShardedParameter(values, requires_grad=weight.requires_grad)
+        held.shard = shard
+        setattr(cut, name, held)

@@ -12,8 +12,15 @@ if TYPE_CHECKING:
     from lightning_megatron.hf.llava_parts import llava_from_folders
     from lightning_megatron.hf.load import config_from_pretrained, from_pretrained
     from lightning_megatron.hf.save import save_pretrained
-    from lightning_megatron.hf.unchanged import load_unchanged
+    from lightning_megatron.hf.unchanged import load_unchanged, new_unchanged
 else:
     __getattr__, __dir__ = lazy_exports(__name__, __file__)
 
-__all__ = ["config_from_pretrained", "from_pretrained", "llava_from_folders", "load_unchanged", "save_pretrained"]
+__all__ = [
+    "config_from_pretrained",
+    "from_pretrained",
+    "llava_from_folders",
+    "load_unchanged",
+    "new_unchanged",
+    "save_pretrained",
+]

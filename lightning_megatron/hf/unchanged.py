@@ -1,7 +1,8 @@
-"""Causal models of transformers as they are, from a folder: weights are mapped from its files, and not read.
+"""Causal models of transformers as they are: from a folder, whose files are mapped, or new ones from a configuration.
 
-A rank that keeps slices reads these alone. Where transformers converts weights while it reads them (experts that a file
-holds one by one), the model is read by transformers itself, whole, into host memory.
+A rank that keeps slices reads, or draws, these alone. Where transformers converts weights while it reads them (experts
+that a file holds one by one), or has initial values that only constructors know, the model is made by transformers
+itself, whole, in host memory.
 """
 
 import logging
@@ -9,10 +10,12 @@ import os
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from lightning_megatron.hf.folder import DTYPES, WeightFiles, on_disk
+from lightning_megatron.hf.new_weights import NewWeights, draw_later
 from lightning_megatron.hub import CONFIG_FILES, model_folder
+from lightning_megatron.mesh import ambient_mesh
 
 logger = logging.getLogger(__name__)
 
@@ -29,13 +32,37 @@ def read_config(path: str | os.PathLike[str]) -> Any:
         ) from error
 
 
-def new_model(config: Any, dtype: torch.dtype) -> Any:
-    """The causal model of a configuration with new weights, in host memory. Raises ValueError for another kind."""
-    try:
-        with torch.device("cpu"):
-            return AutoModelForCausalLM.from_config(config, dtype=dtype)
-    except ValueError as error:
-        raise ValueError(f"no causal model can be made of a {type(config).__name__}: {_first_line(error)}") from error
+def new_unchanged(
+    config: PreTrainedConfig | str | os.PathLike[str], dtype: torch.dtype | None = None, seed: int | None = None
+) -> Any:
+    """The causal model of a configuration, or of the one in a folder, with new weights: the same on every layout.
+
+    Each weight is drawn as transformers draws it, from `seed` (by default torch's, which `seed_everything` sets) and
+    its name. In a run that cuts it over tp, pp or ep the model stays on the meta device until the strategy has done so,
+    after `configure_model`; elsewhere it is filled at once, in host memory. `dtype` is that of the weights, by default
+    the configuration's. Raises ValueError where there is no causal model.
+    """
+    config = config if isinstance(config, PreTrainedConfig) else read_config(config)
+    options = {} if dtype is None else {"dtype": dtype}
+    seed = torch.initial_seed() if seed is None else seed
+    # Some constructors make tensors in host memory whatever the device.
+    model = _on_meta(config, options, f"a {type(config).__name__}").to("meta")
+    weights = NewWeights(model, seed)
+    if weights.undrawn:
+        logger.warning(
+            "%s does not draw %s, and has constructors do so: every process makes all weights in host memory",
+            type(model).__name__,
+            ", ".join(weights.undrawn[:6]),
+        )
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+            torch.default_generator.manual_seed(seed)
+            return AutoModelForCausalLM.from_config(config, **options)
+    sizes = ambient_mesh().sizes
+    if sizes.tp * sizes.pp * sizes.ep > 1:
+        draw_later(model, weights)
+    else:
+        weights.fill(model)
+    return model
 
 
 def load_unchanged(path: str | os.PathLike[str], dtype: torch.dtype | None = None) -> Any:
@@ -51,11 +78,7 @@ def load_unchanged(path: str | os.PathLike[str], dtype: torch.dtype | None = Non
 
 def _loaded(path: str, dtype: torch.dtype | None) -> Any:
     config, files = read_config(path), WeightFiles(on_disk(path))
-    try:
-        with torch.device("meta"):
-            model: Any = AutoModelForCausalLM.from_config(config, **({} if dtype is None else {"dtype": dtype}))
-    except ValueError as error:
-        raise ValueError(f"no causal model can be made of {os.fspath(path)}: {_first_line(error)}") from error
+    model = _on_meta(config, {} if dtype is None else {"dtype": dtype}, os.fspath(path))
     sources = _sources(model, files)
     if sources is None:
         logger.warning(
@@ -77,6 +100,14 @@ def _loaded(path: str, dtype: torch.dtype | None) -> Any:
     if (on_disk(path) / _GENERATION).is_file():
         model.generation_config = GenerationConfig.from_pretrained(path)
     return model.eval()
+
+
+def _on_meta(config: Any, options: dict[str, Any], source: str) -> Any:
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, **options)
+    except ValueError as error:
+        raise ValueError(f"no causal model can be made of {source}: {_first_line(error)}") from error
 
 
 def _sources(model: PreTrainedModel, files: WeightFiles) -> dict[str, str] | None:

@@ -70,7 +70,7 @@ class CausalModule(L.LightningModule):
             dtype = _HALF.get(str(self.trainer.precision) if self._trainer is not None else "", torch.float32)
             try:
                 if self.from_scratch:
-                    self.model = unchanged.new_model(self.config, dtype)
+                    self.model = unchanged.new_unchanged(self.config, dtype)
                 else:
                     # Transformers returns a model that is evaluated.
                     self.model = unchanged.load_unchanged(self.path, dtype).train()

@@ -915,7 +915,12 @@ class MegatronStrategy(ParallelStrategy):
             self._run.end(self.lightning_module, self._last_fit)
             self._run = None
         self._plugin.end()
+        module = self._lightning_module
+        if module is not None and any(parameter.is_meta for parameter in module.parameters()):
+            # It cannot move to the host, and a failure to do so would hide why the run ended before it had weights.
+            self._lightning_module = None
         super().teardown()
+        self._lightning_module = module
 
     @override
     def __getstate__(self) -> dict[str, Any]:

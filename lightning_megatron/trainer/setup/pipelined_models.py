@@ -82,8 +82,18 @@ def cut_plain_networks(module: pl.LightningModule, mesh: Mesh, given: ModelPlan 
     experts over ep, and the layers of the one network that has enough, or the one `nn.Sequential`, over stages; the
     tokens of these layers over cp and sp.
 
-    Nothing is cut twice, and no module that holds a pipelined model. Returns whether stages were cut.
+    Nothing is cut twice, and no module that holds a pipelined model. Then new weights are drawn, those that this rank
+    has. Returns whether stages were cut.
     """
+    is_cut = _cut_networks(module, mesh, given)
+    if _TRANSFORMERS in sys.modules:
+        from lightning_megatron.hf.new_weights import draw_new_weights
+
+        draw_new_weights(module)
+    return is_cut
+
+
+def _cut_networks(module: pl.LightningModule, mesh: Mesh, given: ModelPlan | None) -> bool:
     plan = plan_of(module, given)
     # What the plan names may be made later, in `configure_model`.
     if pipelined_modules(module) or plan.faults(module):
