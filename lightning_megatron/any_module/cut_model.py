@@ -200,6 +200,8 @@ class CutModel(PipelineModule):
             with tokens.off():
                 wanted = self._hidden_states(stage, args, kwargs, whole)
             try:
+                with tokens.finding_sums():
+                    self._hidden_states(stage, args, kwargs, short)
                 cut = self._hidden_states(stage, args, kwargs, short)
             except (torch.OutOfMemoryError, CutError):
                 raise

@@ -8,6 +8,9 @@ of the sequence; behind the last layer they are gathered.
     cp     own tokens       own tokens, and own rows of tables and masks; attention alone sees keys of all
     sp     own tokens       norms on own tokens; attention and the feed-forward network on all, cut by their features
 
+Tokens are gathered into these parts, and the gradients of what colwise linears read there are reduce-scattered; where a
+part returns what its rowwise linear computed, that is reduce-scattered too, and is split after a sum otherwise.
+
 Which modules mix tokens cannot be read off them. So before the first step each stage runs its layers on a few tokens,
 whole and cut, and refuses those whose numbers differ.
 """
@@ -21,7 +24,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_megatron.any_module.cut_error import CutError
-from lightning_megatron.any_module.tensor_styles import ColwiseLinear, sum_gradients
+from lightning_megatron.any_module.tensor_styles import ColwiseLinear, RowwiseLinear, sum_gradients
+from lightning_megatron.any_module.whole_weights import sum_in_backward
 from lightning_megatron.comm import collectives, differentiable
 from lightning_megatron.mesh import Axis
 from lightning_megatron.tensor.linear import ParallelLinear, RowParallelLinear
@@ -49,6 +53,10 @@ class CutTokens:
         self.summed: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
         # Shape of the hidden states that the running layer was given.
         self._local: torch.Size | None = None
+        # Own tokens of the running part's inputs, each behind the tensor that was gathered from them.
+        self._inputs: list[tuple[Tensor, Tensor]] = []
+        # While parts are looked at, the sums that their rowwise linears returned.
+        self._sums: list[tuple[Tensor, RowwiseLinear]] | None = None
 
     def watch(self, layer: nn.Module) -> None:
         """Makes a layer run its attention and feed-forward network on the tokens of all ranks of sp."""
@@ -61,6 +69,11 @@ class CutTokens:
             # What has no children, and is no linear, does the same to each token: norms, activations, dropout.
             if any(True for _ in child.children()) or isinstance(child, (nn.Linear, ParallelLinear)):
                 child.register_forward_pre_hook(self._gather_inputs, prepend=True, with_kwargs=True)
+                for linear in child.modules():
+                    if isinstance(linear, ColwiseLinear):
+                        linear.copies.tokens = self
+                    elif isinstance(linear, RowwiseLinear):
+                        linear.register_forward_hook(self._note_sum)
                 if not _gives_features_of_rank(child):
                     child.register_forward_hook(self._split_outputs)
             else:
@@ -150,16 +163,62 @@ class CutTokens:
         if shape is None:
             return None
 
+        self._inputs = []
+
         def whole(value: Any) -> Any:
-            return differentiable.all_gather_invariant(value, self.sp, 1) if _is_like(value, shape) else value
+            if not _is_like(value, shape):
+                return value
+            found = differentiable.all_gather_invariant(value, self.sp, 1)
+            self._inputs.append((found, value))
+            return found
 
         return tree_map(whole, (args, kwargs))
 
     def _split_outputs(self, _: nn.Module, args: Any, output: Any) -> Any:
+        self._inputs = []
         if self._local is None:
             return output
         shape = torch.Size((self._local[0], self._local[1] * self.sp.size, *self._local[2:]))
-        return tree_map(lambda one: differentiable.split(one, self.sp, 1) if _is_like(one, shape) else one, output)
+
+        def own(value: Any) -> Any:
+            if not _is_like(value, shape):
+                return value
+            for linear in [one for total, one in self._sums or () if total is value]:
+                self._leave_own(linear)
+            return differentiable.split(value, self.sp, 1)
+
+        return tree_map(own, output)
+
+    def _note_sum(self, linear: RowwiseLinear, _: Any, output: Tensor) -> None:
+        if self._sums is not None:
+            self._sums.append((output, linear))
+
+    def _leave_own(self, linear: RowwiseLinear) -> None:
+        """Makes a linear whose output leaves its part as it is return that of own tokens at once."""
+        if linear.tokens is None:
+            linear.tokens = self
+            if linear.bias is not None and linear.bias.requires_grad:
+                sum_in_backward(linear.bias, self.sp)
+
+    @contextmanager
+    def finding_sums(self) -> Iterator[None]:
+        """Inside the block parts run on which it shows which outputs of their linears they return."""
+        self._sums = []
+        try:
+            yield
+        finally:
+            self._sums = None
+
+    def gathered(self, x: Tensor) -> Tensor | None:
+        """A tensor equal to `x`, the gathered input of the running part, whose gradient is reduce-scattered."""
+        own = next((own for whole, own in self._inputs if whole is x), None)
+        return None if own is None else differentiable.as_gathered(own, x, self.sp, 1)
+
+    def reduced(self, part: Tensor) -> Tensor:
+        """The sum over sp of a product [B, T, O], of own tokens while layers run on them."""
+        if self._local is None:
+            return differentiable.reduce(part, self.sp)
+        return differentiable.reduce_scatter(part, self.sp, 1)
 
     # --- the look before the first step -------------------------------------------------------------------------------
 

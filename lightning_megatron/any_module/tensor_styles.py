@@ -17,7 +17,7 @@ of them gives another takes.
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,13 @@ from lightning_megatron.any_module.latent_linear import LatentLinear
 from lightning_megatron.comm import differentiable
 from lightning_megatron.mesh import Axis
 from lightning_megatron.sharding import Initial, Shard, ShardedParameter, shard_of, shard_parameter
-from lightning_megatron.tensor.linear import ColumnParallelLinear, RowParallelLinear, TokenKeys, column_parallel_linear
+from lightning_megatron.tensor.linear import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    TokenKeys,
+    column_parallel_linear,
+    row_parallel_linear,
+)
 from lightning_megatron.tensor.whole_linear import as_a_call
 
 REPLICATE = "replicate"
@@ -289,11 +295,22 @@ def _as_made(linear: nn.Linear, tp: Axis) -> dict[str, Any]:
     return {"tp": tp, "sp": alone, "bias": linear.bias is not None, "initial": Initial()}
 
 
+class OwnTokens(Protocol):
+    """What linears of a part of a layer know of its tokens under sequence parallelism."""
+
+    def gathered(self, x: Tensor) -> Tensor | None:
+        """A tensor equal to `x`, whose gradient is reduce-scattered; None where `x` is no gathered input."""
+
+    def reduced(self, part: Tensor) -> Tensor:
+        """The sum of a product over the ranks of tp, for own tokens."""
+
+
 class _SharedCopy:
     """The input of colwise linears of one parent, whose gradient is summed over tp once for those that get the same."""
 
     def __init__(self, callers: Iterable[nn.Module], tp: Axis) -> None:
         self._tp = tp
+        self.tokens: OwnTokens | None = None
         self._last: tuple[Tensor, int, bool, Tensor] | None = None
         # The parent may be a list, which nobody calls.
         for caller in callers:
@@ -309,7 +326,8 @@ class _SharedCopy:
             source, version, was_recorded, copy = self._last
             if source is x and version == x._version and was_recorded == is_recorded:
                 return copy
-        copy = differentiable.copy(x, self._tp)
+        gathered = None if self.tokens is None else self.tokens.gathered(x)
+        copy = differentiable.copy(x, self._tp) if gathered is None else gathered
         self._last = (x, x._version, is_recorded, copy)
         return copy
 
@@ -347,7 +365,10 @@ class RowwiseLinear(RowParallelLinear):
 
     def __init__(self, linear: nn.Linear, tp: Axis, style: str) -> None:
         super().__init__(linear.in_features, linear.out_features, **_as_made(linear, tp))
+        self.alone = Axis.alone(tp.ranks[tp.rank], "tp")
         self.splits_input = style == "rowwise_split_input"
+        self.tokens: OwnTokens | None = None
+        """Where it is set, the output is that of own tokens."""
         self.in_features, self.out_features = linear.in_features, linear.out_features
         take_weights(self, linear)
         self.register_forward_pre_hook(as_a_call)
@@ -356,8 +377,14 @@ class RowwiseLinear(RowParallelLinear):
         x_TI = x.reshape(-1, x.shape[-1])
         if self.splits_input:
             x_TI = differentiable.split(x_TI, self.tp, dim=1)
-        y_TO = super().forward(x_TI)
-        return y_TO.view(*x.shape[:-1], y_TO.shape[-1])
+        if self.tokens is None:
+            y_TO = super().forward(x_TI)
+            return y_TO.view(*x.shape[:-1], y_TO.shape[-1])
+        y_TO = row_parallel_linear(
+            x_TI, self.weight, None, tp=self.alone, sp=self.alone, gradients=self.weight_gradients, gemm=self.gemm
+        )
+        y = self.tokens.reduced(y_TO.view(*x.shape[:-1], y_TO.shape[-1]))
+        return y if self.bias is None else y + self.bias
 
 
 class RowwiseEmbedding(nn.Embedding):

@@ -65,6 +65,14 @@ def all_gather(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
     return out
 
 
+def as_gathered(x: Tensor, whole: Tensor, axis: Axis, dim: int = 0) -> Tensor:
+    """`all_gather` of `x`, which is here already as `whole`; gradients are reduce-scattered."""
+    out: Tensor = _Conjugates.apply(
+        x, lambda x: whole.detach().view_as(whole), lambda grad: collectives.reduce_scatter(grad, axis, dim)
+    )
+    return out
+
+
 def reduce_scatter(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
     """Partial to shard: this rank's part along `dim` of the sum over the axis; gradients are all-gathered."""
     out: Tensor = _Conjugates.apply(

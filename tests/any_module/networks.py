@@ -280,6 +280,28 @@ class TrainsHanding(TrainsOverTensor):
     network = HandingGPT
 
 
+class ScaledAttention(Attention):
+    """Scales what its last linear computed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+class ScaledGPT(GPT):
+    """Its attention does something behind the last linear."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.attention = ScaledAttention()
+
+
+class TrainsScaled(TrainsOverTensor):
+    """Attention whose output is no linear's."""
+
+    network = ScaledGPT
+
+
 class LentAttention(Attention):
     """Returns a weight of its own beside its output."""
 

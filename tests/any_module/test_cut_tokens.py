@@ -1,21 +1,63 @@
 """Tokens of layers that are cut over sp and cp give one device's numbers, or the layers are refused by name."""
 
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_megatron.any_module.cut_tokens import CutTokens
+from lightning_megatron.any_module.tensor_styles import RowwiseLinear
+from lightning_megatron.comm import collectives
 from lightning_megatron.mesh import Axis, Mesh, Sizes
 from lightning_megatron.testing import certify
 from tests.any_module import networks
+from tests.harness.ranks import run_on_ranks
+from tests.trainer.layouts import Layout, make_trainer
 
 
 def test_a_network_of_ones_own_runs_its_norms_on_own_tokens() -> None:
     layouts = ("tp2-sp", "tp2-sp-pp2vp2")
     certify(networks.TrainsOverTensor, networks.batches, layouts=layouts, steps=2).assert_equal()
+    certify(networks.TrainsScaled, networks.batches, layouts=layouts[:1], steps=2).assert_equal()
 
 
 def test_a_weight_that_is_handed_out_of_a_part_is_summed_over_ranks() -> None:
     certify(networks.TrainsLending, networks.batches, layouts=("tp2-sp",), steps=2).assert_equal()
+
+
+class CountsSums(L.Callback):
+    """Counts how often the second step sums hidden states of all tokens."""
+
+    num_summed = 0
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self.num_summed, all_reduce = 0, collectives.all_reduce_
+
+        def counted(x: Tensor, axis: Axis, *args: Any, **options: Any) -> Any:
+            self.num_summed += x.numel() == networks.ROWS * networks.TOKENS * networks.WIDTH
+            return all_reduce(x, axis, *args, **options)
+
+        # Before the first step layers are looked at.
+        if batch_idx == 1:
+            collectives.all_reduce_ = counted  # type: ignore[assignment]
+
+
+def summed_whole(make: Callable[[], Any]) -> tuple[set[str], int]:
+    counts, module = CountsSums(), make()
+    trainer = make_trainer(Layout(world=2, tp=2, sp=True), max_epochs=1, limit_train_batches=2, callbacks=[counts])
+    trainer.fit(module, networks.loader())
+    linears = [(name, one) for name, one in module.net.blocks[0].named_modules() if isinstance(one, RowwiseLinear)]
+    return {name for name, one in linears if one.tokens is not None}, counts.num_summed
+
+
+def test_a_part_sums_hidden_states_of_own_tokens_alone() -> None:
+    for found in run_on_ranks(2, summed_whole, networks.TrainsOverTensor, init=False):
+        assert found == ({"attention.out", "down"}, 0)
+    # A factor behind a linear is of all tokens: each block sums the output of one part, and not its gradient.
+    for found in run_on_ranks(2, summed_whole, networks.TrainsScaled, init=False):
+        assert found == ({"down"}, 4)
 
 
 def test_a_layer_that_mixes_tokens_by_itself_is_refused_by_name() -> None:

@@ -76,6 +76,9 @@ def test_all_gather_joins_and_gives_each_shard_its_part_of_the_summed_gradient(s
         assert out.equal(full)
         wanted = shard_slice(torch.stack(grads).sum(0), axis, dim)
         assert_close(back(out, own, grads[axis.rank]), wanted, rtol=0, atol=TOLERANCE)
+        # The same of what is gathered already.
+        again = differentiable.as_gathered(own, full, axis, dim)
+        assert again.equal(full) and back(again, own, grads[axis.rank]).equal(back(out, own, grads[axis.rank]))
 
     on_axis(size, on_rank)
 
