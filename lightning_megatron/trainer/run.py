@@ -21,6 +21,7 @@ from lightning_megatron.optim.replica_check import DifferingCopiesError, bullet_
 from lightning_megatron.pipeline.module import at_once, run_alone
 from lightning_megatron.tensor import weight_gradients
 from lightning_megatron.tensor.weight_gradients import WeightGradients
+from lightning_megatron.tensor.whole_linear import WholeLinear, take_back
 from lightning_megatron.trainer.checkpointing import last_checkpoint, run_history
 from lightning_megatron.trainer.checkpointing.contents import MasterSlots
 from lightning_megatron.trainer.checkpointing.local_checkpoint import LocalCheckpoint
@@ -80,6 +81,8 @@ class ActiveRun:
     """Check of what a user's hooks do to gradients; None where there are none."""
     stepped_models: list[set[str]] = field(default_factory=list)
     """Names, for each optimizer, of the pipelined models of whose weights it has some."""
+    lent_linears: list[WholeLinear] = field(default_factory=list)
+    """Linears of networks that know nothing of a split backward, which put off their weight gradients in this run."""
     synced_metrics: list[Metric] = field(default_factory=list)
     """Metrics whose sync was changed for this run."""
     skipped_step_schedulers: SkippedStepSchedulers = field(default_factory=SkippedStepSchedulers)
@@ -181,6 +184,8 @@ class ActiveRun:
                 pipelined.driver, pipelined.before_part = run_alone, at_once
             # The layers held on to the last fit's gradients.
             weight_gradients.share(module, WeightGradients())
+            while self.lent_linears:
+                take_back(self.lent_linears.pop())
             share_yield_to_peer(module, no_op)
         metric_sync.restore_metrics(self.synced_metrics)
         self.skipped_step_schedulers.let_go()

@@ -43,12 +43,13 @@ from lightning_megatron.context.config import ContextConfig
 from lightning_megatron.mesh import Axis, Mesh, Sizes, set_ambient_mesh
 from lightning_megatron.optim.config import LossScaleConfig, OptimizerConfig
 from lightning_megatron.optim.data_parallel_comm import DataParallelComm
-from lightning_megatron.pipeline.registry import placement_of
+from lightning_megatron.pipeline.registry import placement_of, spec_of
 from lightning_megatron.pipeline.schedule_spec import Schedule
 from lightning_megatron.pipeline.step_hooks import StepHook
 from lightning_megatron.planner.balanced_batch import BalancedBatch
 from lightning_megatron.precision.fp8 import Fp8Config
 from lightning_megatron.rules import cross_config
+from lightning_megatron.tensor.whole_linear import lend
 from lightning_megatron.trainer.checkpointing import (
     checkpoint_dict,
     contents,
@@ -499,6 +500,9 @@ class MegatronStrategy(ParallelStrategy):
             # Model-parallel ranks log the same values, but Lightning sees several processes and advises to sync.
             warnings.filterwarnings("ignore", "It is recommended to use .*sync_dist=True", PossibleUserWarning)
         run.synced_metrics += metric_sync.sync_metrics_over(module, self.mesh.dp)
+        schedule = self.pipeline.schedule_of(pp=self.mesh.pp.size, vp=self.mesh.sizes.vp, microbatches=1)
+        if self.mesh.pp.size > 1 and spec_of(schedule.name).splits_backward:
+            run.lent_linears = [lend(linear) for linear in pipelined_models.plain_linears(pipelined)]
         run.steps = Steps(
             trainer=trainer,
             module=module,

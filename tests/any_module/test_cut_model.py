@@ -6,6 +6,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from lightning_megatron import ConfigurationError, MegatronStrategy, RecomputeConfig
 from lightning_megatron.any_module.cut_model import cut_of
 from lightning_megatron.mesh import Mesh, Sizes
+from lightning_megatron.tensor.whole_linear import WholeLinear
 from lightning_megatron.testing import certify
 from lightning_megatron.trainer.setup.pipelined_models import cut_plain_networks
 from tests.any_module import networks
@@ -49,6 +51,44 @@ def test_what_cannot_be_cut_is_refused_by_name(module: Callable[[], Any], shown:
 def test_a_term_beside_the_networks_own_is_not_weighed_by_that() -> None:
     [result] = certify(networks.TrainsRegularised, networks.batches, layouts=("pp2",), steps=1).results
     assert any("is taken for a mean over the rows of its batch" in warning for warning in result.warnings)
+
+
+class CountsDeferred(L.Callback):
+    """Counts weight gradients that own blocks put off."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        named = {id(weight): name for name, weight in pl_module.named_parameters()}
+        for linear in (one for one in pl_module.modules() if isinstance(one, WholeLinear)):
+            defer = linear.weight_gradients.defer
+
+            def noted(weight: Tensor, task: Callable[[], None], defer: Any = defer) -> None:
+                self.names.add(named[id(weight)])
+                defer(weight, task)
+
+            linear.weight_gradients.defer = noted  # type: ignore[method-assign]
+            # All linears share it.
+            break
+
+
+def deferred(schedule: str) -> tuple[set[str], bool]:
+    counts, module = CountsDeferred(), networks.Trains()
+    layout = Layout(world=2, pp=2, schedule=schedule, microbatches=4)
+    make_trainer(layout, max_epochs=1, limit_train_batches=1, callbacks=[counts]).fit(module, networks.loader())
+    return counts.names, any(isinstance(one, WholeLinear) for one in module.modules())
+
+
+def test_linears_put_their_weight_gradients_off_where_a_schedule_splits_the_backward() -> None:
+    certify(networks.Trains, networks.batches, layouts=("pp2-zb_h1",), steps=2).assert_equal()
+    for rank, (names, is_left) in enumerate(run_on_ranks(2, deferred, "zb_h1", init=False)):
+        assert not is_left
+        # The last stage is on global rank 0.
+        own = (2, 3) if rank == 0 else (0, 1)
+        linears = ("up", "down", *(f"attention.{name}" for name in ("query", "key", "value", "out")))
+        assert names == {f"net.blocks.{block}.{name}.weight" for block in own for name in linears}
+    assert all(not names for names, _ in run_on_ranks(2, deferred, "1f1b", init=False))
 
 
 class Drops(networks.Trains):

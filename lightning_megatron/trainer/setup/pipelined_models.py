@@ -1,7 +1,7 @@
 """The pipelined models within a user's module: their parameters by stage, and making one of an `nn.Sequential`."""
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
@@ -59,6 +59,18 @@ def parameters_in_parts(module: nn.Module) -> list[nn.Parameter]:
         for part in model.parts_of(stage)
         for parameter in model.parameters_of(part)
     ]
+
+
+def plain_linears(pipelined: Mapping[str, PipelineModule]) -> list[nn.Linear]:
+    """The linears of torch in the parts of this rank's stages."""
+    parts = [
+        model.get_submodule(name)
+        for model in pipelined.values()
+        for stage in model.mesh.own_stages
+        for name in model.parts_of(stage)
+    ]
+    # Code may read the weights of a class derived from nn.Linear, and not call it.
+    return [one for part in parts for one in part.modules() if type(one) is nn.Linear]
 
 
 def gather_parts_by(module: nn.Module, gather: Callable[[Iterable[nn.Parameter]], None]) -> None:
