@@ -23,10 +23,12 @@ THIRD_PARTIES = (
     "torch.utils.checkpoint",
     "torchmetrics",
     "lightning.pytorch",
+    "transformers.modeling_utils",
 )
 
 # Their tests start ranks.
-HELPED_ROOMS = ("reference", "models", "trainer", "transformer", "moe", "optim", "pipeline", "context", "checkpoint")
+HELPED_ROOMS = ("reference", "any_module", "models", "trainer", "transformer", "moe", "optim", "pipeline", "context")
+HELPED_ROOMS += ("checkpoint",)
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -137,7 +137,7 @@ def _run(
         raise TypeError(
             f"{fn.__qualname__} of {fn.__module__}: ranks import it, so it must stand alone in a test module"
         )
-    _start_server()
+    start_server()
     port = free_port()
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         task = pickle.dumps(
@@ -178,7 +178,7 @@ def _run(
     return _conclude(reports, printed, timeout)
 
 
-def _start_server() -> None:
+def start_server() -> None:
     """Starts the fork server unless it runs; what its libraries read from the environment is set only for that."""
     CONTEXT.set_forkserver_preload(["tests.harness.preload"])
     wanted = {
