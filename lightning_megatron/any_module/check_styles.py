@@ -6,8 +6,9 @@ forward, without dropout, with its cut linears and with whole ones of gathered w
 gradients of weights that are not cut.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, is_dataclass
 from typing import Any
 
 import torch
@@ -17,7 +18,15 @@ from torch.utils._pytree import tree_leaves
 from lightning_megatron.any_module.cut_error import CutError
 from lightning_megatron.any_module.deviation import relative_deviation
 from lightning_megatron.any_module.latent_linear import LatentLinear
-from lightning_megatron.any_module.whole_weights import copied, gradients, sum_in_backward, terms_among, whole_weights
+from lightning_megatron.any_module.whole_weights import (
+    SummedInCalls,
+    copied,
+    gradients,
+    recording,
+    stand_ins,
+    terms_among,
+    whole_weights,
+)
 from lightning_megatron.comm import collectives
 from lightning_megatron.mesh import Axis
 from lightning_megatron.sharding import ShardedParameter
@@ -29,16 +38,27 @@ from lightning_megatron.tensor.whole_linear import WholeLinear
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_key_value_heads", "all_head_size", "embed_dim")
 
 
+@dataclass(eq=False)
+class _Kind:
+    """Modules that are alike, of which one is looked at."""
+
+    styled: set[str]
+    """Names of whole weights whose style says that their gradients are terms of a sum."""
+    modules: list[nn.Module] = field(default_factory=list)
+    is_tried: bool = False
+    """Whether outputs were compared."""
+    are_gradients_tried: bool = False
+
+
 class StyleChecks:
     """The checks of one network's modules, of which one of each kind is tried."""
 
     def __init__(self, tp: Axis) -> None:
         self._tp = tp
-        self._tried: set[tuple[str, ...]] = set()
-        # Modules by kind.
-        self._alike: dict[tuple[str, ...], list[nn.Module]] = {}
+        self._kinds: dict[tuple[str, ...], _Kind] = {}
         # Numbers of heads of all ranks.
         self._heads: dict[nn.Module, dict[str, int]] = {}
+        self._is_whole = False
 
     def count_heads(self, module: nn.Module) -> None:
         """Makes the numbers of heads that a module keeps those of a rank, where the ranks divide them."""
@@ -47,8 +67,9 @@ class StyleChecks:
             self._heads[module] = found
             module.__dict__.update({name: value // self._tp.size for name, value in found.items()})
 
-    def watch(self, name: str, parent: nn.Module, kind: str) -> None:
-        """Looks at a module with cut linears in its first call, if it is the first of its kind."""
+    def watch(self, name: str, parent: nn.Module, pattern: str) -> None:
+        """Looks at a module with cut linears in its first calls, if it is the first of its kind: at its output, and
+        where gradients are recorded at these."""
         # A module that takes a part of the features as its input has no whole one here.
         bases = [getattr(child, "base_layer", child) for child in parent.children()]
         # Gathered outputs, a head's, are whole for whatever code reads them.
@@ -57,21 +78,23 @@ class StyleChecks:
         ):
             return
         # Layers of one list may be of several classes, and one of them may have a weight more.
-        key = (kind, type(parent).__name__, *(one for one, _ in parent.named_parameters()))
-        self._alike.setdefault(key, []).append(parent)
-        # Their styles say that gradients are terms of a sum.
+        key = (pattern, type(parent).__name__, *(one for one, _ in parent.named_parameters()))
         held = parent.named_parameters()
         styled = {one for one, w in held if isinstance(w, ShardedParameter) and w.shard.partial is not None}
+        kind = self._kinds.setdefault(key, _Kind(styled))
+        kind.modules.append(parent)
 
         def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            handle.remove()
-            if key not in self._tried:
-                self._tried.add(key)
-                for weight in self._require_alike(name, module, args, kwargs, styled):
-                    for one in self._alike[key]:
-                        # Layers of other stages have no weights.
-                        if weight in one.state_dict(keep_vars=True):
-                            sum_in_backward(one.get_parameter(weight), self._tp)
+            if kind.are_gradients_tried:
+                handle.remove()
+            elif torch.is_grad_enabled() or not kind.is_tried:
+                kind.is_tried, kind.are_gradients_tried = True, torch.is_grad_enabled()
+                terms = self._require_alike(name, module, args, kwargs, kind.styled)
+                for one in kind.modules if terms else ():
+                    summed = SummedInCalls(one, terms, self._tp, lambda: not self._is_whole)
+                    if one is module:
+                        # This call began before.
+                        summed.enter()
 
         handle = parent.register_forward_pre_hook(look, with_kwargs=True)
 
@@ -83,55 +106,62 @@ class StyleChecks:
         kwargs = {key: None if "past" in key else value for key, value in kwargs.items()}
         modes = {child: child.training for child in module.modules()}
         module.eval()
+        weights = list(module.parameters())
+        whole = set(whole_weights(module))
         try:
-            with without_fp8(module):
-                return self._compared(name, module, lambda: _called(module, args, kwargs), styled)
+            # Autocast would leave fewer digits to compare.
+            exact = torch.autocast(weights[0].device.type, enabled=False)
+            with without_fp8(module), exact, stand_ins(module, weights):
+                return self._compared(name, module, (args, kwargs), whole, styled)
         finally:
             for child, mode in modes.items():
                 child.training = mode
 
-    def _compared(self, name: str, module: nn.Module, run: Callable[[], list[Tensor]], styled: set[str]) -> list[str]:
-        kind = f"{name} ({type(module).__name__})"
+    def _compared(self, name: str, module: nn.Module, given: Any, whole_names: set[str], styled: set[str]) -> list[str]:
+        kind = f"{name or 'the network'} ({type(module).__name__})"
         way_out = (
             "its code is written for all of them, such as a number of heads from the configuration. Let view and "
             'reshape find that number out (-1), give its linears the style "replicate" in ModelPlan(styles=...), '
             "or use tensor_model_parallel_size=1"
         )
-        with torch.no_grad():
+        is_recorded = torch.is_grad_enabled()
+        with recording() if is_recorded else torch.no_grad():
+            cut_inputs, whole_inputs = copied(given), copied(given)
             try:
-                cut = run()
+                cut = _outputs(module, cut_inputs)
             except (torch.OutOfMemoryError, CutError):
                 raise
             except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
                 told = str(error).partition("\n")[0] or type(error).__name__
                 raise CutError(f"{kind} does not run with the features of a rank ({told}): {way_out}") from error
             with self._whole(module):
-                whole = run()
-        if wrong := [one for one in map(self._deviation, cut, whole) if one]:
-            raise CutError(f"{kind} computes other numbers with the features of a rank ({wrong[0]}): {way_out}")
-        # Modules inside that are watched, too, have told of theirs.
-        inside = {one for group in self._alike.values() for one in group} & {*module.modules()} - {module}
-        theirs = {id(weight) for one in inside for weight in one.parameters()}
-        weights = {key: one for key, one in whole_weights(module).items() if id(one) not in theirs}
-        if not weights or not whole:
-            return []
-        scales = [torch.arange(one.numel(), dtype=one.dtype, device=one.device).cos().view(one.shape) for one in whole]
+                whole = _outputs(module, whole_inputs)
+            if not whole:
+                raise CutError(f"{kind} returns no tensor of numbers that could be compared: {way_out}")
+            if wrong := [one for one in map(self._deviation, cut, whole) if one]:
+                raise CutError(f"{kind} computes other numbers with the features of a rank ({wrong[0]}): {way_out}")
+            if not is_recorded:
+                return []
+            scales = [torch.arange(one.numel(), device=one.device).cos().to(one.dtype).view(one.shape) for one in whole]
 
-        def weighed() -> Tensor:
-            given = zip(run(), scales, strict=False)
-            return torch.stack([(one * self._own_part(scale, one.shape)).sum() for one, scale in given]).sum()
+            def weighed(outputs: list[Tensor]) -> Tensor:
+                parts = [one * self._own_part(scale, one.shape) for one, scale in zip(outputs, scales, strict=False)]
+                return torch.stack([part.sum() for part in parts]).sum()
 
-        found = gradients(weights, module.parameters(), weighed)
+            weights: dict[str, Tensor] = {key: one for key, one in module.named_parameters() if key in whole_names}
+            found = gradients(weighed(cut), weights | _trained(cut_inputs))
+            meant = gradients(weighed(whole), weights | _trained(whole_inputs))
         found |= {key: collectives.all_reduce(one, self._tp) for key, one in found.items() if key in styled}
-        with self._whole(module):
-            meant = gradients(weights, module.parameters(), weighed)
         terms, differing = terms_among(found, meant, self._tp)
+        # Nothing sums the gradient of what a module is given.
+        differing |= {key: "each rank has a term of it" for key in terms if key not in weights}
         if differing:
-            weight, deviation = next(iter(differing.items()))
+            key, deviation = next(iter(differing.items()))
+            what = f"{name}.{key}" if key in weights else f"{key} of {kind}"
             raise CutError(
-                f"the gradient of {name}.{weight} is another one with the features of a rank ({deviation}): {way_out}"
+                f"the gradient of {what} is another one with the features of a rank ({deviation}): {way_out}"
             )
-        return terms
+        return [key for key in terms if key not in styled]
 
     @contextmanager
     def _whole(self, module: nn.Module) -> Iterator[None]:
@@ -147,11 +177,12 @@ class StyleChecks:
                     elif isinstance(child, (ColumnParallelLinear, RowParallelLinear)):
                         cut[name] = _gathered(child, self._tp)
                 stack.enter_context(_exchanged(owner._modules, cut))
+            stack.enter_context(_exchanged(self.__dict__, {"_is_whole": True}))
             yield
 
     def _deviation(self, cut: Tensor, whole: Tensor) -> str:
         """What differs, in words; empty where nothing does, or sums in another order explain it."""
-        whole = self._own_part(whole, cut.shape)
+        cut, whole = cut.detach(), self._own_part(whole.detach(), cut.shape)
         if cut.shape != whole.shape:
             return f"a tensor {list(cut.shape)} in place of {list(whole.shape)}"
         return relative_deviation(cut, whole)
@@ -199,8 +230,28 @@ def _exchanged(held: dict[str, Any], others: dict[str, Any]) -> Iterator[None]:
         held.update(own)
 
 
-def _called(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Numbers that the forward of a module returns, whose arguments stay as they are."""
-    args, kwargs = copied((args, kwargs))
-    output = tree_leaves(module.forward(*args, **kwargs))
-    return [leaf for leaf in output if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+def _outputs(module: nn.Module, given: Any) -> list[Tensor]:
+    """Numbers that the forward of a module returns."""
+    args, kwargs = given
+    return [one for one in _tensors(module.forward(*args, **kwargs)) if one.is_floating_point()]
+
+
+def _trained(given: Any) -> dict[str, Tensor]:
+    """The tensors among arguments that take gradients, by what an error calls them."""
+    args, kwargs = given
+    named = {**{f"argument {place}": value for place, value in enumerate(args)}, **kwargs}
+    return {
+        key if place == 0 else f"{key} ({place})": one
+        for key, value in named.items()
+        for place, one in enumerate(leaf for leaf in _tensors(value) if leaf.requires_grad)
+    }
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    found = []
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        elif is_dataclass(leaf):
+            found += _tensors(vars(leaf))
+    return found

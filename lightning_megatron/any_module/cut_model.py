@@ -28,7 +28,15 @@ from lightning_megatron.any_module.cut_tokens import ContextAttention, CutTokens
 from lightning_megatron.any_module.deviation import relative_deviation
 from lightning_megatron.any_module.loss_count import mean_count
 from lightning_megatron.any_module.skeleton import put_together, taken_apart
-from lightning_megatron.any_module.whole_weights import copied, gradients, sum_in_backward, terms_among, whole_weights
+from lightning_megatron.any_module.whole_weights import (
+    SummedInCalls,
+    copied,
+    gradients,
+    recording,
+    stand_ins,
+    terms_among,
+    whole_weights,
+)
 from lightning_megatron.comm import rng
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.pipeline.module import Part, PipelineModule, StagePart
@@ -197,8 +205,12 @@ class CutModel(PipelineModule):
         try:
             whole = {index: one if index in self._ends else tokens.of_all_ranks(one) for index, one in short.items()}
             # Whole sequences come first: modules with cut linears are looked at in their first call.
-            with tokens.off():
-                wanted = self._hidden_states(stage, args, kwargs, whole)
+            with tokens.off(), recording():
+                given = copied((args, kwargs, whole))
+                for one in tree_leaves(given[2]):
+                    if isinstance(one, Tensor) and one.is_floating_point():
+                        one.requires_grad_()
+                wanted = {index: one.detach() for index, one in self._hidden_states(stage, *given).items()}
             try:
                 with tokens.finding_sums():
                     self._hidden_states(stage, args, kwargs, short)
@@ -212,16 +224,21 @@ class CutModel(PipelineModule):
                 ) from error
             last = self.stages[stage].stop - 1
             shape = wanted[last].shape if last in wanted else torch.Size()
-            weights = self._vectors(stage) if shape else {}
+            summed = {id(getattr(owner, key)) for found in tokens.summed.values() for owner, key in found}
+            vectors = self._vectors(stage, summed) if shape else {}
 
-            def weighed(given: dict[int, Any]) -> Tensor:
-                hidden = self._hidden_states(stage, *copied((args, kwargs, given)))[last]
-                scale = torch.arange(shape.numel(), dtype=hidden.dtype, device=hidden.device).cos().view(shape)
-                return (hidden * tokens.own_part(scale, hidden.shape)).sum()
+            def differentiated(received: dict[int, Any]) -> dict[str, Tensor]:
+                with recording():
+                    hidden = self._hidden_states(stage, *copied((args, kwargs, received)))[last]
+                    scale = torch.arange(shape.numel(), dtype=hidden.dtype, device=hidden.device).cos().view(shape)
+                    number = (hidden * tokens.own_part(scale, hidden.shape)).sum()
+                    held = dict(self._whole.named_parameters())
+                    return gradients(number, {name: held[name] for name in vectors})
 
-            found = gradients(weights, self._whole.parameters(), lambda: weighed(short))
-            with tokens.off():
-                meant = gradients(weights, self._whole.parameters(), lambda: weighed(whole))
+            with stand_ins(self._whole, vectors.values()):
+                found = differentiated(short)
+                with tokens.off():
+                    meant = differentiated(whole)
         finally:
             self._received = received
             for module, mode in modes.items():
@@ -235,10 +252,9 @@ class CutModel(PipelineModule):
                     f"of a rank ({deviation}): it mixes tokens elsewhere than in an attention that can be cut; use "
                     f"{tokens.without}"
                 )
-        summed = {id(getattr(owner, key)) for found in tokens.summed.values() for owner, key in found}
         are_all = last in self._ends or last == len(self.part_names) - 1
-        given = {key: tokens.sum_of(one, are_all, over_sp=id(weights[key]) in summed) for key, one in found.items()}
-        terms, wrong = terms_among(given, meant, tokens.sp)
+        own = {key: tokens.sum_of(one, are_all, over_sp=id(vectors[key]) in summed) for key, one in found.items()}
+        terms, wrong = terms_among(own, meant, tokens.sp)
         if wrong:
             name, deviation = next(iter(wrong.items()))
             raise CutError(
@@ -246,14 +262,20 @@ class CutModel(PipelineModule):
                 "is used where all tokens are, too, such as by a part of the layer that it is handed to; use "
                 f"{tokens.without}"
             )
-        for name in terms:
-            sum_in_backward(weights[name], tokens.sp)
+        for layer in [self.part_names[index] for index in self.stages[stage]] if terms else ():
+            names = [name.removeprefix(f"{layer}.") for name in terms if name.startswith(f"{layer}.")]
+            SummedInCalls(self.get_submodule(layer), names, tokens.sp, lambda: not tokens.is_off)
 
-    def _vectors(self, stage: int) -> dict[str, nn.Parameter]:
-        """The weights of own layers that may be used on own tokens, by name: matrices are where all tokens are."""
+    def _vectors(self, stage: int, summed: set[int]) -> dict[str, nn.Parameter]:
+        """The weights of own layers that may be used on own tokens, by name: other matrices are where all tokens are.
+
+        `summed` are ids of weights whose gradients are summed over sp."""
         layers = tuple(f"{self.part_names[index]}." for index in self.stages[stage])
-        found = whole_weights(self._whole)
-        return {name: one for name, one in found.items() if name.startswith(layers) and one.dim() <= 1}
+        return {
+            name: one
+            for name, one in whole_weights(self._whole).items()
+            if name.startswith(layers) and (one.dim() <= 1 or id(one) in summed)
+        }
 
     def _hidden_states(
         self, stage: int, args: tuple[Any, ...], kwargs: dict[str, Any], received: dict[int, Any]

@@ -25,7 +25,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_megatron.any_module.cut_error import CutError
 from lightning_megatron.any_module.tensor_styles import ColwiseLinear, RowwiseLinear, sum_gradients
-from lightning_megatron.any_module.whole_weights import sum_in_backward
 from lightning_megatron.comm import collectives, differentiable
 from lightning_megatron.mesh import Axis
 from lightning_megatron.tensor.linear import ParallelLinear, RowParallelLinear
@@ -48,7 +47,8 @@ class CutTokens:
         self.cp, self.sp = cp, sp
         self.size = cp.size * sp.size
         self._attention = attention
-        self._is_off = False
+        self.is_off = False
+        """Whether layers run on whole sequences for now."""
         # Weights whose gradients are summed over sp, by the layer that they are in: owners and names.
         self.summed: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
         # Shape of the hidden states that the running layer was given.
@@ -91,7 +91,7 @@ class CutTokens:
 
         Raises CutError where the ranks do not divide the tokens.
         """
-        if self._is_off or self.size == 1:
+        if self.is_off or self.size == 1:
             return args, kwargs
         hidden = _hidden(args, kwargs)
         if hidden is None:
@@ -115,7 +115,7 @@ class CutTokens:
     def leave(self, output: Any) -> Any:
         """Output of a layer that ends a list, with its hidden states, and what has their shape, for all tokens."""
         hidden = hidden_of(output)
-        if self._is_off or self.size == 1 or hidden is None:
+        if self.is_off or self.size == 1 or hidden is None:
             return output
         return tree_map(lambda one: self._all_tokens(one) if _is_like(one, hidden.shape) else one, output)
 
@@ -156,7 +156,7 @@ class CutTokens:
     def _note_shape(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # By the layer's own call, which recomputation repeats.
         hidden = _hidden(args, kwargs)
-        self._local = None if self._is_off or hidden is None else hidden.shape
+        self._local = None if self.is_off or hidden is None else hidden.shape
 
     def _gather_inputs(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         shape = self._local
@@ -184,7 +184,8 @@ class CutTokens:
             if not _is_like(value, shape):
                 return value
             for linear in [one for total, one in self._sums or () if total is value]:
-                self._leave_own(linear)
+                # What leaves its part as it is is scattered at once from now on.
+                linear.tokens = self
             return differentiable.split(value, self.sp, 1)
 
         return tree_map(own, output)
@@ -192,13 +193,6 @@ class CutTokens:
     def _note_sum(self, linear: RowwiseLinear, _: Any, output: Tensor) -> None:
         if self._sums is not None:
             self._sums.append((output, linear))
-
-    def _leave_own(self, linear: RowwiseLinear) -> None:
-        """Makes a linear whose output leaves its part as it is return that of own tokens at once."""
-        if linear.tokens is None:
-            linear.tokens = self
-            if linear.bias is not None and linear.bias.requires_grad:
-                sum_in_backward(linear.bias, self.sp)
 
     @contextmanager
     def finding_sums(self) -> Iterator[None]:
@@ -214,11 +208,14 @@ class CutTokens:
         own = next((own for whole, own in self._inputs if whole is x), None)
         return None if own is None else differentiable.as_gathered(own, x, self.sp, 1)
 
-    def reduced(self, part: Tensor) -> Tensor:
-        """The sum over sp of a product [B, T, O], of own tokens while layers run on them."""
+    def reduced(self, part: Tensor, bias: Tensor | None) -> Tensor:
+        """The sum over sp of a product [B, T, O], of own tokens while layers run on them, and a bias [O]."""
         if self._local is None:
-            return differentiable.reduce(part, self.sp)
-        return differentiable.reduce_scatter(part, self.sp, 1)
+            total = differentiable.reduce(part, self.sp)
+            return total if bias is None else total + bias
+        own = differentiable.reduce_scatter(part, self.sp, 1)
+        # Every rank has a term of the bias's gradient, of its own tokens.
+        return own if bias is None else own + differentiable.copy(bias, self.sp)
 
     # --- the look before the first step -------------------------------------------------------------------------------
 
@@ -279,13 +276,13 @@ class CutTokens:
     @contextmanager
     def off(self) -> Iterator[None]:
         """Inside the block layers run on whole sequences."""
-        self._is_off = True
+        self.is_off = True
         if self._attention is not None:
             self._attention.is_off = True
         try:
             yield
         finally:
-            self._is_off = False
+            self.is_off = False
             if self._attention is not None:
                 self._attention.is_off = False
 

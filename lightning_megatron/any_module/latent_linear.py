@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from lightning_megatron.comm import differentiable
 from lightning_megatron.mesh import Axis
-from lightning_megatron.tensor.weight_gradients import WeightGradientLayer
+from lightning_megatron.tensor.weight_gradients import WeightGradients
 from lightning_megatron.tensor.whole_linear import WholeLinear
 
 
@@ -13,7 +13,8 @@ class LatentLinear(WholeLinear):
     """A linear [*, I] to [*, O] that every rank holds whole; the heads of all ranks read the last `rotary` features."""
 
     def __init__(self, linear: nn.Linear, tp: Axis, rotary: int) -> None:
-        WeightGradientLayer.__init__(self)
+        nn.Module.__init__(self)
+        self.weight_gradients = WeightGradients()
         self.tp, self.rotary = tp, rotary
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight, self.bias = linear.weight, linear.bias

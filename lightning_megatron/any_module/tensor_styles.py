@@ -192,8 +192,8 @@ def _tied(network: nn.Module, styles: Mapping[str, str]) -> set[nn.Parameter]:
     }
 
 
-def cut_linears(network: nn.Module, styles: Mapping[str, str], tp: Axis) -> None:
-    """Cuts the linears of a network in place."""
+def cut_linears(network: nn.Module, styles: Mapping[str, str], tp: Axis, *, is_staged: bool = False) -> None:
+    """Cuts the linears of a network in place; over stages (`is_staged`) its own forward does not run to its end."""
     copies: dict[str, _SharedCopy] = {}
     # Slices of weights by the whole ones, which modules may share.
     slices: dict[Tensor, nn.Parameter] = {}
@@ -226,11 +226,11 @@ def cut_linears(network: nn.Module, styles: Mapping[str, str], tp: Axis) -> None
                 cut.copies = copies[key] = copies.get(key) or _SharedCopy((owner, network), tp)
     checks = StyleChecks(tp)
     planned = tuple(prefix for prefix, model in _with_plans(network) if model._tp_plan)
-    for parent in sorted(parents - {""}):
+    for parent in sorted(parents - {""} if is_staged else parents):
         if not f"{parent}.".startswith(planned):
             # Code that has a plan finds its heads out by itself.
             checks.count_heads(network.get_submodule(parent))
-        checks.watch(parent, network.get_submodule(parent), kind=pattern_of(parent))
+        checks.watch(parent, network.get_submodule(parent), pattern_of(parent))
 
 
 def pattern_of(name: str) -> str:
@@ -301,8 +301,8 @@ class OwnTokens(Protocol):
     def gathered(self, x: Tensor) -> Tensor | None:
         """A tensor equal to `x`, whose gradient is reduce-scattered; None where `x` is no gathered input."""
 
-    def reduced(self, part: Tensor) -> Tensor:
-        """The sum of a product over the ranks of tp, for own tokens."""
+    def reduced(self, part: Tensor, bias: Tensor | None) -> Tensor:
+        """The sum of a product over the ranks of tp, for own tokens, and a bias."""
 
 
 class _SharedCopy:
@@ -383,8 +383,7 @@ class RowwiseLinear(RowParallelLinear):
         y_TO = row_parallel_linear(
             x_TI, self.weight, None, tp=self.alone, sp=self.alone, gradients=self.weight_gradients, gemm=self.gemm
         )
-        y = self.tokens.reduced(y_TO.view(*x.shape[:-1], y_TO.shape[-1]))
-        return y if self.bias is None else y + self.bias
+        return self.tokens.reduced(y_TO.view(*x.shape[:-1], y_TO.shape[-1]), self.bias)
 
 
 class RowwiseEmbedding(nn.Embedding):

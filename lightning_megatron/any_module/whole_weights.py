@@ -1,11 +1,12 @@
 """Gradients of weights that ranks of an axis hold whole, among linears or tokens that are cut.
 
 A rank computes the whole gradient of such a weight, or, where it is used on a part of the features or tokens, a term of
-it. Which one cannot be read off a network: so before the first step it is differentiated as it is cut and as it was
-written, and gradients that are terms are summed over the axis in every backward from then on.
+it. Which one cannot be read off a network: so before the first step a module is differentiated as it is cut and as it
+was written, and gradients that are terms are summed over the axis where the module's calls use the weight.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,53 +14,97 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from lightning_megatron.any_module.deviation import coarsest, tolerance_of
-from lightning_megatron.comm import collectives
+from lightning_megatron.comm import collectives, differentiable
 from lightning_megatron.mesh import Axis
 from lightning_megatron.sharding import ShardedParameter
 from lightning_megatron.tensor.linear import ParallelLinear
 
+# How far stand-ins are from the weights, of the largest of these.
+_MOVED = 0.02
+
 
 def whole_weights(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The trained weights of a module that no axis cuts, by name, but for those of linears that are cut."""
-    # Such linears add the gradients of their biases, too, where an optimizer finds them.
+    """The weights of a module that no axis cuts, by name, but for those of linears that are cut."""
     linears = [one for one in module.modules() if isinstance(one, ParallelLinear)]
     theirs = {id(weight) for one in linears for weight in one.parameters()}
     return {
         name: weight
         for name, weight in module.named_parameters()
-        if weight.requires_grad
+        if weight.is_floating_point()
         and weight.numel()
         and id(weight) not in theirs
         and not (isinstance(weight, ShardedParameter) and weight.shard.global_shape != tuple(weight.shape))
     }
 
 
-def gradients(
-    weights: Mapping[str, nn.Parameter], others: Iterable[nn.Parameter], run: Callable[[], Tensor]
-) -> dict[str, Tensor]:
-    """The gradients of weights by the number [] that `run` returns, by name; those of others are not computed."""
-    # Linears add the gradients of their weights where an optimizer finds them.
-    off = [one for one in {*others} - {*weights.values()} if one.requires_grad]
-    for one in off:
-        one.requires_grad_(False)
+def widened(x: Tensor) -> Tensor:
+    """Numbers of 16 bits in 32, and others as they are: products in 16 bits do not tell small gradients apart."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+@contextmanager
+def stand_ins(module: nn.Module, replaced: Iterable[Tensor]) -> Iterator[None]:
+    """Inside the block others, widened, stand in for some weights of a module and for its buffers.
+
+    All of them take gradients, and are a little off: a gradient is not zero there because training begins so.
+    """
+    wanted = {id(one) for one in replaced}
+    made: dict[int, Tensor] = {}
+    before: list[tuple[dict[str, Any], str, Tensor]] = []
+
+    def moved(weight: Tensor) -> nn.Parameter:
+        values = widened(weight.detach())
+        scale = _MOVED * max(float(values.abs().max()), _MOVED) if values.numel() else 0.0
+        pattern = torch.arange(values.numel(), dtype=torch.float32, device=values.device).cos().view(values.shape)
+        found = nn.Parameter(values + scale * pattern.to(values.dtype))
+        # A linear would add the gradient of a weight without hooks to what an optimizer finds.
+        found.register_hook(lambda gradient: None)
+        return found
+
+    with torch.inference_mode(False), torch.no_grad():
+        for owner in module.modules():
+            for key, weight in owner._parameters.items():
+                if weight is not None and id(weight) in wanted and weight.is_floating_point():
+                    before.append((owner._parameters, key, weight))
+                    if id(weight) not in made:
+                        made[id(weight)] = moved(weight)
+            for key, buffer in owner._buffers.items():
+                if buffer is not None and widened(buffer) is not buffer:
+                    before.append((owner._buffers, key, buffer))
+                    made[id(buffer)] = widened(buffer)
     try:
-        with torch.inference_mode(False), torch.enable_grad():
-            number = run()
-            held = list(weights.values())
-            if not number.requires_grad:
-                # No weight is used.
-                given: tuple[Tensor, ...] = tuple(torch.zeros_like(one) for one in held)
-            else:
-                given = torch.autograd.grad(number, held, allow_unused=True, materialize_grads=True)
+        for held, key, tensor in before:
+            held[key] = made[id(tensor)]
+        yield
     finally:
-        for one in off:
-            one.requires_grad_()
-    return dict(zip(weights, given, strict=True))
+        for held, key, tensor in before:
+            held[key] = tensor
 
 
 def copied(value: Any) -> Any:
-    """A copy of nested tensors, through which gradients can be computed where inference mode is off."""
-    return tree_map(lambda one: one.detach().clone() if isinstance(one, Tensor) else one, value)
+    """A copy of nested tensors, widened, of which those that take gradients take their own."""
+
+    def copy(one: Any) -> Any:
+        return widened(one.detach()).clone().requires_grad_(one.requires_grad) if isinstance(one, Tensor) else one
+
+    return tree_map(copy, value)
+
+
+@contextmanager
+def recording() -> Iterator[None]:
+    """Inside the block gradients are recorded, apart from a recomputation that the block may stand in."""
+    identity = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+    with torch.inference_mode(False), torch.enable_grad(), identity:
+        yield
+
+
+def gradients(number: Tensor, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The gradients of tensors by a number [] that is computed from them, by name."""
+    held = list(tensors.values())
+    if not number.requires_grad or not held:
+        return {name: torch.zeros_like(one) for name, one in tensors.items()}
+    given = torch.autograd.grad(number, held, allow_unused=True, materialize_grads=True)
+    return dict(zip(tensors, given, strict=True))
 
 
 def terms_among(
@@ -82,11 +127,44 @@ def terms_among(
         rounding = 64 * torch.finfo(coarsest(one)).eps * max(largest.values())
         if not min(error, error_of_sum) <= max(tolerance_of(one) * largest[name], rounding):
             wrong[name] = f"off by {min(error, error_of_sum) / max(largest[name], 1e-300):.0e} of the largest"
-        elif error_of_sum < error:
+        # What is no more than rounding differs from rank to rank: summed, copies of the weight stay alike.
+        elif error_of_sum < error or (error and largest[name] <= rounding / 64):
             terms.append(name)
     return terms, wrong
 
 
-def sum_in_backward(weight: nn.Parameter, axis: Axis) -> None:
-    """Sums the gradient of a weight over the axis in each backward, before it is added to others."""
-    weight.register_hook(lambda gradient: collectives.all_reduce(gradient, axis))
+class SummedInCalls:
+    """Sums the gradients of weights of a module over an axis, where calls of this module use them while `is_on()`.
+
+    Uses of the same weights elsewhere keep their gradients.
+    """
+
+    def __init__(self, module: nn.Module, names: Iterable[str], axis: Axis, is_on: Callable[[], bool]) -> None:
+        self._axis, self._is_on = axis, is_on
+        held = dict(module.named_parameters())
+        wanted = {id(held[name]) for name in names if name in held}
+        self._places: list[tuple[dict[str, Any], str]] = [
+            (owner._parameters, key)
+            for owner in module.modules()
+            for key, weight in owner._parameters.items()
+            if id(weight) in wanted
+        ]
+        self._before: list[tuple[dict[str, Any], str, Any]] = []
+        module.register_forward_pre_hook(self.enter)
+        module.register_forward_hook(self._leave, always_call=True)
+
+    def enter(self, *_: Any) -> None:
+        """Begins a call."""
+        if not torch.is_grad_enabled() or not self._is_on():
+            return
+        made: dict[int, Tensor] = {}
+        for held, key in self._places:
+            weight: Any = held[key]
+            self._before.append((held, key, weight))
+            made[id(weight)] = made[id(weight)] if id(weight) in made else differentiable.copy(weight, self._axis)
+            held[key] = made[id(weight)]
+
+    def _leave(self, *_: Any) -> None:
+        while self._before:
+            held, key, weight = self._before.pop()
+            held[key] = weight

@@ -2,58 +2,91 @@
 
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
-from lightning_megatron.any_module.whole_weights import gradients, sum_in_backward, terms_among, whole_weights
+from lightning_megatron.any_module.whole_weights import (
+    SummedInCalls,
+    copied,
+    gradients,
+    recording,
+    stand_ins,
+    terms_among,
+    whole_weights,
+)
 from lightning_megatron.sharding import Initial, shard_parameter
+from lightning_megatron.testing import certify
+from tests.any_module import learned_activations, networks
 from tests.harness.threads import run_on_threads
 from tests.tensor.plain import thread_mesh
 
 
 def told_apart(world: Any, off: float) -> tuple[list[str], dict[str, str]]:
-    meant = {"whole": torch.tensor([2.0, 4.0]), "term": torch.tensor([1.0, 3.0]), "noise": torch.tensor([1e-9])}
-    term = meant["term"] * [0.25, 0.75][world.rank()] + off
-    found = {"whole": meant["whole"], "term": term, "noise": -meant["noise"]}
-    return terms_among(found, meant, thread_mesh(world, is_sequence_parallel=False).tp)
+    meant = {"whole": [2.0, 4.0], "term": [1.0, 3.0], "noise": [1e-9], "unused": [0.0]}
+    term = torch.tensor(meant["term"]) * [0.25, 0.75][world.rank()] + off
+    found = {"whole": torch.tensor(meant["whole"]), "term": term, "noise": -torch.tensor(meant["noise"])}
+    found["unused"] = torch.zeros(1)
+    wanted = {name: torch.tensor(one) for name, one in meant.items()}
+    return terms_among(found, wanted, thread_mesh(world, is_sequence_parallel=False).tp)
 
 
 def test_terms_are_told_from_whole_gradients_and_from_what_is_neither() -> None:
-    for terms, wrong in run_on_threads(2, told_apart, 0.0):
-        assert "term" in terms and "whole" not in terms and not wrong
-    for terms, wrong in run_on_threads(2, told_apart, 0.1):
-        assert "term" not in terms and wrong == {"term": "off by 7e-02 of the largest"}
+    # Noise is summed: else copies of a weight would drift apart.
+    assert run_on_threads(2, told_apart, 0.0) == [(["term", "noise"], {})] * 2
+    assert run_on_threads(2, told_apart, 0.1) == [(["noise"], {"term": "off by 7e-02 of the largest"})] * 2
 
 
-def summed(world: Any) -> list[float]:
-    weight = nn.Parameter(torch.ones(2))
-    sum_in_backward(weight, thread_mesh(world, is_sequence_parallel=False).tp)
-    # A second backward sums its own gradient alone.
+def summed(world: Any) -> tuple[list[float], bool]:
+    module = nn.Linear(2, 1, bias=False)
+    nn.init.ones_(module.weight)
+    is_on = [True]
+    tp = thread_mesh(world, is_sequence_parallel=False).tp
+    SummedInCalls(module, ["weight"], tp, lambda: is_on[0])
+    # A second backward sums its own gradient alone; uses outside of a call, and calls while it is off, are not summed.
     for scale in (1.0, 2.0):
-        (weight * scale * (1 + world.rank())).sum().backward()
-    assert weight.grad is not None
-    return weight.grad.tolist()
+        module(torch.full((1, 2), scale * (1 + world.rank()))).sum().backward()
+    is_on[0] = False
+    module(torch.full((1, 2), 10.0)).sum().backward()
+    (module.weight * 100).sum().backward()
+    assert module.weight.grad is not None
+    return module.weight.grad[0].tolist(), isinstance(module.weight, nn.Parameter)
 
 
-def test_a_gradient_is_summed_in_each_backward_before_it_is_added() -> None:
-    assert run_on_threads(2, summed) == [[9.0, 9.0]] * 2
+def test_a_gradient_is_summed_where_calls_of_its_module_use_it() -> None:
+    assert run_on_threads(2, summed) == [([119.0, 119.0], True)] * 2
 
 
-def test_gradients_leave_other_weights_and_their_own_alone() -> None:
+def test_others_stand_in_for_weights_and_go_again() -> None:
     net = nn.Linear(2, 2)
+    nn.init.zeros_(net.weight)
+    held = [net.weight, net.bias.requires_grad_(False)]
     with torch.inference_mode():
-        found = gradients({"bias": net.bias}, net.parameters(), lambda: net(torch.ones(1, 2)).sum())
-    assert found["bias"].tolist() == [1.0, 1.0] and net.bias.grad is None and net.weight.requires_grad
-    assert gradients({"bias": net.bias}, [], lambda: torch.ones(()))["bias"].tolist() == [0.0, 0.0]
+        x = torch.ones(1, 2, dtype=torch.bfloat16)
+        with stand_ins(net, held), recording():
+            assert net.weight is not held[0] and net.weight.abs().max() > 1e-4 and net.bias.requires_grad
+            found = gradients(net(copied(x)).sum(), dict(net.named_parameters()))
+    assert found["bias"].tolist() == [1.0, 1.0] and found["weight"].tolist() == [[1.0, 1.0]] * 2
+    assert net.weight is held[0] and net.bias is held[1] and net.weight.grad is None
+    assert gradients(torch.ones(()), {"bias": net.bias})["bias"].tolist() == [0.0, 0.0]
 
 
 def cut_bias(world: Any) -> list[str]:
     net = nn.Linear(4, 4)
-    tp = thread_mesh(world, is_sequence_parallel=False).tp
-    net.bias = shard_parameter((4,), initial=Initial(), dim=0, axis=tp)
+    net.bias = shard_parameter((4,), initial=Initial(), dim=0, axis=thread_mesh(world, is_sequence_parallel=False).tp)
     return list(whole_weights(net))
 
 
-def test_cut_and_frozen_weights_are_none_of_them() -> None:
+def test_cut_weights_are_none_of_them() -> None:
     assert run_on_threads(2, cut_bias) == [["weight"]] * 2
-    assert not whole_weights(nn.Linear(4, 4).requires_grad_(False))
+
+
+@pytest.mark.parametrize("module", learned_activations.TRAINED)
+def test_an_activation_with_weights_trains_as_on_one_device(module: Any) -> None:
+    certify(module, networks.batches, layouts=("tp2",), steps=3).assert_equal()
+
+
+@pytest.mark.parametrize(("module", "layout", "shown"), learned_activations.REFUSED)
+def test_what_has_another_gradient_is_refused_by_name(module: Any, layout: str, shown: str) -> None:
+    [result] = certify(module, networks.batches, layouts=(layout,), steps=1).results
+    assert result.verdict == "refused" and shown in result.message

@@ -118,7 +118,7 @@ def _cut_networks(module: pl.LightningModule, mesh: Mesh, given: ModelPlan | Non
             knows_its_ranks(network, mesh)
         if not any(True for _ in sharded_parameters(network)):
             if mesh.tp.size > 1:
-                cut_linears(network, plan.styles_in(name, network), mesh.tp)
+                cut_linears(network, plan.styles_in(name, network), mesh.tp, is_staged=mesh.pp.size > 1)
             if mesh.sizes.ep > 1:
                 cut_experts(network, ExpertAxes.of(mesh))
             elif mesh.tp.size > 1:
