@@ -38,6 +38,7 @@ class NewWeights:
 
     def __init__(self, model: PreTrainedModel, seed: int) -> None:
         self._seed = seed
+        self._versions: dict[str, tuple[Tensor, int]] = {}
         # Ranks cut the model itself.
         self._whole = whole = copy.deepcopy(model)
         # Of weights that are tied, one has the values, and calls with the modules of the others must not write them.
@@ -85,8 +86,7 @@ class NewWeights:
 
         Raises ValueError for those that the model did not have when it was made.
         """
-        named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-        wanted = {name: tensor for name, tensor in named if tensor.is_meta}
+        wanted = {name: tensor for name, tensor in _named_tensors(model) if tensor.is_meta}
         for group in dict.fromkeys(self._groups.values()):
             if own := sorted(group.names & wanted.keys() - self._tied):
                 drawn = self._drawn(group)
@@ -97,6 +97,21 @@ class NewWeights:
                 f"the weights of a new {type(self._whole).__name__} are drawn once it is cut for this rank, and "
                 f"{', '.join(unknown[:6])} of it came, or changed in shape, after new_unchanged; set the sizes in the "
                 "configuration, and change the model's modules on one device, or load it from a folder"
+            )
+
+    def note_versions(self, model: nn.Module) -> None:
+        """Notes which tensors of the model are as they were made."""
+        self._versions = {name: (one, one._version) for name, one in _named_tensors(model)}
+
+    def require_versions(self, model: nn.Module) -> None:
+        """Raises ValueError for tensors of the model that were changed since `note_versions`."""
+        here = dict(_named_tensors(model))
+        noted = self._versions.items()
+        if changed := [name for name, (one, version) in noted if here.get(name) is one and one._version != version]:
+            raise ValueError(
+                f"{', '.join(changed[:6])} of a new {type(self._whole).__name__} was changed in place before the model "
+                "has weights, which are drawn once it is cut for this rank; change weights in on_fit_start, or load "
+                "them from a folder"
             )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "NewWeights":
@@ -127,6 +142,15 @@ class NewWeights:
 def draw_later(model: nn.Module, weights: NewWeights) -> None:
     """Leaves a model without weights until `draw_new_weights`."""
     model.__dict__[_NEW] = weights
+    weights.note_versions(model)
+
+
+def require_unchanged(module: nn.Module) -> None:
+    """Raises ValueError where code has changed weights in place within a model that has none yet: that is lost."""
+    for model in module.modules():
+        weights: NewWeights | None = model.__dict__.get(_NEW)
+        if weights is not None:
+            weights.require_versions(model)
 
 
 def draw_new_weights(module: nn.Module) -> None:
@@ -162,6 +186,10 @@ def _calls_of(model: PreTrainedModel) -> list[tuple[str, nn.Module, Any]]:
         owners[name] = module if isinstance(module, PreTrainedModel) else owners[name.rpartition(".")[0]]
         found.append((name, module, owners[name]))
     return found[::-1]
+
+
+def _named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
 
 
 def _without_values(tensor: Tensor) -> Tensor:

@@ -136,7 +136,8 @@ class ActiveRun:
             raise DifferingCopiesError(
                 f"weights that several ranks hold differ after step {step}:\n{bullet_list(lines)}\na hook or a callback"
                 " changed them on some ranks only, a kernel is not deterministic (torch.use_deterministic_algorithms), "
-                "or a rank computes wrongly; go on from the last checkpoint. "
+                "or a rank computes wrongly: a network's own code that uses a weight on a part of the features or "
+                "tokens outside of the modules that are looked at; go on from the last checkpoint. "
                 "OptimizerConfig(check_replicas_every_n_steps=-1) looks at none"
             )
 

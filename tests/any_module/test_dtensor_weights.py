@@ -303,6 +303,7 @@ def fit(module: Callable[[], L.LightningModule], callbacks: list[L.Callback]) ->
         (ReturnsDTensor, [], "the step returned a DTensor as its loss"),
         (LogsDTensor, [], "got a DTensor; log its full_tensor"),
         (Parallelizes, [WeightAveraging()], "WeightAveraging copies the module before the DTensors"),
+        (networks.TrainsOverTensor, [WeightAveraging()], "WeightAveraging copies the module before its network"),
     ],
 )
 def test_a_module_that_hands_on_dtensors_is_told(

@@ -165,6 +165,12 @@ def test_what_is_done_to_a_model_before_it_has_weights_is_told() -> None:
     module, mesh = L.LightningModule(), Mesh.imagine(0, Sizes(world=2, tp=2))
     with ambient(mesh):
         module.model = hf.new_unchanged(config_of("llama"))
+        nn.init.constant_(module.model.model.norm.weight, 0.5)
+        with pytest.raises(
+            ValueError, match=r"model\.norm\.weight of a new Llama\w+ was changed in place before"
+        ):
+            cut_plain_networks(module, mesh)
+        module.model = hf.new_unchanged(config_of("llama"))
         module.model.lm_head = nn.Linear(32, 3, bias=False)
         assert module.model.model.embed_tokens.weight.is_meta
         with pytest.raises(ValueError, match="has none to copy; make it in __init__"):

@@ -95,13 +95,15 @@ def cut_plain_networks(module: pl.LightningModule, mesh: Mesh, given: ModelPlan 
     tokens of these layers over cp and sp.
 
     Nothing is cut twice, and no module that holds a pipelined model. Then new weights are drawn, those that this rank
-    has. Returns whether stages were cut.
+    has. Returns whether something was cut. Raises ValueError for new weights that were changed before they are drawn.
     """
-    is_cut = _cut_networks(module, mesh, given)
-    if _TRANSFORMERS in sys.modules:
-        from lightning_megatron.hf.new_weights import draw_new_weights
+    if _TRANSFORMERS not in sys.modules:
+        return _cut_networks(module, mesh, given)
+    from lightning_megatron.hf.new_weights import draw_new_weights, require_unchanged
 
-        draw_new_weights(module)
+    require_unchanged(module)
+    is_cut = _cut_networks(module, mesh, given)
+    draw_new_weights(module)
     return is_cut
 
 
@@ -110,7 +112,7 @@ def _cut_networks(module: pl.LightningModule, mesh: Mesh, given: ModelPlan | Non
     # What the plan names may be made later, in `configure_model`.
     if pipelined_modules(module) or plan.faults(module):
         return False
-    networks = dict(module.named_children())
+    networks, is_cut = dict(module.named_children()), False
     for name, network in networks.items():
         if _TRANSFORMERS in sys.modules:
             from lightning_megatron.hf.save_unchanged import knows_its_ranks
@@ -123,8 +125,9 @@ def _cut_networks(module: pl.LightningModule, mesh: Mesh, given: ModelPlan | Non
                 cut_experts(network, ExpertAxes.of(mesh))
             elif mesh.tp.size > 1:
                 share_experts(network, mesh.tp)
+            is_cut |= any(True for _ in sharded_parameters(network))
     if mesh.pp.size * mesh.cp.size * mesh.sp.size == 1:
-        return False
+        return is_cut
     layered = _layered(module, mesh.sizes.num_stages, plan)
     chains = _chains(module, mesh.pp.size) if mesh.pp.size > 1 else {}
     if len(chains) == 1 and not plan.layers:
@@ -138,13 +141,13 @@ def _cut_networks(module: pl.LightningModule, mesh: Mesh, given: ModelPlan | Non
         network, attention = networks[name], None
         if mesh.cp.size > 1:
             if not attends_by_name(network, layers):
-                return False
+                return is_cut
             from lightning_megatron.hf.context_attention import take_over
 
             attention = take_over(network, layers, mesh.cp)
         CutModel(network, layers, ends=ends, mesh=mesh, attention=attention)
         return True
-    return False
+    return is_cut
 
 
 def attends_by_name(network: nn.Module, layers: Iterable[str]) -> bool:
@@ -235,6 +238,6 @@ def cut_late_networks(module: pl.LightningModule, mesh: Mesh, plan: ModelPlan | 
         )
     if cut_plain_networks(module, mesh, plan) and averaging:
         raise ConfigurationError(
-            f"{type(averaging[0]).__name__} copies the module before its network, made in configure_model, is cut into "
-            "stages; make the network in __init__, or a PipelineModule in configure_model"
+            f"{type(averaging[0]).__name__} copies the module before its network, made in configure_model, is cut for "
+            "ranks; make the network in __init__, or a PipelineModule in configure_model"
         )
