@@ -29,7 +29,7 @@ from lightning_megatron.any_module.whole_weights import (
 )
 from lightning_megatron.comm import collectives
 from lightning_megatron.mesh import Axis
-from lightning_megatron.sharding import ShardedParameter
+from lightning_megatron.sharding import shard_of
 from lightning_megatron.tensor.gemm import TORCH_GEMM
 from lightning_megatron.tensor.linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear
 from lightning_megatron.tensor.whole_linear import WholeLinear
@@ -59,6 +59,12 @@ class StyleChecks:
         # Numbers of heads of all ranks.
         self._heads: dict[nn.Module, dict[str, int]] = {}
         self._is_whole = False
+        # Ids of weights of whose gradients ranks have terms.
+        self._terms: set[int] = set()
+
+    def is_on_features(self, weight: nn.Parameter) -> bool:
+        """Whether a whole weight was found to be used on the features of a rank."""
+        return id(weight) in self._terms
 
     def count_heads(self, module: nn.Module) -> None:
         """Makes the numbers of heads that a module keeps those of a rank, where the ranks divide them."""
@@ -80,7 +86,7 @@ class StyleChecks:
         # Layers of one list may be of several classes, and one of them may have a weight more.
         key = (pattern, type(parent).__name__, *(one for one, _ in parent.named_parameters()))
         held = parent.named_parameters()
-        styled = {one for one, w in held if isinstance(w, ShardedParameter) and w.shard.partial is not None}
+        styled = {one for one, w in held if shard_of(w).partial is not None}
         kind = self._kinds.setdefault(key, _Kind(styled))
         kind.modules.append(parent)
 
@@ -91,12 +97,19 @@ class StyleChecks:
                 kind.is_tried, kind.are_gradients_tried = True, torch.is_grad_enabled()
                 terms = self._require_alike(name, module, args, kwargs, kind.styled)
                 for one in kind.modules if terms else ():
-                    summed = SummedInCalls(one, terms, self._tp, lambda: not self._is_whole)
-                    if one is module:
-                        # This call began before.
-                        summed.enter()
+                    self._sum_terms(one, terms, is_called=one is module)
 
         handle = parent.register_forward_pre_hook(look, with_kwargs=True)
+
+    def _sum_terms(self, module: nn.Module, names: list[str], *, is_called: bool) -> None:
+        held = {name: one for name, one in module.named_parameters() if name in names}
+        self._terms |= {id(one) for one in held.values()}
+        # Those that sequence parallelism sums once a step are summed over the same ranks.
+        unsummed = [name for name, one in held.items() if shard_of(one).partial is None]
+        summed = SummedInCalls(module, unsummed, self._tp, lambda: not self._is_whole)
+        if is_called:
+            # This call began before.
+            summed.enter()
 
     def _require_alike(
         self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], styled: set[str]

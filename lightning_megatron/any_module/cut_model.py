@@ -37,7 +37,7 @@ from lightning_megatron.any_module.whole_weights import (
     terms_among,
     whole_weights,
 )
-from lightning_megatron.comm import rng
+from lightning_megatron.comm import collectives, rng
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.pipeline.module import Part, PipelineModule, StagePart
 
@@ -56,7 +56,8 @@ class CutModel(PipelineModule):
     """The stages of `model`, a module that stays what it is; found by `cut_of`.
 
     `layers` are names of its layers in the order in which its forward calls them, `ends` how many of them end a list
-    whose output later layers read too (the last layer of an encoder). The parameters and children are the model's own,
+    whose output later layers read too (the last layer of an encoder); `is_on_features` tells which weights are used on
+    the features of a rank of tp. The parameters and children are the model's own,
     under its own names. Layers of other ranks lose their weights. Raises ValueError for a layer whose weight another
     module has too, and for a stage without a layer.
     """
@@ -71,6 +72,7 @@ class CutModel(PipelineModule):
         ends: Sequence[int] = (),
         mesh: Mesh,
         attention: ContextAttention | None = None,
+        is_on_features: Callable[[nn.Parameter], bool] = lambda weight: False,
     ) -> None:
         parts = [Part(name=name, build=partial(model.get_submodule, name)) for name in layers]
         super().__init__(parts, mesh=mesh)
@@ -84,6 +86,7 @@ class CutModel(PipelineModule):
         self._called: set[int] = set()
         self._is_checked = self._is_recorded = False
         self.tokens = CutTokens(mesh.cp, mesh.sp, attention)
+        self._is_on_features = is_on_features
         self.cuts_sequences = mesh.cp.size > 1
         self._probed: set[int] = set()
         # Hidden states that own layers return while they are looked at, by index.
@@ -254,6 +257,9 @@ class CutModel(PipelineModule):
                 )
         are_all = last in self._ends or last == len(self.part_names) - 1
         own = {key: tokens.sum_of(one, are_all, over_sp=id(vectors[key]) in summed) for key, one in found.items()}
+        # On whole sequences a rank has a term of these, too: of its features.
+        of_features = {name for name, one in vectors.items() if id(one) in summed and self._is_on_features(one)}
+        meant |= {name: collectives.all_reduce(meant[name], tokens.sp) for name in sorted(of_features)}
         terms, wrong = terms_among(own, meant, tokens.sp)
         if wrong:
             name, deviation = next(iter(wrong.items()))

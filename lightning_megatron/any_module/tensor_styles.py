@@ -16,7 +16,7 @@ of them gives another takes.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -192,8 +192,13 @@ def _tied(network: nn.Module, styles: Mapping[str, str]) -> set[nn.Parameter]:
     }
 
 
-def cut_linears(network: nn.Module, styles: Mapping[str, str], tp: Axis, *, is_staged: bool = False) -> None:
-    """Cuts the linears of a network in place; over stages (`is_staged`) its own forward does not run to its end."""
+def cut_linears(
+    network: nn.Module, styles: Mapping[str, str], tp: Axis, *, is_staged: bool = False
+) -> Callable[[nn.Parameter], bool]:
+    """Cuts the linears of a network in place; over stages (`is_staged`) its own forward does not run to its end.
+
+    Returns what tells, once modules were looked at, whether a weight is used on the features of a rank.
+    """
     copies: dict[str, _SharedCopy] = {}
     # Slices of weights by the whole ones, which modules may share.
     slices: dict[Tensor, nn.Parameter] = {}
@@ -231,6 +236,7 @@ def cut_linears(network: nn.Module, styles: Mapping[str, str], tp: Axis, *, is_s
             # Code that has a plan finds its heads out by itself.
             checks.count_heads(network.get_submodule(parent))
         checks.watch(parent, network.get_submodule(parent), pattern_of(parent))
+    return checks.is_on_features
 
 
 def pattern_of(name: str) -> str:

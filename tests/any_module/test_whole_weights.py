@@ -86,6 +86,11 @@ def test_an_activation_with_weights_trains_as_on_one_device(module: Any) -> None
     certify(module, networks.batches, layouts=("tp2",), steps=3).assert_equal()
 
 
+@pytest.mark.parametrize("module", [learned_activations.TrainsZero, learned_activations.TrainsShared])
+def test_it_does_where_its_layer_runs_on_own_tokens(module: Any) -> None:
+    certify(module, networks.batches, layouts=("tp2-sp",), steps=3).assert_equal()
+
+
 @pytest.mark.parametrize(("module", "layout", "shown"), learned_activations.REFUSED)
 def test_what_has_another_gradient_is_refused_by_name(module: Any, layout: str, shown: str) -> None:
     [result] = certify(module, networks.batches, layouts=(layout,), steps=1).results

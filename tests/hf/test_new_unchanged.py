@@ -166,9 +166,7 @@ def test_what_is_done_to_a_model_before_it_has_weights_is_told() -> None:
     with ambient(mesh):
         module.model = hf.new_unchanged(config_of("llama"))
         nn.init.constant_(module.model.model.norm.weight, 0.5)
-        with pytest.raises(
-            ValueError, match=r"model\.norm\.weight of a new Llama\w+ was changed in place before"
-        ):
+        with pytest.raises(ValueError, match=r"model\.norm\.weight of a new Llama\w+ was changed in place before"):
             cut_plain_networks(module, mesh)
         module.model = hf.new_unchanged(config_of("llama"))
         module.model.lm_head = nn.Linear(32, 3, bias=False)

@@ -113,6 +113,7 @@ def _cut_networks(module: pl.LightningModule, mesh: Mesh, given: ModelPlan | Non
     if pipelined_modules(module) or plan.faults(module):
         return False
     networks, is_cut = dict(module.named_children()), False
+    on_features: dict[str, Callable[[nn.Parameter], bool]] = {}
     for name, network in networks.items():
         if _TRANSFORMERS in sys.modules:
             from lightning_megatron.hf.save_unchanged import knows_its_ranks
@@ -120,7 +121,8 @@ def _cut_networks(module: pl.LightningModule, mesh: Mesh, given: ModelPlan | Non
             knows_its_ranks(network, mesh)
         if not any(True for _ in sharded_parameters(network)):
             if mesh.tp.size > 1:
-                cut_linears(network, plan.styles_in(name, network), mesh.tp, is_staged=mesh.pp.size > 1)
+                styles = plan.styles_in(name, network)
+                on_features[name] = cut_linears(network, styles, mesh.tp, is_staged=mesh.pp.size > 1)
             if mesh.sizes.ep > 1:
                 cut_experts(network, ExpertAxes.of(mesh))
             elif mesh.tp.size > 1:
@@ -145,7 +147,8 @@ def _cut_networks(module: pl.LightningModule, mesh: Mesh, given: ModelPlan | Non
             from lightning_megatron.hf.context_attention import take_over
 
             attention = take_over(network, layers, mesh.cp)
-        CutModel(network, layers, ends=ends, mesh=mesh, attention=attention)
+        is_on_features = on_features.get(name, lambda weight: False)
+        CutModel(network, layers, ends=ends, mesh=mesh, attention=attention, is_on_features=is_on_features)
         return True
     return is_cut
 
