@@ -42,6 +42,11 @@ def new_unchanged(
     after `configure_model`; elsewhere it is filled at once, in host memory. `dtype` is that of the weights, by default
     the configuration's. Raises ValueError where there is no causal model.
     """
+    if not isinstance(config, PreTrainedConfig | str | os.PathLike):
+        raise ValueError(
+            f"config is a {type(config).__name__}; it must be a configuration of transformers (LlamaConfig(...)), a "
+            "folder, or a name on the hub"
+        )
     config = config if isinstance(config, PreTrainedConfig) else read_config(config)
     options = {} if dtype is None else {"dtype": dtype}
     seed = torch.initial_seed() if seed is None else seed

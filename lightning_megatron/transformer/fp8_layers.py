@@ -139,13 +139,18 @@ class TorchFp8Layers:
             self._history.load_state_dict(state)
 
 
-def tile_faults(modules: Iterable[nn.Module], others: Iterable[nn.Module] = ()) -> list[str]:
-    """Reasons why weights of the transformer layers among `modules`, and of `others`, linears, cannot multiply in FP8,
-    for models whose configuration nobody saw before they were built."""
+def tile_faults(modules: Iterable[nn.Module], others: Mapping[str, nn.Module] = MappingProxyType({})) -> list[str]:
+    """Reasons why weights of the transformer layers among `modules`, and of `others`, linears by name, cannot multiply
+    in FP8, for models whose configuration nobody saw before they were built."""
     of_layers = [module for layer in modules if isinstance(layer, PreNormLayer) for module in layer.modules()]
-    shapes = {tuple(weight.flatten(0, -2).shape) for module in (*of_layers, *others) for weight in _weights(module)}
+    named = [*(("a weight of this rank", one) for one in of_layers), *others.items()]
+    # The first of each shape.
+    shapes: dict[tuple[int, ...], str] = {}
+    for name, module in named:
+        for weight in _weights(module):
+            shapes.setdefault(tuple(weight.flatten(0, -2).shape), name)
     return [
-        f"a weight of this rank ({rows} x {columns}) must have multiples of {TILE} both ways for fp8, whose "
+        f"{shapes[rows, columns]} ({rows} x {columns}) must have multiples of {TILE} both ways for fp8, whose "
         f"products work in tiles of {TILE}; change the model's sizes or tensor_model_parallel_size, or leave fp8 out"
         for rows, columns in sorted(shapes)
         if rows % TILE or columns % TILE

@@ -151,6 +151,8 @@ def test_a_model_may_be_that_of_a_folder_s_configuration(tmp_path: Any) -> None:
     assert torch.equal(found.lm_head.weight, wanted.lm_head.weight)
     with pytest.raises(ValueError, match="no causal model can be made of a ViTConfig"):
         hf.new_unchanged(config_of("vit"))
+    with pytest.raises(ValueError, match="config is a dict; it must be a configuration of transformers"):
+        hf.new_unchanged({"vocab_size": 3})  # type: ignore[arg-type]
 
 
 def test_what_constructors_alone_know_is_made_whole_and_alike(caplog: pytest.LogCaptureFixture) -> None:

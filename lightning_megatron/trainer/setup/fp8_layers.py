@@ -55,7 +55,7 @@ def use_fp8(
             f"front of it, and {type(module).__name__} holds another network; use Fp8Config(engine='torch')"
         )
     # Every rank raises, also where a stage has other layers: the others would wait for it.
-    found = collectives.gather_objects(tile_faults(modules, others.values()), mesh.pp)
+    found = collectives.gather_objects(tile_faults(modules, others), mesh.pp)
     if faults := faults + sorted({fault for tiles in found for fault in tiles}):
         raise ConfigurationError(faults)
     models = {name: (model, model.part_names) for name, model in own.items()}

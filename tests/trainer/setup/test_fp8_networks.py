@@ -234,7 +234,7 @@ def refusal(module: L.LightningModule, fp8: Fp8Config) -> str:
 
 def test_a_network_that_cannot_multiply_in_fp8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
-    assert "a weight of this rank (72 x 64) must have multiples of 16" in refusal(Llama(intermediate_size=72), DELAYED)
+    assert "mlp.gate_proj (72 x 64) must have multiples of 16" in refusal(Llama(intermediate_size=72), DELAYED)
     text = refusal(Llama(), Fp8Config(num_first_layers_bf16=3, num_last_layers_bf16=1))
     assert "beside num_first_layers_bf16 (3) and num_last_layers_bf16 (1) of them" in text
     engine_stub.install(monkeypatch)
