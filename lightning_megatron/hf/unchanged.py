@@ -25,7 +25,8 @@ _GENERATION = "generation_config.json"
 def read_config(path: str | os.PathLike[str]) -> Any:
     """The configuration of the model in a folder. Raises ValueError where there is none."""
     try:
-        return AutoConfig.from_pretrained(model_folder(path, CONFIG_FILES))
+        # What is neither a folder nor a name with an owner is no name of the hub either: nobody asks it.
+        return AutoConfig.from_pretrained(model_folder(path, CONFIG_FILES), local_files_only=True)
     except (OSError, ValueError) as error:
         raise ValueError(
             f"{os.fspath(path)} has no configuration that this version of transformers reads: {_first_line(error)}"
