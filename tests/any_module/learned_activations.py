@@ -67,11 +67,13 @@ class Trains(networks.Trains):
 
 
 class SharedNet(Net):
-    """All blocks have one activation."""
+    """All blocks have one activation, and do nothing at first."""
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList([Block(self.blocks[0].activation) for _ in range(3)])
+        for block in self.blocks:
+            nn.init.zeros_(block.down.weight)
 
 
 class TrainsShared(Trains):
@@ -89,19 +91,6 @@ class TrainsHead(Trains):
     network = HeadNet
 
 
-class ZeroNet(Net):
-    """Blocks that do nothing at first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for block in self.blocks:
-            nn.init.zeros_(block.down.weight)
-
-
-class TrainsZero(Trains):
-    network = ZeroNet
-
-
 class CheckpointedNet(Net):
     """Recomputes its blocks."""
 
@@ -112,11 +101,9 @@ class CheckpointedNet(Net):
 
 
 class TrainsCheckpointed(Trains):
-    network = CheckpointedNet
-
-
-class FreezesFirst(Trains):
     """The block that is looked at does not train, nor does the last one."""
+
+    network = CheckpointedNet
 
     def configure_model(self) -> None:
         super().configure_model()
@@ -213,15 +200,7 @@ class TrainsMatrix(networks.TrainsOverTensor):
     network = MatrixGPT
 
 
-TRAINED: list[type[L.LightningModule]] = [
-    Trains,
-    TrainsShared,
-    TrainsHead,
-    TrainsZero,
-    TrainsCheckpointed,
-    FreezesFirst,
-    TrainsRoot,
-]
+TRAINED: list[type[L.LightningModule]] = [TrainsShared, TrainsHead, TrainsCheckpointed, TrainsRoot]
 REFUSED = [
     (TrainsGated, "tp2", "the gradient of argument 0 of blocks.0 (Gated) is another one with the features of a rank"),
     (TrainsTold, "tp2", "blocks.0.attention (Told) computes other numbers with the features of a rank"),
