@@ -20,11 +20,12 @@ from lightning_megatron.any_module.deviation import relative_deviation
 from lightning_megatron.any_module.latent_linear import LatentLinear
 from lightning_megatron.any_module.whole_weights import (
     SummedInCalls,
+    Told,
     copied,
     gradients,
     recording,
     stand_ins,
-    terms_among,
+    told_apart,
     whole_weights,
 )
 from lightning_megatron.comm import collectives
@@ -95,26 +96,27 @@ class StyleChecks:
                 handle.remove()
             elif torch.is_grad_enabled() or not kind.is_tried:
                 kind.is_tried, kind.are_gradients_tried = True, torch.is_grad_enabled()
-                terms = self._require_alike(name, module, args, kwargs, kind.styled)
-                for one in kind.modules if terms else ():
-                    self._sum_terms(one, terms, is_called=one is module)
+                told = self._require_alike(name, module, args, kwargs, kind.styled)
+                for one in kind.modules if told.terms or told.noise else ():
+                    self._sum_terms(one, told, is_called=one is module)
 
         handle = parent.register_forward_pre_hook(look, with_kwargs=True)
 
-    def _sum_terms(self, module: nn.Module, names: list[str], *, is_called: bool) -> None:
-        held = {name: one for name, one in module.named_parameters() if name in names}
-        self._terms |= {id(one) for one in held.values()}
+    def _sum_terms(self, module: nn.Module, told: Told, *, is_called: bool) -> None:
+        held = dict(module.named_parameters())
+        self._terms |= {id(held[name]) for name in told.terms if name in held}
         # Those that sequence parallelism sums once a step are summed over the same ranks.
-        unsummed = [name for name, one in held.items() if shard_of(one).partial is None]
-        summed = SummedInCalls(module, unsummed, self._tp, lambda: not self._is_whole)
+        unsummed = {name for name, one in held.items() if shard_of(one).partial is None}
+        terms, noise = ([name for name in names if name in unsummed] for names in (told.terms, told.noise))
+        summed = SummedInCalls(module, terms, self._tp, lambda: not self._is_whole, noise)
         if is_called:
             # This call began before.
             summed.enter()
 
     def _require_alike(
         self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], styled: set[str]
-    ) -> list[str]:
-        """Names of whole weights of whose gradients ranks have terms. Raises CutError where numbers differ."""
+    ) -> Told:
+        """What the gradients of whole weights are. Raises CutError where numbers differ."""
         # A cache would grow by each of these calls.
         kwargs = {key: None if "past" in key else value for key, value in kwargs.items()}
         modes = {child: child.training for child in module.modules()}
@@ -130,7 +132,7 @@ class StyleChecks:
             for child, mode in modes.items():
                 child.training = mode
 
-    def _compared(self, name: str, module: nn.Module, given: Any, whole_names: set[str], styled: set[str]) -> list[str]:
+    def _compared(self, name: str, module: nn.Module, given: Any, whole_names: set[str], styled: set[str]) -> Told:
         kind = f"{name or 'the network'} ({type(module).__name__})"
         way_out = (
             "its code is written for all of them, such as a number of heads from the configuration. Let view and "
@@ -154,7 +156,7 @@ class StyleChecks:
             if wrong := [one for one in map(self._deviation, cut, whole) if one]:
                 raise CutError(f"{kind} computes other numbers with the features of a rank ({wrong[0]}): {way_out}")
             if not is_recorded:
-                return []
+                return Told([], [], {})
             scales = [torch.arange(one.numel(), device=one.device).cos().to(one.dtype).view(one.shape) for one in whole]
 
             def weighed(outputs: list[Tensor]) -> Tensor:
@@ -165,16 +167,18 @@ class StyleChecks:
             found = gradients(weighed(cut), weights | _trained(cut_inputs))
             meant = gradients(weighed(whole), weights | _trained(whole_inputs))
         found |= {key: collectives.all_reduce(one, self._tp) for key, one in found.items() if key in styled}
-        terms, differing = terms_among(found, meant, self._tp)
+        gradients_told = told_apart(found, meant, self._tp)
         # Nothing sums the gradient of what a module is given.
-        differing |= {key: "each rank has a term of it" for key in terms if key not in weights}
+        differing = gradients_told.wrong | {
+            key: "each rank has a term of it" for key in gradients_told.terms if key not in weights
+        }
         if differing:
             key, deviation = next(iter(differing.items()))
             what = f"{name}.{key}" if key in weights else f"{key} of {kind}"
             raise CutError(
                 f"the gradient of {what} is another one with the features of a rank ({deviation}): {way_out}"
             )
-        return [key for key in terms if key not in styled]
+        return gradients_told
 
     @contextmanager
     def _whole(self, module: nn.Module) -> Iterator[None]:

@@ -118,7 +118,8 @@ class _Share:
         self._tokens_R = torch.empty(0, dtype=torch.long)
         self._num_tokens = 0
         for name, weight in expert_weights(module):
-            shard = Shard(global_shape=tuple(weight.shape), dim=0, axis=tp, local_length=self._num_own)
+            # Leading: a rank whose experts no token chose steps them as the others do.
+            shard = Shard(global_shape=tuple(weight.shape), leading=tp)
             setattr(module, name, _own_experts(weight, tp, shard))
         module.num_experts = self._num_own
         module.register_forward_pre_hook(self._select, with_kwargs=True)

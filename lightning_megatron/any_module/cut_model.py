@@ -34,7 +34,7 @@ from lightning_megatron.any_module.whole_weights import (
     gradients,
     recording,
     stand_ins,
-    terms_among,
+    told_apart,
     whole_weights,
 )
 from lightning_megatron.comm import collectives, rng
@@ -208,13 +208,13 @@ class CutModel(PipelineModule):
         try:
             whole = {index: one if index in self._ends else tokens.of_all_ranks(one) for index, one in short.items()}
             # Whole sequences come first: modules with cut linears are looked at in their first call.
-            with tokens.off(), recording():
-                given = copied((args, kwargs, whole))
-                for one in tree_leaves(given[2]):
-                    if isinstance(one, Tensor) and one.is_floating_point():
-                        one.requires_grad_()
-                wanted = {index: one.detach() for index, one in self._hidden_states(stage, *given).items()}
             try:
+                with tokens.off(), recording():
+                    given = copied((args, kwargs, whole))
+                    for one in tree_leaves(given[2]):
+                        if isinstance(one, Tensor) and one.is_floating_point():
+                            one.requires_grad_()
+                    wanted = {index: one.detach() for index, one in self._hidden_states(stage, *given).items()}
                 with tokens.finding_sums():
                     self._hidden_states(stage, args, kwargs, short)
                 cut = self._hidden_states(stage, args, kwargs, short)
@@ -260,7 +260,7 @@ class CutModel(PipelineModule):
         # On whole sequences a rank has a term of these, too: of its features.
         of_features = {name for name, one in vectors.items() if id(one) in summed and self._is_on_features(one)}
         meant |= {name: collectives.all_reduce(meant[name], tokens.sp) for name in sorted(of_features)}
-        terms, wrong = terms_among(own, meant, tokens.sp)
+        terms, _, wrong = told_apart(own, meant, tokens.sp)
         if wrong:
             name, deviation = next(iter(wrong.items()))
             raise CutError(

@@ -7,7 +7,7 @@ was written, and gradients that are terms are summed over the axis where the mod
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -107,44 +107,60 @@ def gradients(number: Tensor, tensors: Mapping[str, Tensor]) -> dict[str, Tensor
     return dict(zip(tensors, given, strict=True))
 
 
-def terms_among(
-    found: Mapping[str, Tensor], meant: Mapping[str, Tensor], axis: Axis
-) -> tuple[list[str], dict[str, str]]:
-    """Names of the gradients of which ranks of the axis found terms, and of those that are neither that nor whole.
+class Told(NamedTuple):
+    """What gradients on ranks are, by name."""
 
-    The second have what differs, in words.
-    """
+    terms: list[str]
+    """Terms of a sum."""
+    noise: list[str]
+    """Zero but for rounding, which differs from rank to rank: nobody can tell."""
+    wrong: dict[str, str]
+    """Neither whole nor a term, and what differs, in words."""
+
+
+def told_apart(found: Mapping[str, Tensor], meant: Mapping[str, Tensor], axis: Axis) -> Told:
+    """What the gradients are that ranks of the axis found, by those that are meant. Collective over the axis."""
+    told = Told([], [], {})
     if not meant:
-        return [], {}
+        return told
+    noise = max(torch.finfo(coarsest(one)).eps * float(one.abs().max()) for one in meant.values())
     sums = {name: collectives.all_reduce(one, axis) for name, one in found.items()}
-    largest = {name: float(one.abs().max()) for name, one in meant.items()}
     errors = [[float((of[name] - one).abs().max()) for name, one in meant.items()] for of in (found, sums)]
     device = next(iter(meant.values())).device
     as_whole, as_terms = collectives.all_reduce(torch.tensor(errors, device=device), axis, "max").tolist()
-    terms, wrong = [], {}
     for name, one, error, error_of_sum in zip(meant, meant.values(), as_whole, as_terms, strict=True):
+        largest = float(one.abs().max())
         # A gradient that is zero but for rounding is rounded as those beside it.
-        rounding = 64 * torch.finfo(coarsest(one)).eps * max(largest.values())
-        if not min(error, error_of_sum) <= max(tolerance_of(one) * largest[name], rounding):
-            wrong[name] = f"off by {min(error, error_of_sum) / max(largest[name], 1e-300):.0e} of the largest"
-        # What is no more than rounding differs from rank to rank: summed, copies of the weight stay alike.
-        elif error_of_sum < error or (error and largest[name] <= rounding / 64):
-            terms.append(name)
-    return terms, wrong
+        if not min(error, error_of_sum) <= max(tolerance_of(one) * largest, 64 * noise):
+            told.wrong[name] = f"off by {min(error, error_of_sum) / max(largest, 1e-300):.0e} of the largest"
+        elif error and largest <= noise:
+            told.noise.append(name)
+        elif error_of_sum < error:
+            told.terms.append(name)
+    return told
 
 
 class SummedInCalls:
     """Sums the gradients of weights of a module over an axis, where calls of this module use them while `is_on()`.
 
-    Uses of the same weights elsewhere keep their gradients.
+    Uses of the same weights elsewhere keep their gradients. Of those in `averaged` it takes the mean: copies of them
+    stay alike.
     """
 
-    def __init__(self, module: nn.Module, names: Iterable[str], axis: Axis, is_on: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        summed: Iterable[str],
+        axis: Axis,
+        is_on: Callable[[], bool],
+        averaged: Iterable[str] = (),
+    ) -> None:
         self._axis, self._is_on = axis, is_on
         held = dict(module.named_parameters())
-        wanted = {id(held[name]) for name in names if name in held}
-        self._places: list[tuple[dict[str, Any], str]] = [
-            (owner._parameters, key)
+        wanted = {id(held[name]) for name in (*summed, *averaged) if name in held}
+        are_averaged = {id(held[name]) for name in averaged if name in held}
+        self._places: list[tuple[dict[str, Any], str, bool]] = [
+            (owner._parameters, key, id(weight) in are_averaged)
             for owner in module.modules()
             for key, weight in owner._parameters.items()
             if id(weight) in wanted
@@ -158,10 +174,12 @@ class SummedInCalls:
         if not torch.is_grad_enabled() or not self._is_on():
             return
         made: dict[int, Tensor] = {}
-        for held, key in self._places:
+        for held, key, is_averaged in self._places:
             weight: Any = held[key]
             self._before.append((held, key, weight))
-            made[id(weight)] = made[id(weight)] if id(weight) in made else differentiable.copy(weight, self._axis)
+            if id(weight) not in made:
+                copy = differentiable.copy_of_mean if is_averaged else differentiable.copy
+                made[id(weight)] = copy(weight, self._axis)
             held[key] = made[id(weight)]
 
     def _leave(self, *_: Any) -> None:

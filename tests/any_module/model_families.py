@@ -44,12 +44,15 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "ministral": {"head_dim": 8},
     "mobilebert": {"intra_bottleneck_size": 32, "embedding_size": 32},
     "mobilevitv2": {"patch_size": 2},
+    # Experts take all tokens: by default they drop some, by what else is in the batch, and jitter.
+    "nllb-moe": {"expert_capacity": 4096, "router_jitter_noise": 0.0, "second_expert_policy": "all"},
     "nemotron": {"head_dim": 8, "num_key_value_heads": 2},
     "reformer": {"is_decoder": True},
     "regnet": {"embedding_size": 8, "hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 3, 1], "groups_width": 8},
     "resnet": {"embedding_size": 8, "hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 3, 1]},
     "swin": {"embed_dim": 16, "depths": [1, 3], "num_heads": [2, 4], "window_size": 2, "patch_size": 4},
     "swinv2": {"embed_dim": 16, "depths": [1, 3], "num_heads": [2, 4], "window_size": 2, "patch_size": 4},
+    "switch_transformers": {"expert_capacity": 4096, "router_jitter_noise": 0.0},
     "vipllava": {"vision_feature_layers": [-1, -2]},
     "xmod": {"default_language": "en_XX"},
 }

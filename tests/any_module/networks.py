@@ -595,6 +595,15 @@ class TrainsSkipping(Trains):
     network = SkippingGPT
 
 
+class TrainsInPlace(Trains):
+    """Changes its batch in place."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        batch["tokens"].add_(1).remainder_(VOCABULARY)
+        batch["targets"].add_(1).remainder_(VOCABULARY)
+        return super().training_step(batch, batch_idx)
+
+
 class TrainsDirect(Trains):
     network = DirectGPT
 

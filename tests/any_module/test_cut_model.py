@@ -53,6 +53,10 @@ def test_a_term_beside_the_networks_own_is_not_weighed_by_that() -> None:
     assert any("is taken for a mean over the rows of its batch" in warning for warning in result.warnings)
 
 
+def test_a_step_may_change_its_batch_in_place() -> None:
+    certify(networks.TrainsInPlace, networks.batches, layouts=("pp2vp2",), steps=2).assert_equal()
+
+
 class CountsDeferred(L.Callback):
     """Counts weight gradients that own blocks put off."""
 

@@ -12,7 +12,7 @@ from lightning_megatron.any_module.whole_weights import (
     gradients,
     recording,
     stand_ins,
-    terms_among,
+    told_apart,
     whole_weights,
 )
 from lightning_megatron.sharding import Initial, shard_parameter
@@ -22,27 +22,26 @@ from tests.harness.threads import run_on_threads
 from tests.tensor.plain import thread_mesh
 
 
-def told_apart(world: Any, off: float) -> tuple[list[str], dict[str, str]]:
+def told(world: Any, off: float) -> tuple[list[str], list[str], dict[str, str]]:
     meant = {"whole": [2.0, 4.0], "term": [1.0, 3.0], "noise": [1e-9], "unused": [0.0]}
     term = torch.tensor(meant["term"]) * [0.25, 0.75][world.rank()] + off
     found = {"whole": torch.tensor(meant["whole"]), "term": term, "noise": -torch.tensor(meant["noise"])}
     found["unused"] = torch.zeros(1)
     wanted = {name: torch.tensor(one) for name, one in meant.items()}
-    return terms_among(found, wanted, thread_mesh(world, is_sequence_parallel=False).tp)
+    return told_apart(found, wanted, thread_mesh(world, is_sequence_parallel=False).tp)
 
 
 def test_terms_are_told_from_whole_gradients_and_from_what_is_neither() -> None:
-    # Noise is summed: else copies of a weight would drift apart.
-    assert run_on_threads(2, told_apart, 0.0) == [(["term", "noise"], {})] * 2
-    assert run_on_threads(2, told_apart, 0.1) == [(["noise"], {"term": "off by 7e-02 of the largest"})] * 2
+    assert run_on_threads(2, told, 0.0) == [(["term"], ["noise"], {})] * 2
+    assert run_on_threads(2, told, 0.1) == [([], ["noise"], {"term": "off by 7e-02 of the largest"})] * 2
 
 
 def summed(world: Any) -> tuple[list[float], bool]:
-    module = nn.Linear(2, 1, bias=False)
+    module = nn.Linear(2, 1)
     nn.init.ones_(module.weight)
     is_on = [True]
     tp = thread_mesh(world, is_sequence_parallel=False).tp
-    SummedInCalls(module, ["weight"], tp, lambda: is_on[0])
+    SummedInCalls(module, ["weight"], tp, lambda: is_on[0], ["bias"])
     # A second backward sums its own gradient alone; uses outside of a call, and calls while it is off, are not summed.
     for scale in (1.0, 2.0):
         module(torch.full((1, 2), scale * (1 + world.rank()))).sum().backward()
@@ -50,6 +49,9 @@ def summed(world: Any) -> tuple[list[float], bool]:
     module(torch.full((1, 2), 10.0)).sum().backward()
     (module.weight * 100).sum().backward()
     assert module.weight.grad is not None
+    assert module.bias.grad is not None
+    # Each rank's share of three calls: a mean of what cannot be told keeps copies alike.
+    assert module.bias.grad.tolist() == [3.0]
     return module.weight.grad[0].tolist(), isinstance(module.weight, nn.Parameter)
 
 

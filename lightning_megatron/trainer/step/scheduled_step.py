@@ -15,6 +15,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_megatron.mesh import Mesh
+from lightning_megatron.pipeline.microbatches import map_tensors
 from lightning_megatron.pipeline.module import Driver
 from lightning_megatron.pipeline.plans import training_plan
 from lightning_megatron.pipeline.runtime import Runtime
@@ -109,7 +110,10 @@ class ScheduledStep:
         mark = self.log.mark() if self.mesh.own_stages[0] < self.mesh.sizes.num_stages - 1 else None
         try:
             with user_step.synced_random(microbatch, part.group_index, is_scheduled=True), context():
-                output = user_step.module.training_step(part.batch, *args[1:], **kwargs)
+                # A step that changes its batch in place does so once for each stage of this rank.
+                is_shared = len(self.mesh.own_stages) > 1
+                batch = map_tensors(part.batch, Tensor.clone) if is_shared else part.batch
+                output = user_step.module.training_step(batch, *args[1:], **kwargs)
         except StageExit:
             assert mark is not None
             self.log.rewind(mark)
