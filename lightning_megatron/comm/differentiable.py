@@ -68,7 +68,7 @@ def all_gather(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
 def as_gathered(x: Tensor, whole: Tensor, axis: Axis, dim: int = 0) -> Tensor:
     """`all_gather` of `x`, which is here already as `whole`; gradients are reduce-scattered."""
     out: Tensor = _Conjugates.apply(
-        x, lambda x: whole.detach().view_as(whole), lambda grad: collectives.reduce_scatter(grad, axis, dim)
+        x, lambda x: whole.detach().view_as(whole), lambda part: collectives.reduce_scatter(part, axis, dim)
     )
     return out
 
