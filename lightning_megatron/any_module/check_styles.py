@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_megatron.any_module.cut_error import CutError
 from lightning_megatron.any_module.deviation import relative_deviation
@@ -27,6 +27,7 @@ from lightning_megatron.any_module.whole_weights import (
     stand_ins,
     told_apart,
     whole_weights,
+    widened,
 )
 from lightning_megatron.comm import collectives
 from lightning_megatron.mesh import Axis
@@ -126,8 +127,9 @@ class StyleChecks:
         try:
             # Autocast would leave fewer digits to compare.
             exact = torch.autocast(weights[0].device.type, enabled=False)
-            with without_fp8(module), exact, stand_ins(module, weights):
-                return self._compared(name, module, (args, kwargs), whole, styled)
+            with without_fp8(module), exact, stand_ins(module, weights, widened):
+                wide = tree_map(lambda one: widened(one) if isinstance(one, Tensor) else one, (args, kwargs))
+                return self._compared(name, module, wide, whole, styled)
         finally:
             for child, mode in modes.items():
                 child.training = mode

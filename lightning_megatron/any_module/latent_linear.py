@@ -24,7 +24,7 @@ class LatentLinear(WholeLinear):
         return torch.cat((latent, differentiable.copy(key, self.tp)), -1)
 
     def whole(self) -> nn.Linear:
-        """The same linear, whose output all heads read on one rank."""
+        """An `nn.Linear` has these weights, as in the network of one device."""
         linear = nn.Linear(self.in_features, self.out_features, device="meta")
         linear.weight = self.weight
         linear.register_parameter("bias", self.bias)

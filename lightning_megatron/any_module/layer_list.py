@@ -22,7 +22,7 @@ def layers_of(network: nn.Module) -> tuple[str, ...]:
 
 
 def _num_parameters(module: nn.Module) -> int:
-    """Of the whole model: what ranks cut changes nothing about which list is the largest."""
+    """A module has so many parameters on one device: the largest list is the same before and after ranks cut it."""
     return sum(math.prod(shard_of(parameter).global_shape) for parameter in module.parameters())
 
 

@@ -43,17 +43,20 @@ def widened(x: Tensor) -> Tensor:
 
 
 @contextmanager
-def stand_ins(module: nn.Module, replaced: Iterable[Tensor]) -> Iterator[None]:
-    """Inside the block others, widened, stand in for some weights of a module and for its buffers.
+def stand_ins(
+    module: nn.Module, replaced: Iterable[Tensor], cast: Callable[[Tensor], Tensor] = Tensor.detach
+) -> Iterator[None]:
+    """Inside the block others stand in for some weights of a module, and its buffers are what `cast` makes of them.
 
-    All of them take gradients, and are a little off: a gradient is not zero there because training begins so.
+    The stand-ins, cast too, take gradients, and are a little off: a gradient is not zero there because training begins
+    so.
     """
     wanted = {id(one) for one in replaced}
     made: dict[int, Tensor] = {}
     before: list[tuple[dict[str, Any], str, Tensor]] = []
 
     def moved(weight: Tensor) -> nn.Parameter:
-        values = widened(weight.detach())
+        values = cast(weight.detach())
         scale = _MOVED * max(float(values.abs().max()), _MOVED) if values.numel() else 0.0
         pattern = torch.arange(values.numel(), dtype=torch.float32, device=values.device).cos().view(values.shape)
         found = nn.Parameter(values + scale * pattern.to(values.dtype))
@@ -69,9 +72,9 @@ def stand_ins(module: nn.Module, replaced: Iterable[Tensor]) -> Iterator[None]:
                     if id(weight) not in made:
                         made[id(weight)] = moved(weight)
             for key, buffer in owner._buffers.items():
-                if buffer is not None and widened(buffer) is not buffer:
+                if buffer is not None:
                     before.append((owner._buffers, key, buffer))
-                    made[id(buffer)] = widened(buffer)
+                    made[id(buffer)] = cast(buffer)
     try:
         for held, key, tensor in before:
             held[key] = made[id(tensor)]
@@ -82,10 +85,10 @@ def stand_ins(module: nn.Module, replaced: Iterable[Tensor]) -> Iterator[None]:
 
 
 def copied(value: Any) -> Any:
-    """A copy of nested tensors, widened, of which those that take gradients take their own."""
+    """A copy of nested tensors, of which those that take gradients take their own."""
 
     def copy(one: Any) -> Any:
-        return widened(one.detach()).clone().requires_grad_(one.requires_grad) if isinstance(one, Tensor) else one
+        return one.detach().clone().requires_grad_(one.requires_grad) if isinstance(one, Tensor) else one
 
     return tree_map(copy, value)
 
@@ -123,15 +126,18 @@ def told_apart(found: Mapping[str, Tensor], meant: Mapping[str, Tensor], axis: A
     told = Told([], [], {})
     if not meant:
         return told
-    noise = max(torch.finfo(coarsest(one)).eps * float(one.abs().max()) for one in meant.values())
     sums = {name: collectives.all_reduce(one, axis) for name, one in found.items()}
-    errors = [[float((of[name] - one).abs().max()) for name, one in meant.items()] for of in (found, sums)]
+    sizes = [[float((of[name] - one).abs().max()) for name, one in meant.items()] for of in (found, sums)]
+    sizes.append([float(one.abs().max()) for one in meant.values()])
     device = next(iter(meant.values())).device
-    as_whole, as_terms = collectives.all_reduce(torch.tensor(errors, device=device), axis, "max").tolist()
-    for name, one, error, error_of_sum in zip(meant, meant.values(), as_whole, as_terms, strict=True):
-        largest = float(one.abs().max())
+    # Ranks tell alike: of numbers that they have from each other.
+    as_whole, as_terms, largests = collectives.all_reduce(
+        torch.tensor(sizes, dtype=torch.float64, device=device), axis, "max"
+    ).tolist()
+    noise = max(torch.finfo(coarsest(one)).eps * size for one, size in zip(meant.values(), largests, strict=True))
+    for name, error, error_of_sum, largest in zip(meant, as_whole, as_terms, largests, strict=True):
         # A gradient that is zero but for rounding is rounded as those beside it.
-        if not min(error, error_of_sum) <= max(tolerance_of(one) * largest, 64 * noise):
+        if not min(error, error_of_sum) <= max(tolerance_of(meant[name]) * largest, 64 * noise):
             told.wrong[name] = f"off by {min(error, error_of_sum) / max(largest, 1e-300):.0e} of the largest"
         elif error and largest <= noise:
             told.noise.append(name)

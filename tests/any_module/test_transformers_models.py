@@ -171,6 +171,21 @@ def test_recomputed_layers_fill_no_cache_a_second_time() -> None:
         assert own.keys() == of_rank.keys() and all(torch.equal(own[name], of_rank[name]) for name in of_rank)
 
 
+def loss_in_16_bits(layout: Layout) -> float:
+    loader: Any = DataLoader(batches(), batch_size=None)  # type: ignore[arg-type]
+    trainer = make_trainer(layout, max_epochs=1, precision="bf16-true")
+    trainer.fit(Logged("qwen3"), loader)
+    return float(trainer.callback_metrics["loss"])
+
+
+def test_layers_run_on_own_tokens_in_16_bits_too() -> None:
+    [wanted] = run_on_ranks(1, loss_in_16_bits, Layout(is_plain=True), init=False)
+    for layout in (Layout(world=2, cp=2), Layout(world=4, tp=2, pp=2, sp=True, microbatches=2)):
+        # Sums in another order, of numbers of 8 bits.
+        for found in run_on_ranks(layout.world, loss_in_16_bits, layout, init=False):
+            assert abs(found - wanted) < 0.02
+
+
 @pytest.mark.parametrize("option", ["output_hidden_states", "output_attentions", "use_cache"])
 def test_what_is_collected_of_all_tokens_is_refused(option: str) -> None:
     [result] = certify(functools.partial(Collects, option), batches, layouts=("cp2",), steps=1).results

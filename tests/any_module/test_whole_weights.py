@@ -14,6 +14,7 @@ from lightning_megatron.any_module.whole_weights import (
     stand_ins,
     told_apart,
     whole_weights,
+    widened,
 )
 from lightning_megatron.sharding import Initial, shard_parameter
 from lightning_megatron.testing import certify
@@ -65,9 +66,9 @@ def test_others_stand_in_for_weights_and_go_again() -> None:
     held = [net.weight, net.bias.requires_grad_(False)]
     with torch.inference_mode():
         x = torch.ones(1, 2, dtype=torch.bfloat16)
-        with stand_ins(net, held), recording():
+        with stand_ins(net, held, widened), recording():
             assert net.weight is not held[0] and net.weight.abs().max() > 1e-4 and net.bias.requires_grad
-            found = gradients(net(copied(x)).sum(), dict(net.named_parameters()))
+            found = gradients(net(copied(widened(x))).sum(), dict(net.named_parameters()))
     assert found["bias"].tolist() == [1.0, 1.0] and found["weight"].tolist() == [[1.0, 1.0]] * 2
     assert net.weight is held[0] and net.bias is held[1] and net.weight.grad is None
     assert gradients(torch.ones(()), {"bias": net.bias})["bias"].tolist() == [0.0, 0.0]
