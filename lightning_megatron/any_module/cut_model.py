@@ -57,9 +57,9 @@ class CutModel(PipelineModule):
 
     `layers` are names of its layers in the order in which its forward calls them, `ends` how many of them end a list
     whose output later layers read too (the last layer of an encoder); `is_on_features` tells which weights are used on
-    the features of a rank of tp. The parameters and children are the model's own,
-    under its own names. Layers of other ranks lose their weights. Raises ValueError for a layer whose weight another
-    module has too, and for a stage without a layer.
+    the features of a rank of tp. The parameters and children are the model's own, under its own names. Layers of other
+    ranks lose their weights. Raises ValueError for a layer whose weight another module has too, and for a stage without
+    a layer.
     """
 
     _whole: nn.Module
