@@ -99,5 +99,10 @@ def _recipe_of(path: Path, table: dict[str, Any]) -> Recipe | None:
     folder = section.get("path")
     if not isinstance(folder, str) or not Path(folder).exists():
         raise ValueError(f"it has no model.config, and model.path ({folder}) is no folder here; {path} is no recipe")
-    model = model_of_folder(Path(folder))
-    return FINETUNING.get(next(name for name, known in KINDS.items() if type(model) is known), FINETUNING["gpt"])
+    try:
+        model = model_of_folder(Path(folder))
+    except ValueError:
+        # It may be a model of transformers that is trained as it is.
+        return FINETUNING["gpt"]
+    kind = next(name for name, known in KINDS.items() if type(model) is known)
+    return FINETUNING[kind if kind in FINETUNING else "gpt"]

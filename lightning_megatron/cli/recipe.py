@@ -50,7 +50,7 @@ class RecipeCLI(LightningCLI):
 
     def __init__(
         self,
-        module: type[L.LightningModule],
+        module: Callable[..., L.LightningModule],
         data: type[L.LightningDataModule],
         *,
         links: Mapping[str, str],
@@ -66,7 +66,7 @@ class RecipeCLI(LightningCLI):
         self._callbacks = callbacks
         self._data_config = config_of(data)
         # Classes that the options of a run configure.
-        self._owners: dict[str, type] = {
+        self._owners: dict[str, Callable[..., Any]] = {
             "model": module,
             "data": self._data_config or data,
             STRATEGY: MegatronStrategy,
@@ -204,7 +204,7 @@ class RecipeCLI(LightningCLI):
 
 
 def run_recipe(
-    module: type[L.LightningModule],
+    module: Callable[..., L.LightningModule],
     data: type[L.LightningDataModule],
     *,
     links: Mapping[str, str],
@@ -214,6 +214,7 @@ def run_recipe(
 ) -> None:
     """Runs the command line of a recipe: `args`, or those that the script was called with.
 
+    `module` is the class of the module, or a function that makes it of its options.
     `links` takes options from others ("model.config.vocab_size": "data.vocab_size"), `made_links` from attributes of
     the module that is made; `callbacks` are always there and take options under their names. Exits with 2 on a mistake
     of the user's.

@@ -4,7 +4,7 @@ Options, defaults and errors are those of `fit`. The classes are those of the re
 """
 
 from argparse import ArgumentError
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from functools import cache
 from inspect import signature
@@ -31,7 +31,7 @@ from lightning_megatron.lightning_modules import (
 )
 from lightning_megatron.lightning_modules.data_module import config_of
 from lightning_megatron.lightning_modules.export import ExportPretrained
-from lightning_megatron.lightning_modules.finetune import FinetuneModule
+from lightning_megatron.lightning_modules.finetune import finetune_module
 from lightning_megatron.lightning_modules.print_text import PrintText
 from lightning_megatron.lightning_modules.text_data import TextDataModule
 from lightning_megatron.models import LlavaConfig
@@ -43,7 +43,7 @@ from lightning_megatron.trainer.callbacks import ThroughputMonitor
 class Recipe(NamedTuple):
     """The classes of a recipe and the options that it takes from others, as its script passes them to `run_recipe`."""
 
-    module: type[L.LightningModule]
+    module: Callable[..., L.LightningModule]
     data: type[TextDataModule]
     links: Mapping[str, str]
     callbacks: Mapping[str, type[L.Callback]]
@@ -62,7 +62,7 @@ _CALLBACKS = {"throughput": ThroughputMonitor, "print_text": PrintText}
 _EXPORTS = {**_CALLBACKS, "export": ExportPretrained}
 _LLAVA = Recipe(LlavaModule, LlavaDataModule, _VOCABULARY | _IMAGES, _CALLBACKS)
 
-PRETRAINING = {
+PRETRAINING: Mapping[str, Recipe] = {
     "gpt": Recipe(GPTModule, GPTDataModule, _VOCABULARY, _CALLBACKS),
     "bert": Recipe(BertModule, BertDataModule, _VOCABULARY | _SENTENCES, _CALLBACKS),
     "t5": Recipe(T5Module, T5DataModule, _VOCABULARY, _CALLBACKS),
@@ -70,8 +70,8 @@ PRETRAINING = {
 }
 """The recipe of each kind of model, by the names of `--model-kind`."""
 
-FINETUNING = {
-    "gpt": Recipe(FinetuneModule, ChatDataModule, _TOKENIZER, _EXPORTS),
+FINETUNING: Mapping[str, Recipe] = {
+    "gpt": Recipe(finetune_module, ChatDataModule, _TOKENIZER, _EXPORTS),
     "t5": Recipe(T5FinetuneModule, T5ChatDataModule, _TOKENIZER, _EXPORTS),
     "llava": _LLAVA,
 }

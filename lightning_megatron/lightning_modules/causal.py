@@ -1,4 +1,4 @@
-"""`CausalModule`: any causal model of transformers, as it is, trained on text."""
+"""`CausalModule`: any causal model of transformers, as it is, trained on text or on conversations."""
 
 from dataclasses import asdict
 from typing import Any
@@ -8,21 +8,31 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.hf import unchanged
+from lightning_megatron.hf.adapters import adapter_faults, add_adapters
 from lightning_megatron.lightning_modules.adamw import AdamWConfig, adamw_with_warmup
-from lightning_megatron.lightning_modules.finetune import require_fitting_tokenizer
+from lightning_megatron.lightning_modules.conversation_data import ConversationDataModule
+from lightning_megatron.lightning_modules.generative import PredictedTexts
 from lightning_megatron.lightning_modules.gpt_data import GPTDataModule
+from lightning_megatron.lightning_modules.pretrain import Batch
+from lightning_megatron.lightning_modules.text_data import require_fitting_tokenizer
+from lightning_megatron.mesh import ambient_mesh
 from lightning_megatron.metrics.token_means import TokenMean
+from lightning_megatron.models.generation import generate_rows
+from lightning_megatron.models.ragged_rows import row_lengths
+from lightning_megatron.models.sampling import GenerationConfig
 from lightning_megatron.trainer import ConfigurationError
 from lightning_megatron.trainer.checkpointing.hyper_parameters import rebuilt
 from lightning_megatron.trainer.checkpointing.loading import load_from_checkpoint
+from lightning_megatron.transformer.lora import LoraConfig
 
 _ADAMW = AdamWConfig()
+_GENERATION = GenerationConfig()
 # The label that losses of transformers leave out.
 _NO_LABEL = -100
-_HALF = {"bf16-true": torch.bfloat16, "16-true": torch.float16}
+_DTYPES = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
 _ONE_DOCUMENT = (
     "documents that do not attend to each other need masks of their own, and a model of transformers as it is makes "
-    "none for them; use data.packing='stream' without separates_documents"
+    "none for them; use data.packing='stream' without separates_documents, and for conversations data.packing='none'"
 )
 
 
@@ -31,27 +41,51 @@ class CausalModule(L.LightningModule):
 
     A batch holds `tokens`, `labels` and `loss_mask`, each [batch, sequence]. The model shifts labels itself, so that
     the last token of a row is learnt from nothing. Logs `train_loss`, and of validations `val_loss`, the mean over the
-    valid tokens.
+    valid tokens. Prediction takes batches of `tokens` and `lengths` [batch], as those of `GPTModule`, and returns each
+    row with the generated tokens; all tokens are computed anew for each.
 
     Args:
         path: Folder with the model's config.json, and with its weights where training begins from them.
         from_scratch: Begin from new weights; the folder needs the configuration alone.
         optimizer: AdamW and its learning-rate curve.
+        lora: LoRA adapters of peft, which alone are trained; None trains all weights.
+        generation: Sampling of text in prediction.
     """
 
     # Lightning's own reads files alone.
     load_from_checkpoint: Any = classmethod(load_from_checkpoint)
 
-    def __init__(self, path: str, from_scratch: bool = False, optimizer: AdamWConfig = _ADAMW) -> None:
+    def __init__(
+        self,
+        path: str,
+        from_scratch: bool = False,
+        optimizer: AdamWConfig = _ADAMW,
+        lora: LoraConfig | None = None,
+        generation: GenerationConfig = _GENERATION,
+    ) -> None:
         super().__init__()
         self.optimizer: AdamWConfig = rebuilt(AdamWConfig, optimizer)
+        self.generation: GenerationConfig = rebuilt(GenerationConfig, generation)
+        self.lora: LoraConfig | None = None if lora is None else rebuilt(LoraConfig, lora)
         self.path = path
         self.from_scratch = from_scratch
-        self.save_hyperparameters({"path": path, "from_scratch": from_scratch, "optimizer": asdict(self.optimizer)})
+        self.save_hyperparameters(
+            {
+                "path": path,
+                "optimizer": asdict(self.optimizer),
+                "lora": None if self.lora is None else asdict(self.lora),
+                "generation": asdict(self.generation),
+            }
+            # Fine-tuning has no such option.
+            | ({"from_scratch": True} if from_scratch else {})
+        )
         self.config = unchanged.read_config(path)
+        if self.lora is not None and (faults := adapter_faults(self.lora, from_scratch)):
+            raise ValueError("\n".join(faults))
         # The model, from `configure_model` on.
         self.model: Any = None
         self._val_loss = TokenMean()
+        self._texts = PredictedTexts(self.generation)
 
     @property
     def vocab_size(self) -> int:
@@ -61,19 +95,31 @@ class CausalModule(L.LightningModule):
     def setup(self, stage: str) -> None:
         data = self.trainer.datamodule  # type: ignore[attr-defined]
         require_fitting_tokenizer(data, self.path, self.vocab_size)
-        if isinstance(data, GPTDataModule) and (data.config.packing == "documents" or data.config.separates_documents):
+        packs = isinstance(data, GPTDataModule | ConversationDataModule) and data.config.packing == "documents"
+        if packs or (isinstance(data, GPTDataModule) and data.config.separates_documents):
             raise ConfigurationError(_ONE_DOCUMENT)
+        is_padded = isinstance(data, ConversationDataModule) and data.hides_padding
+        if is_padded and getattr(self.config.get_text_config(), "output_router_logits", False):
+            raise ConfigurationError(
+                f"{type(data).__name__} pads rows without telling the model, and its auxiliary loss would count the "
+                "padding as tokens; set output_router_logits to false in the model's config.json"
+            )
 
     def configure_model(self) -> None:
         if self.model is None:
             # Other precisions keep weights in 32 bits, whatever the files have.
-            dtype = _HALF.get(str(self.trainer.precision) if self._trainer is not None else "", torch.float32)
+            dtype = _DTYPES.get(str(self.trainer.precision) if self._trainer is not None else "", torch.float32)
             try:
                 if self.from_scratch:
                     self.model = unchanged.new_unchanged(self.config, dtype)
                 else:
                     # Transformers returns a model that is evaluated.
                     self.model = unchanged.load_unchanged(self.path, dtype).train()
+                if dtype == torch.float64:
+                    # The grouped products of experts know no float64.
+                    self.model.set_experts_implementation("eager")
+                if self.lora is not None:
+                    self.model = add_adapters(self.model, self.lora)
             except ValueError as error:
                 raise ConfigurationError(str(error)) from error
 
@@ -96,6 +142,35 @@ class CausalModule(L.LightningModule):
         labels[:, 1:] = batch["labels"].masked_fill(batch["loss_mask"] == 0, _NO_LABEL)[:, :-1]
         loss: Tensor = self.model(input_ids=batch["tokens"], labels=labels).loss
         return loss, (labels != _NO_LABEL).sum()
+
+    def on_predict_epoch_start(self) -> None:
+        self._texts.restart()
+
+    def predict_step(self, batch: Batch, batch_idx: int) -> list[Tensor]:
+        return self._texts.of_batch(self.trainer, batch, self._generate)
+
+    def _generate(self, batch: Batch, generation: GenerationConfig, samples: Tensor) -> list[Tensor]:
+        def next_logits(text_BL: Tensor, lengths_B: Tensor) -> Tensor:
+            # What stands behind the end of a row is seen by no token of it.
+            logits = self.model(input_ids=text_BL[:, : int(lengths_B.max())]).logits
+            logits_BV: Tensor = logits[torch.arange(len(logits)), lengths_B - 1]
+            return logits_BV
+
+        mesh = ambient_mesh()
+        return generate_rows(
+            next_logits,
+            batch["tokens"],
+            row_lengths(batch["tokens"], batch.get("lengths")),
+            generation,
+            samples_B=samples,
+            sharing=(mesh.tp, mesh.cp),
+            # Tokens travel to the experts of all these ranks in each call.
+            together=(mesh.axis("ep"),),
+        )
+
+    def batch_tokens(self, batch: Batch) -> int:
+        """Tokens of a batch, padding included."""
+        return int(batch["tokens"].numel())
 
     def configure_optimizers(self) -> Any:
         return adamw_with_warmup(self, self.optimizer)

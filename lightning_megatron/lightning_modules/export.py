@@ -1,11 +1,13 @@
 """A callback that writes the trained model as a Hugging Face directory, which transformers loads."""
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import lightning as L
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_megatron import hf
+from lightning_megatron.hf.adapters import merged_adapters
 from lightning_megatron.hf.families import family_of_config
 from lightning_megatron.hf.folder import on_disk
 from lightning_megatron.hf.shards import has_tokenizer
@@ -63,7 +65,9 @@ class ExportPretrained(L.Callback):
         assert pl_module.model is not None
         tokenizer = pl_module.path if has_tokenizer(Path(pl_module.path)) else None
         if isinstance(pl_module, CausalModule):
-            hf.save_pretrained(pl_module.model, self.path, tokenizer_from=tokenizer)
+            merged = nullcontext(pl_module.model) if pl_module.lora is None else merged_adapters(pl_module.model)
+            with merged as model:
+                hf.save_pretrained(model, self.path, tokenizer_from=tokenizer)
             return
         with merged_lora(pl_module.model):
             hf.save_pretrained(pl_module.model, self.path, family=_family(pl_module), tokenizer_from=tokenizer)

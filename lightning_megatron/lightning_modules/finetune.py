@@ -1,9 +1,16 @@
-"""`FinetuneModule`: a Hugging Face model from a local directory, fine-tuned in full or by LoRA adapters."""
+"""`FinetuneModule`: a Hugging Face model from a local directory, fine-tuned in full or by LoRA adapters.
+
+`finetune_module` makes one, or a `CausalModule` for the causal models that this package has no layers for.
+"""
+
+import lightning as L
+from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_megatron import hf
 from lightning_megatron.lightning_modules.adamw import AdamWConfig
+from lightning_megatron.lightning_modules.causal import CausalModule
 from lightning_megatron.lightning_modules.gpt import GPTModule
-from lightning_megatron.lightning_modules.text_data import TextDataModule
+from lightning_megatron.lightning_modules.text_data import require_fitting_tokenizer
 from lightning_megatron.models.gpt import GPTConfig, GPTModel
 from lightning_megatron.models.sampling import GenerationConfig
 from lightning_megatron.moe.config import MoEConfig
@@ -46,6 +53,8 @@ class FinetuneModule(GPTModule):
         self.save_hyperparameters()
         self.path = path
         self.lora = lora
+        if lora is not None and (unknown := lora.unknown_targets()):
+            raise ValueError("\n".join(unknown))
         self.upcycle = upcycle
         if lora is not None and upcycle is not None:
             raise ValueError(
@@ -71,12 +80,36 @@ class FinetuneModule(GPTModule):
         return model
 
 
-def require_fitting_tokenizer(data: object, path: str, vocab_size: int) -> None:
-    """Raises ConfigurationError for a data module whose tokenizer has more ids than the model at `path`."""
-    if not isinstance(data, TextDataModule) or (tokenizer := data.tokenizer) is None:
-        return
-    if tokenizer.vocab_size > vocab_size:
-        raise ConfigurationError(
-            f"the tokenizer ({data.config.tokenizer}) has ids up to {tokenizer.vocab_size - 1}, and the model "
-            f"({path}) has a vocabulary of {vocab_size}; give the tokenizer of the model"
-        )
+def finetune_module(
+    path: str,
+    lora: LoraConfig | None = None,
+    optimizer: AdamWConfig = _ADAMW,
+    generation: GenerationConfig = _GENERATION,
+    upcycle: MoEConfig | None = None,
+) -> L.LightningModule:
+    """A module that fine-tunes the causal model in a folder, whatever its type.
+
+    A model of this package's families is a `FinetuneModule`, whose layers it runs; every other one of transformers is a
+    `CausalModule`, which runs the model as it is.
+
+    Args:
+        path: Directory of the Hugging Face model.
+        lora: LoRA adapters, which alone are trained; None trains all weights.
+        optimizer: AdamW and its learning-rate curve.
+        generation: Sampling of text in prediction.
+        upcycle: Experts that the MLPs of a dense model become, for this package's families.
+    """
+    try:
+        hf.config_from_pretrained(path, upcycle=upcycle)
+    except ValueError as error:
+        if upcycle is not None:
+            raise
+        module = CausalModule(path, optimizer=optimizer, lora=lora, generation=generation)
+        if module.config.is_encoder_decoder:
+            raise ValueError(
+                f"the model in {path} ({module.config.model_type}) has an encoder and a decoder, and only models that "
+                "write text alone are fine-tuned on conversations; a T5 is by T5FinetuneModule"
+            ) from error
+        rank_zero_info(f"{path} trains as the model of transformers that it is: {error}")
+        return module
+    return FinetuneModule(path, lora, optimizer, generation, upcycle)

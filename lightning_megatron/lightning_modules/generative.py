@@ -1,8 +1,10 @@
-"""`GenerativeModule`: the base of ready modules whose models generate text."""
+"""`GenerativeModule`: the base of ready modules whose models generate text, and `PredictedTexts`, which draws it."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import lightning as L
 import torch
 from torch import Tensor
 
@@ -14,6 +16,42 @@ from lightning_megatron.models.sampling import GenerationConfig
 from lightning_megatron.trainer.checkpointing.hyper_parameters import rebuilt
 from lightning_megatron.trainer.setup.replica import Replica
 
+Generate = Callable[[Batch, GenerationConfig, Tensor], list[Tensor]]
+"""The text generated for each row of a batch; the tensor [batch] has the rows' numbers among all."""
+
+
+class PredictedTexts:
+    """The texts that a run of prediction generates, each row drawn by its number among all."""
+
+    def __init__(self, generation: GenerationConfig) -> None:
+        self._generation = generation
+        # Rows of this data-parallel rank in the running prediction.
+        self._num_predicted = 0
+
+    def restart(self) -> None:
+        """Counts rows from the first one again."""
+        self._num_predicted = 0
+
+    def of_batch(self, trainer: L.Trainer, batch: Batch, generate: Generate) -> list[Tensor]:
+        """The tokens [length] of each row, prompt and text, but for rows that only fill up the batch."""
+        rows = len(batch["tokens"])
+        samples = batch.get("samples")
+        if samples is None:
+            # A distributed sampler interleaves the rows of data-parallel ranks.
+            replica = Replica.under(trainer.strategy)
+            samples = (self._num_predicted + torch.arange(rows)) * replica.size + replica.rank
+        self._num_predicted += rows
+        texts = generate(batch, self._with_end_of_text(trainer), samples)
+        return [text for text, number in zip(texts, samples.tolist(), strict=True) if number != COPY]
+
+    def _with_end_of_text(self, trainer: L.Trainer) -> GenerationConfig:
+        """The configured generation, which also stops at the end of text of the data's tokenizer."""
+        data = trainer.datamodule  # type: ignore[attr-defined]
+        tokenizer = data.tokenizer if isinstance(data, TextDataModule) else None
+        if tokenizer is None or not self._generation.stops_at_end_of_text:
+            return self._generation
+        return replace(self._generation, stop_tokens=(*self._generation.stop_tokens, tokenizer.end_of_text))
+
 
 class GenerativeModule(PretrainModule):
     """A model that generates text in prediction, up to the end of the text. A subclass says how (`_generate`)."""
@@ -21,32 +59,14 @@ class GenerativeModule(PretrainModule):
     def __init__(self, optimizer: AdamWConfig, generation: GenerationConfig, **settings: Any) -> None:
         self.generation: GenerationConfig = rebuilt(GenerationConfig, generation)
         super().__init__(optimizer, generation=self.generation, **settings)
-        # Rows of this data-parallel rank in the running prediction.
-        self._num_predicted = 0
+        self._texts = PredictedTexts(self.generation)
 
     def _generate(self, batch: Batch, generation: GenerationConfig, samples: Tensor) -> list[Tensor]:
         """The text generated for each row of a batch; `samples` [batch] are the rows' numbers among all."""
         raise NotImplementedError
 
     def on_predict_epoch_start(self) -> None:
-        self._num_predicted = 0
+        self._texts.restart()
 
     def predict_step(self, batch: Batch, batch_idx: int) -> list[Tensor]:
-        rows = len(batch["tokens"])
-        samples = batch.get("samples")
-        if samples is None:
-            # A distributed sampler interleaves the rows of data-parallel ranks.
-            replica = Replica.under(self.trainer.strategy)
-            samples = (self._num_predicted + torch.arange(rows)) * replica.size + replica.rank
-        self._num_predicted += rows
-        texts = self._generate(batch, self._generation, samples)
-        return [text for text, number in zip(texts, samples.tolist(), strict=True) if number != COPY]
-
-    @property
-    def _generation(self) -> GenerationConfig:
-        """The configured generation, which also stops at the end of text of the data's tokenizer."""
-        data = self.trainer.datamodule  # type: ignore[attr-defined]
-        tokenizer = data.tokenizer if isinstance(data, TextDataModule) else None
-        if tokenizer is None or not self.generation.stops_at_end_of_text:
-            return self.generation
-        return replace(self.generation, stop_tokens=(*self.generation.stop_tokens, tokenizer.end_of_text))
+        return self._texts.of_batch(self.trainer, batch, self._generate)

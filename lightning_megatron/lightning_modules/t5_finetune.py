@@ -2,8 +2,8 @@
 
 from lightning_megatron import hf
 from lightning_megatron.lightning_modules.adamw import AdamWConfig
-from lightning_megatron.lightning_modules.finetune import require_fitting_tokenizer
 from lightning_megatron.lightning_modules.t5 import T5Module
+from lightning_megatron.lightning_modules.text_data import require_fitting_tokenizer
 from lightning_megatron.models.sampling import GenerationConfig
 from lightning_megatron.models.t5 import T5Model
 from lightning_megatron.models.t5_config import T5Config

@@ -198,3 +198,14 @@ class TextDataModule(ParallelDataModule):
         # An empty prompt starts where a document would.
         tokenizer = self._ready_tokenizer
         return [ids or [tokenizer.end_of_text] for ids in tokenizer.encode(self.config.prompts)]
+
+
+def require_fitting_tokenizer(data: object, path: str, vocab_size: int) -> None:
+    """Raises ConfigurationError for a data module whose tokenizer has more ids than the model at `path`."""
+    if not isinstance(data, TextDataModule) or (tokenizer := data.tokenizer) is None:
+        return
+    if tokenizer.vocab_size > vocab_size:
+        raise ConfigurationError(
+            f"the tokenizer ({data.config.tokenizer}) has ids up to {tokenizer.vocab_size - 1}, and the model "
+            f"({path}) has a vocabulary of {vocab_size}; give the tokenizer of the model"
+        )

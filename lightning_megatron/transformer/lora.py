@@ -26,9 +26,12 @@ from lightning_megatron.tensor.lora_adapter import LoRAAdapter, lora_adapter_for
 from lightning_megatron.transformer.config import TransformerConfig
 from lightning_megatron.transformer.init import initialise
 from lightning_megatron.transformer.layer import ExpertLayer, PreNormLayer
-from lightning_megatron.transformer.linears import DOWN, LINEAR_NAMES, PROJECTION, QKV, UP, LinearName, name_in_layer
+from lightning_megatron.transformer.linears import DOWN, LINEAR_NAMES, PROJECTION, QKV, UP, name_in_layer
 
 LoraScaling = Literal["rank", "root_of_rank"]
+
+DEFAULT_TARGETS: tuple[str, ...] = (QKV, PROJECTION, UP, DOWN)
+"""All linears of a dense layer."""
 
 
 @config_dataclass
@@ -44,9 +47,10 @@ class LoraConfig:
     (Kalajdzievski, arXiv 2312.03732, section 3)."""
     dropout: float = 0.0
     """Dropout probability of the adapter's input."""
-    targets: tuple[LinearName, ...] = (QKV, PROJECTION, UP, DOWN)
+    targets: tuple[str, ...] = DEFAULT_TARGETS
     """Linears that get an adapter, in every layer that has them. shared: the shared expert of a mixture of experts;
-    cross_attention: a decoder's attention to the encoder."""
+    cross_attention: a decoder's attention to the encoder. In a model of transformers as it is, the last parts of
+    modules' names, such as q_proj; left as they are, all linears but the head and those of experts."""
 
     def __post_init__(self) -> None:
         if faults := self.faults():
@@ -54,16 +58,9 @@ class LoraConfig:
 
     def faults(self) -> list[str]:
         """Every rule that this configuration breaks, one sentence each."""
-        all_targets = _listed(LINEAR_NAMES)
-        faults = [
-            f"lora target {target!r} is one of experts or a router, which stay frozen; targets may be {all_targets}"
-            if target.startswith(("experts", "router", "moe"))
-            else f"lora target {target!r} is unknown; targets may be {all_targets}"
-            for target in self.targets
-            if target not in LINEAR_NAMES
-        ]
+        faults = []
         if not self.targets:
-            faults.append(f"lora targets are empty; name some of {all_targets}, or leave lora out")
+            faults.append("lora targets are empty; name some linears, or leave targets or lora out")
         if self.scaling not in get_args(LoraScaling):
             faults.append(f"lora scaling ({self.scaling!r}) must be one of {_listed(get_args(LoraScaling))}")
         if self.rank < 1:
@@ -73,6 +70,17 @@ class LoraConfig:
         if not 0.0 <= self.dropout < 1.0:
             faults.append(f"lora dropout ({self.dropout}) must be at least 0 and below 1")
         return faults
+
+    def unknown_targets(self) -> list[str]:
+        """Errors of targets that no layer of this package has, one sentence each."""
+        all_targets = _listed(LINEAR_NAMES)
+        return [
+            f"lora target {target!r} is one of experts or a router, which stay frozen; targets may be {all_targets}"
+            if target.startswith(("experts", "router", "moe"))
+            else f"lora target {target!r} is unknown; targets may be {all_targets}"
+            for target in self.targets
+            if target not in LINEAR_NAMES
+        ]
 
     @property
     def scale(self) -> float:
@@ -86,6 +94,8 @@ def add_lora(model: nn.Module, config: LoraConfig, *, seed: int | None = None) -
     Initial values depend on seed (torch's, where none is given) and names alone. Raises ValueError where the layers of
     the model have no linear of a target's name, or have adapters already, and where the model is none of this package.
     """
+    if unknown := config.unknown_targets():
+        raise ValueError("\n".join(unknown))
     linears = {
         name: module
         for name, module in model.named_modules()

@@ -89,6 +89,33 @@ def test_lora_adapters_are_written_with_their_frozen_weights(folder: Path) -> No
 
 
 @pytest.mark.slow
+def test_a_type_without_layers_of_this_package_learns_writes_and_answers(folder: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    write_model(folder / "gemma")
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    sizes |= {"vocab_size": 304, "hidden_size": 32, "intermediate_size": 48}
+    config = transformers.Gemma2Config(**sizes, head_dim=8, initializer_range=0.1)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(str(folder / "gemma"))
+    options = ("--model.path=gemma", "--model.lora.rank=8", "--model.lora.targets=[q_proj,v_proj,down_proj]")
+    ran = launched(
+        folder,
+        *("fit", *TOY, *options, "--trainer.max_steps=20", "--trainer.val_check_interval=20", "--export.path=asked"),
+        "--trainer.logger.init_args.version=11",
+        script="finetune_hf.py",
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "trains as the model of transformers that it is" in ran.stdout + ran.stderr
+    losses = logged(folder, 11, "train_loss")
+    assert losses[-1] < 0.9 * losses[0] and logged(folder, 11, "tokens/s")
+    names = transformers.AutoModelForCausalLM.from_pretrained(str(folder / "asked")).state_dict()
+    assert "model.layers.0.self_attn.q_proj.weight" in names and not any("lora" in name for name in names)
+    asked = ("--model.path=asked", '--data.prompts=["Who is there?"]', "--model.generation.max_new_tokens=4")
+    shown = launched(folder, "predict", *TOY, *asked, script="finetune_hf.py")
+    assert shown.returncode == 0, shown.stderr
+    assert "assistant\n\n" in shown.stdout
+
+
+@pytest.mark.slow
 def test_mistakes_end_with_one_message(folder: Path) -> None:
     one_rank = ("tensor_model_parallel_size=1", "sequence_parallel=false")
     alone = ("--trainer.devices=1", *(f"--trainer.strategy.init_args.{option}" for option in one_rank))

@@ -18,9 +18,14 @@ _KEEPS_ALL = RecomputeConfig()
 
 @runtime_checkable
 class MeasuredModule(Protocol):
-    """A module that says how much work a training step on a batch is."""
+    """A module that says how many tokens a training step on a batch trains on."""
 
     def batch_tokens(self, batch: Any) -> int: ...
+
+
+@runtime_checkable
+class CountingModule(Protocol):
+    """A module that says how much work a training step on a batch is."""
 
     def batch_flops(self, batch: Any) -> float: ...
 
@@ -36,8 +41,8 @@ class ThroughputMonitor(L.Callback):
     """Logs how fast training is, over the last few batches; the same on every rank.
 
         tokens/s         of all data-parallel ranks together; model-parallel ranks work on the same tokens
-        TFLOP/s/device   model FLOPs, in the mean over devices
-        MFU, HFU         shares of the devices' peak, where that is known, by the conventions of `metrics.throughput`;
+        TFLOP/s/device   model FLOPs, in the mean over devices, where the module has `batch_flops`
+        MFU, HFU         then shares of the devices' peak, where known, by the conventions of `metrics.throughput`;
                          HFU where the module has `batch_recomputed_flops`, as those of `lightning_modules`
         data_wait_s      seconds a batch, from the end of the batch before to its start, of the rank that waited the
                          longest: the loader, the way to the device, loggers
@@ -72,8 +77,8 @@ class ThroughputMonitor(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not isinstance(pl_module, MeasuredModule):
             raise ConfigurationError(
-                f"ThroughputMonitor cannot measure {type(pl_module).__name__}; give it the methods "
-                "batch_tokens(batch) and batch_flops(batch), or leave the callback out"
+                f"ThroughputMonitor cannot measure {type(pl_module).__name__}; give it the method "
+                "batch_tokens(batch), and for its FLOPs batch_flops(batch), or leave the callback out"
             )
         device, strategy = trainer.strategy.root_device, trainer.strategy
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
@@ -125,7 +130,8 @@ class ThroughputMonitor(L.Callback):
         assert isinstance(module, MeasuredModule)
         self._num_batches += 1
         self._num_tokens += module.batch_tokens(batch)
-        self._num_flops += module.batch_flops(batch)
+        if isinstance(module, CountingModule):
+            self._num_flops += module.batch_flops(batch)
         if self._peak_flops and isinstance(module, RecomputingModule):
             self._num_recomputed_flops += module.batch_recomputed_flops(batch, self._recompute, self._sizes)
 
@@ -141,10 +147,12 @@ class ThroughputMonitor(L.Callback):
         )
         num_tokens, num_flops, num_recomputed = trainer.strategy.reduce(own, reduce_op="sum").tolist()
         speed = Speed(round(num_tokens), num_flops, seconds, trainer.world_size, num_recomputed)
-        numbers = {"tokens/s": float(round(speed.tokens_per_second)), "TFLOP/s/device": speed.tflops_per_device}
-        if self._peak_flops:
-            numbers["MFU"] = speed.mfu(self._peak_flops)
-            if isinstance(trainer.lightning_module, RecomputingModule):
+        numbers = {"tokens/s": float(round(speed.tokens_per_second))}
+        if isinstance(trainer.lightning_module, CountingModule):
+            numbers["TFLOP/s/device"] = speed.tflops_per_device
+            if self._peak_flops:
+                numbers["MFU"] = speed.mfu(self._peak_flops)
+            if self._peak_flops and isinstance(trainer.lightning_module, RecomputingModule):
                 numbers["HFU"] = speed.hfu(self._peak_flops)
         if waits := self._waits:
             numbers["data_wait_s"] = max(gathered(sum(waits) / len(waits), trainer))

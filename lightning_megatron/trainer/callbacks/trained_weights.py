@@ -84,7 +84,7 @@ def trained_of_ranks(ranks: Sequence[TrainedWeights]) -> Trainable:
                 f"{', '.join(mixed)} has LoRA adapters in some layers and none in others: the planner knows those of "
                 "a LoraConfig, which stand in every layer"
             )
-        return Trainable(lora=LoraConfig(rank=rank, dropout=dropout, targets=targets))  # type: ignore[arg-type]
+        return Trainable(lora=LoraConfig(rank=rank, dropout=dropout, targets=targets))
     if _ELSEWHERE in frozen or trained & frozen:
         raise ValueError(
             "weights are frozen that are no whole part of a LLaVA and have no LoRA adapters beside them: the planner "

@@ -1,0 +1,163 @@
+"""Models of transformers as they are, fine-tuned on chats in full or by LoRA adapters, asked, and given back."""
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_megatron import ConfigurationError
+from lightning_megatron.lightning_modules import AdamWConfig, CausalModule
+from lightning_megatron.lightning_modules.export import ExportPretrained
+from lightning_megatron.lightning_modules.finetune import FinetuneModule, finetune_module
+from lightning_megatron.models.sampling import GenerationConfig
+from lightning_megatron.moe.config import MoEConfig, RouterConfig
+from lightning_megatron.optim.config import OptimizerConfig
+from lightning_megatron.testing.islands import LiftedIslands
+from lightning_megatron.transformer.lora import LoraConfig
+from tests.data.chats import HEADERS, write_tokenizer
+from tests.harness.ranks import run_on_ranks
+from tests.lightning_modules.losses import Losses
+from tests.lightning_modules.pretrained import write_chats, write_model
+from tests.lightning_modules.test_chat_data import data
+from tests.trainer.layouts import QUIET, Layout, make_trainer
+
+pytestmark = pytest.mark.filterwarnings(QUIET)
+transformers = pytest.importorskip("transformers")
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 304,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.1,
+}
+CONFIGS = {
+    # Tied embeddings, soft caps and windows.
+    "gemma2": transformers.Gemma2Config(**SIZES, head_dim=8, sliding_window=8),
+    "olmoe": transformers.OlmoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2),
+}
+LORA = LoraConfig(rank=4, scaling="root_of_rank")
+ONE = Layout(is_plain=True)
+LAYOUTS = {
+    "tp=2 sp": Layout(world=2, tp=2, sp=True),
+    "pp=2": Layout(world=2, pp=2, microbatches=2),
+    "dp=2": Layout(world=2, optimizer=OptimizerConfig(kind="distributed")),
+    "ep=2": Layout(world=2, ep=2),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path: Path = tmp_path_factory.mktemp("unchanged")
+    for name, config in CONFIGS.items():
+        torch.manual_seed(0)
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(str(path / name))
+        write_tokenizer(path / name, HEADERS)
+    write_tokenizer(path / "tokenizer", HEADERS)
+    write_chats(path / "chats.jsonl", copies=8)
+    data(path).setup("fit")  # the text is prepared once, for all layouts
+    return path
+
+
+def lifted(step: Callable[..., Any]) -> Callable[..., Any]:
+    def in_float64(*args: Any, **kwargs: Any) -> Any:
+        with LiftedIslands():
+            return step(*args, **kwargs)
+
+    return in_float64
+
+
+def tune(layout: Layout, folder: Path, name: str, lora: LoraConfig | None, export: str) -> tuple[list[float], Any]:
+    """The losses of four steps, and the answers of what was trained, which is exported."""
+    torch.manual_seed(7)
+    losses = Losses()
+    trainer = make_trainer(
+        layout,
+        callbacks=[losses, ExportPretrained(str(folder / export))],
+        max_steps=4,
+        max_epochs=-1,
+        limit_val_batches=0,
+    )
+    generation = GenerationConfig(max_new_tokens=5, temperature=0.7)
+    module = finetune_module(str(folder / name), lora, AdamWConfig(lr=1e-2, total_steps=4), generation)
+    assert isinstance(module, CausalModule)
+    chats = data(folder, prompts=["Who is there?", "What?", "Where is the cat?", "Two and two?"])
+    for name in ("training_step", "predict_step"):
+        setattr(module, name, lifted(getattr(module, name)))
+    trainer.fit(module, datamodule=chats)
+    texts = [text.tolist() for batch in trainer.predict(module, datamodule=chats) for text in batch]
+    return losses.losses, texts
+
+
+@functools.cache
+def on_one_device(folder: Path, name: str, has_lora: bool) -> Any:
+    [found] = run_on_ranks(1, tune, ONE, folder, name, LORA if has_lora else None, f"{name} {has_lora} one", init=False)
+    return found
+
+
+def exported(folder: Path, name: str) -> dict[str, Tensor]:
+    model = transformers.AutoModelForCausalLM.from_pretrained(str(folder / name), dtype=torch.float64)
+    return {key: value.detach() for key, value in model.named_parameters()}
+
+
+CASES = [("gemma2", True, "tp=2 sp"), ("gemma2", True, "pp=2"), ("gemma2", False, "dp=2")]
+CASES += [("olmoe", True, "tp=2 sp"), ("olmoe", False, "ep=2")]
+
+
+@pytest.mark.parametrize(("name", "has_lora", "layout"), CASES)
+def test_losses_texts_and_what_is_exported_are_those_of_one_device(
+    folder: Path, name: str, has_lora: bool, layout: str
+) -> None:
+    wanted, texts = on_one_device(folder, name, has_lora)
+    assert wanted[-1] < wanted[0] - 0.05
+    first, one = exported(folder, name), exported(folder, f"{name} {has_lora} one")
+    moved = {key for key in one if not torch.equal(one[key], first[key])}
+    linears = {key for key in one if "_proj" in key and "experts" not in key}
+    assert one.keys() == first.keys() and moved == (linears if has_lora else one.keys())
+    given = f"{name} {has_lora} {layout}"
+    ran = run_on_ranks(2, tune, LAYOUTS[layout], folder, name, LORA if has_lora else None, given, init=False)
+    for losses, _ in ran:
+        assert losses == pytest.approx(wanted, abs=1e-9)
+    of_ranks = [text for _, found in (ran if "dp" in layout or "ep" in layout else ran[:1]) for text in found]
+    assert len({tuple(text) for text in texts}) == 4
+    assert sorted(of_ranks) == sorted(texts)
+    found = exported(folder, given)
+    assert max(float((found[key] - one[key]).abs().max()) for key in one) < 1e-9
+
+
+def test_a_family_of_this_package_runs_its_layers(folder: Path) -> None:
+    write_model(folder / "llama")
+    assert isinstance(finetune_module(str(folder / "llama")), FinetuneModule)
+
+
+def test_what_cannot_be_fine_tuned_is_told(folder: Path) -> None:
+    path = str(folder / "gemma2")
+    with pytest.raises(ValueError, match=r"attention\.qkv.* are names of this package's own layers"):
+        finetune_module(path, LoraConfig(targets=("attention.qkv",)))
+    with pytest.raises(ValueError, match="gemma2"):
+        finetune_module(path, upcycle=MoEConfig(router=RouterConfig(num_experts=2)))
+    with pytest.raises(ValueError, match="lora freezes the model's weights, and from_scratch draws them anew"):
+        CausalModule(path, from_scratch=True, lora=LORA)
+    transformers.BartConfig(d_model=16).save_pretrained(str(folder / "bart"))
+    with pytest.raises(ValueError, match=r"\(bart\) has an encoder and a decoder"):
+        finetune_module(str(folder / "bart"))
+    module = finetune_module(path, LoraConfig(targets=("nothing",)))
+    with pytest.raises(ConfigurationError, match="nothing"):
+        module.configure_model()
+    with pytest.raises(ConfigurationError, match=r"for conversations data\.packing='none'"):
+        make_trainer(Layout()).fit(module, datamodule=data(folder, packing="documents"))
+
+
+def test_padding_that_an_auxiliary_loss_would_count_is_refused(folder: Path) -> None:
+    module = finetune_module(str(folder / "olmoe"))
+    assert isinstance(module, CausalModule)
+    module.config.output_router_logits = True
+    with pytest.raises(ConfigurationError, match="auxiliary loss would count the padding"):
+        make_trainer(Layout()).fit(module, datamodule=data(folder))
