@@ -46,13 +46,13 @@ class Plan:
     def step_rows(self) -> int:
         return self.microbatch_rows * self.microbatches
 
-    def make_loader(self) -> Any:
-        """The samples of a step in each batch; unevenly distributed tokens give it something to learn."""
+    def make_loader(self, dp: int = 1) -> Any:
+        """A data-parallel rank's samples of a step in each batch; unevenly distributed tokens give it something to learn."""
         generator = torch.Generator().manual_seed(1)
         shape = ((self.warmup_steps + self.timed_steps) * self.step_rows, self.sequence + 1)
         tokens = (torch.rand(shape, generator=generator) ** 4 * self.config.vocab_size).long()
         data = torch.utils.data.TensorDataset(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
-        return torch.utils.data.DataLoader(data, batch_size=self.step_rows)
+        return torch.utils.data.DataLoader(data, batch_size=self.step_rows // dp)
 
 
 class Recorder:
@@ -119,7 +119,7 @@ def train_ours(
         build,
         lambda dp: plan.make_loader(),
         {"num_microbatches": plan.microbatches, **strategy(plan.config)},
-        _make_optimizer,
+        make_optimizer,
         recorder.add,
         accelerator="gpu" if plan.device.type == "cuda" else "cpu",
         devices=1,
@@ -172,7 +172,7 @@ def train_hugging_face(plan: Plan, recorder: Recorder) -> None:
 
 def _train(plan: Plan, recorder: Recorder, model: nn.Module, loss_of: Callable[[Tensor, Tensor], Tensor]) -> None:
     """A hand-written loop of the same steps that the Trainer makes."""
-    optimizer = _make_optimizer(model.parameters())
+    optimizer = make_optimizer(model.parameters())
     for batch in plan.make_loader():
         optimizer.zero_grad()
         losses = []
@@ -191,5 +191,5 @@ def _microbatches(plan: Plan, batch: list[Tensor]) -> Iterator[tuple[Tensor, Ten
     yield from zip(tokens.split(plan.microbatch_rows), labels.split(plan.microbatch_rows), strict=True)
 
 
-def _make_optimizer(parameters: Any) -> torch.optim.Optimizer:
+def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=True)

@@ -43,12 +43,11 @@ def fit(
         strategy=MegatronStrategy(**strategy),
         max_epochs=1,
         gradient_clip_val=1.0,
-        use_distributed_sampler=False,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        **trainer_options,
+        **{"use_distributed_sampler": False, **trainer_options},
     )
     dp: int = trainer.strategy.data_parallel_size  # type: ignore[attr-defined]
     trainer.fit(Module(), make_loader(dp))

@@ -176,17 +176,18 @@ class BertModel(LanguageModel):
         tied, own = "embedding.tokens.weight", "head.masked_tokens.weight"
         weight = self.get_parameter(tied if self.config.tie_embeddings else own)
         of_tokens, of_samples, stream = head.masked_tokens, head.sentence_order, context.tokens
-        logits = of_tokens(hidden, weight)
         if context.targets is None:
+            logits = of_tokens.full_logits(of_tokens(hidden, weight), stream)
             order = None if of_samples is None else of_samples.full_logits(hidden, stream)
-            return BertLogits(of_tokens.full_logits(logits, stream), order)
+            return BertLogits(logits, order)
+        losses, of_words = of_tokens.losses(hidden, weight, context.targets, stream)
         added, of_order = None, {}
         if of_samples is not None:
             assert context.samples is not None
             added = of_samples.loss_sum(hidden, context.samples, stream)
             of_order = of_samples.tallies(hidden, context.samples, stream)
-        self.tallies = of_tokens.tallies(logits, context.targets, stream) | of_order
-        return of_tokens.loss(logits, context.targets, stream, of_samples=added)
+        self.tallies = of_words | of_order
+        return of_tokens.loss(losses, context.targets, stream, of_samples=added)
 
     def _require_known(self, token_types: Tensor | None, sentence_order_labels: Tensor | None) -> None:
         """Raises ValueError for inputs that this architecture has no use for."""

@@ -24,7 +24,6 @@ from lightning_megatron.models.heads import LanguageModelHead
 from lightning_megatron.sharding import Initial, shard_parameter
 from lightning_megatron.tensor.activation import activate
 from lightning_megatron.tensor.cross_entropy import IGNORED
-from lightning_megatron.tensor.linear import column_parallel_linear
 from lightning_megatron.tensor.replicated_linear import ReplicatedLinear
 from lightning_megatron.transformer.build import build_norm
 from lightning_megatron.transformer.config import LanguageModelConfig
@@ -44,12 +43,9 @@ class MaskedTokenHead(LanguageModelHead):
             (config.vocab_size,), initial=Initial(), dim=0, axis=tp, multiple=config.vocab_multiple
         )
 
-    def forward(self, hidden_TH: Tensor, weight_VH: Tensor) -> Tensor:
-        """Logits [T, V/tp] from [T/sp, H], padded columns included."""
-        hidden_TH = self.norm(activate(self.dense(hidden_TH), self.activation))
-        return column_parallel_linear(
-            hidden_TH, weight_VH, self.bias, tp=self.tp, sp=self.sp, gradients=self.weight_gradients
-        )
+    def features(self, hidden_TH: Tensor) -> Tensor:
+        features_TH: Tensor = self.norm(activate(self.dense(hidden_TH), self.activation))
+        return features_TH
 
 
 @dataclass(frozen=True, kw_only=True)

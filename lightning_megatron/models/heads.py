@@ -1,4 +1,4 @@
-"""The head of a language model: hidden states become logits, and logits a loss that is a mean over valid tokens.
+"""The head of a language model: hidden states become logits, or a loss that is a mean over valid tokens.
 
 T tokens of the stream, H hidden, V vocabulary, B batch, S sequence.
 """
@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_megatron.comm import collectives, differentiable
 from lightning_megatron.mesh import Axis
 from lightning_megatron.sharding import Initial, shard_parameter
 from lightning_megatron.tensor.cross_entropy import IGNORED, vocab_parallel_cross_entropy
 from lightning_megatron.tensor.linear import column_parallel_linear
+from lightning_megatron.tensor.linear_cross_entropy import linear_cross_entropy
 from lightning_megatron.tensor.vocab_parallel_argmax import vocab_parallel_argmax
 from lightning_megatron.tensor.weight_gradients import WeightGradientLayer
 from lightning_megatron.transformer.config import LanguageModelConfig
@@ -56,12 +57,19 @@ def targets_of(labels_BS: Tensor, loss_mask_BS: Tensor | None, tokens: Tokens) -
 
 
 class LanguageModelHead(WeightGradientLayer):
-    """Logits of the own part of the vocabulary from hidden states; the weight is its own or the embedding's."""
+    """Logits of the own part of the vocabulary from hidden states; the weight is its own or the embedding's.
+
+    With `chunk_tokens` the logits of so many tokens at most are there at a time, where a loss is wanted; 0: all.
+    """
+
+    bias: nn.Parameter | None
 
     def __init__(self, config: LanguageModelConfig, *, tp: Axis, sp: Axis) -> None:
         super().__init__()
         self.tp, self.sp = tp, sp
         self.vocab_size, self.label_smoothing = config.vocab_size, config.label_smoothing
+        self.chunk_tokens = 0
+        self.register_parameter("bias", None)
         if not config.tie_embeddings:
             self.weight = shard_parameter(
                 (config.vocab_size, config.hidden_size),
@@ -72,9 +80,16 @@ class LanguageModelHead(WeightGradientLayer):
             )
 
     def forward(self, hidden_TH: Tensor, weight_VH: Tensor) -> Tensor:
-        """Logits [T, V/tp], padded columns included."""
+        """Logits [T, V/tp] from [T/sp, H], padded columns included."""
+        return self._logits(self.features(hidden_TH), weight_VH, self.sp)
+
+    def features(self, hidden_TH: Tensor) -> Tensor:
+        """What the logits are a linear function of: [T/sp, H]."""
+        return hidden_TH
+
+    def _logits(self, features_TH: Tensor, weight_VH: Tensor, sp: Axis) -> Tensor:
         return column_parallel_linear(
-            hidden_TH, weight_VH, None, tp=self.tp, sp=self.sp, gradients=self.weight_gradients
+            features_TH, weight_VH, self.bias, tp=self.tp, sp=sp, gradients=self.weight_gradients
         )
 
     def full_logits(self, logits_TV: Tensor, tokens: Tokens) -> Tensor:
@@ -85,50 +100,76 @@ class LanguageModelHead(WeightGradientLayer):
         """Logits [T, V] of the full vocabulary, without padding, on every rank of tp."""
         return differentiable.all_gather_invariant(logits_TV, self.tp, dim=-1)[:, : self.vocab_size]
 
-    def tallies(self, logits_TV: Tensor, targets: Targets, tokens: Tokens) -> dict[str, Tensor]:
-        """Sums for evaluation over the tokens of all ranks of cp, each by its weight: float64 [] by name.
+    def losses(
+        self, hidden_TH: Tensor, weight_VH: Tensor, targets: Targets, tokens: Tokens
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss of each token [T], and for evaluation sums over the tokens of all ranks of cp, by their weights:
 
             correct                   1 where the likeliest token is the label
             negative_log_likelihood   of the label, which label smoothing leaves as it is
 
-        Nothing where gradients are wanted: training pays nothing for it. Before `loss`, which may overwrite the logits.
+        Each is a float64 []. Where gradients are wanted there are none: training pays nothing for it.
         """
-        if torch.is_grad_enabled():
-            return {}
         sizes: dict[str, Any] = {"tp": self.tp, "vocab_size": self.vocab_size}
-        values_2T = torch.stack(
-            (
-                (vocab_parallel_argmax(logits_TV, **sizes) == targets.labels_T).double(),
-                vocab_parallel_cross_entropy(logits_TV, targets.labels_T, **sizes).double(),
+        smoothing = self.label_smoothing
+        if not torch.is_grad_enabled():
+            return self._evaluated(hidden_TH, weight_VH, targets, tokens)
+        if self.chunk_tokens:
+            losses_T = linear_cross_entropy(
+                self.features(hidden_TH),
+                weight_VH,
+                self.bias,
+                targets.labels_T,
+                sp=self.sp,
+                chunk_tokens=self.chunk_tokens,
+                gradients=self.weight_gradients,
+                label_smoothing=smoothing,
+                **sizes,
             )
+            return losses_T, {}
+        logits_TV = self(hidden_TH, weight_VH)
+        # The logits are not read afterwards: a copy would be the largest tensor of the step.
+        scratch_TV = logits_TV.detach() if logits_TV.dtype in (torch.float32, torch.float64) else None
+        losses_T = vocab_parallel_cross_entropy(
+            logits_TV, targets.labels_T, label_smoothing=smoothing, scratch_TV=scratch_TV, **sizes
         )
-        sums = collectives.all_reduce((values_2T * targets.weights_T).sum(1), tokens.cp)
-        return {"correct": sums[0], "negative_log_likelihood": sums[1]}
+        return losses_T, {}
+
+    def _evaluated(
+        self, hidden_TH: Tensor, weight_VH: Tensor, targets: Targets, tokens: Tokens
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        sizes: dict[str, Any] = {"tp": self.tp, "vocab_size": self.vocab_size}
+        features_TH = collectives.all_gather(self.features(hidden_TH), self.sp)
+        found = []
+        for start in range(0, len(features_TH), step := self.chunk_tokens or max(1, len(features_TH))):
+            labels_C = targets.labels_T[start : start + step]
+            logits_CV = self._logits(features_TH[start : start + step], weight_VH, Axis.alone(0))
+            likelihood_C = vocab_parallel_cross_entropy(logits_CV, labels_C, **sizes)
+            losses_C = likelihood_C
+            if self.label_smoothing:
+                losses_C = vocab_parallel_cross_entropy(
+                    logits_CV, labels_C, label_smoothing=self.label_smoothing, **sizes
+                )
+            found.append((losses_C, vocab_parallel_argmax(logits_CV, **sizes) == labels_C, likelihood_C))
+        losses_T, is_right_T, likelihood_T = (torch.cat(parts) for parts in zip(*found, strict=True))
+        weighed_2 = (torch.stack((is_right_T.double(), likelihood_T.double())) * targets.weights_T).sum(1)
+        correct, likelihood = collectives.all_reduce(weighed_2, tokens.cp)
+        return losses_T, {"correct": correct, "negative_log_likelihood": likelihood}
 
     def loss(
         self,
-        logits_TV: Tensor,
+        losses_T: Tensor,
         targets: Targets,
         tokens: Tokens,
         auxiliary: Tensor | None = None,
         of_samples: Tensor | None = None,
     ) -> Tensor:
-        """The mean loss of the tokens that count, or 0 where none does: []. May overwrite the logits.
+        """The mean loss of the tokens that count, or 0 where none does: [].
 
         `of_samples` is one more term of this rank's sum of losses. `auxiliary`, a sum over this rank's tokens of what
         layers add to the objective, gets a gradient as one more term of the sum, and leaves the value as it is. The
         loss is that of all ranks of cp, on each of them; as over data-parallel ranks gradients are to be averaged.
         """
-        is_wide = logits_TV.dtype in (torch.float32, torch.float64)
-        losses_T = vocab_parallel_cross_entropy(
-            logits_TV,
-            targets.labels_T,
-            tp=self.tp,
-            vocab_size=self.vocab_size,
-            label_smoothing=self.label_smoothing,
-            # The logits are not read afterwards: a copy would be the largest tensor of the step.
-            scratch_TV=logits_TV.detach() if is_wide else None,
-        )
         own = (losses_T * targets.weights_T.to(losses_T.dtype)).sum()
         if of_samples is not None:
             own = own + of_samples.to(own.dtype)

@@ -82,11 +82,10 @@ class LanguageModel(PipelineModule):
         if decode_state is not None:
             picked = last_tokens(hidden, stream, decode_state.lengths_B)
             return head.joined_logits(head(picked, weight))[: len(decode_state.lengths_B)]
-        logits = head(hidden, weight)
         if targets is None:
-            return head.full_logits(logits, stream)
-        self.tallies = head.tallies(logits, targets, stream)
-        return head.loss(logits, targets, stream, auxiliary)
+            return head.full_logits(head(hidden, weight), stream)
+        losses, self.tallies = head.losses(hidden, weight, targets, stream)
+        return head.loss(losses, targets, stream, auxiliary)
 
 
 def require_fit(config: LanguageModelConfig, sizes: Sizes) -> None:

@@ -204,7 +204,7 @@ class _Column(torch.autograd.Function):
         if mode is not WeightGradientMode.DEFER:
             x_work = collectives.all_gather(x.values, sp, wait=False)
         if needs_x:
-            grad_x_work = _sum_to_shard(gemm.input_gradient(grad, weight, ctx.dtype), tp, sp)
+            grad_x_work = sum_to_shard(gemm.input_gradient(grad, weight, ctx.dtype), tp, sp)
         if mode is not WeightGradientMode.DEFER:
             grad_weight = _weight_gradient(mode, gradients, gemm, owner, grad, x._replace(values=x_work.wait()))
         elif needs_weight:
@@ -227,7 +227,7 @@ class _Row(torch.autograd.Function):
         saved = call.gemm.cast_input(x, is_training=call.is_training)
         _save_for_backward(ctx, saved, weight)
         part = call.gemm.forward(saved, weight, None, x.dtype, is_training=call.is_training)
-        y_TO = _sum_to_shard(part, call.tp, call.sp).wait()
+        y_TO = sum_to_shard(part, call.tp, call.sp).wait()
         # Before the sum, tp ranks would add the bias tp times.
         return (y_TO if bias is None else y_TO.add_(bias)).detach()
 
@@ -280,7 +280,7 @@ def _weight_gradient(
     return gemm.weight_gradient(grad_TO, x_TI, weight)
 
 
-def _sum_to_shard(part: Tensor, tp: Axis, sp: Axis) -> Pending:
+def sum_to_shard(part: Tensor, tp: Axis, sp: Axis) -> Pending:
     """Starts the sum over `tp` of `part`, which it may overwrite; under sequence parallelism it is scattered."""
     if sp.size == tp.size:
         return collectives.reduce_scatter(part, sp, wait=False)
