@@ -1,12 +1,13 @@
 """Megatron's parallelism for ordinary PyTorch Lightning modules.
 
-Importing the package also registers the strategy, so that `Trainer(strategy="megatron")` finds it.
+Importing the package also registers the strategy, so that `Trainer(strategy="megatron")` finds it, and the file system
+by which Lightning's own loading reads checkpoint directories.
 """
 
 from typing import TYPE_CHECKING
 
 from lightning_megatron.lazy_exports import lazy_exports
-from lightning_megatron.registration import register_strategy
+from lightning_megatron.registration import register
 from lightning_megatron.version import VERSION
 
 if TYPE_CHECKING:
@@ -61,4 +62,4 @@ __all__ = [
 
 __version__ = VERSION
 
-register_strategy()
+register()

@@ -5,6 +5,7 @@ The numbers follow the order in which the unsplit module has its parameters, and
 them in that order, as `module.parameters()` gives them.
 """
 
+import io
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,12 +30,14 @@ from lightning_megatron.checkpoint.manifest import read_entries
 from lightning_megatron.checkpoint.state import OTHER_STATES, is_module_name, other_state_of, split_optimizer_name
 from lightning_megatron.checkpoint.summary import OWN_KEYS, read_own_meta
 from lightning_megatron.checkpoint.torch_index import OPTIMIZERS
+from lightning_megatron.host_memory import machine_memory_bytes
 from lightning_megatron.mesh import Mesh
 
 # Keys of Lightning's dictionary.
 _WEIGHTS, _OPTIMIZERS = "state_dict", "optimizer_states"
 # Keys that Lightning leaves out of a checkpoint of weights alone.
 _OF_TRAINING = ("lr_schedulers", "callbacks")
+_GIB = 2**30
 
 
 def consolidate(path: Address, *, weights_only: bool = False) -> dict[str, Any]:
@@ -68,6 +71,26 @@ def lightning_dictionary(meta: Mapping[str, Any], tensors: Mapping[str, Tensor])
             _optimizer_state(index, rest, tensors) for index, rest in enumerate(meta[OPTIMIZERS])
         ]
     return checkpoint
+
+
+def consolidated_stream(path: Address) -> io.BytesIO:
+    """The file that `write_consolidated` writes, in memory, which takes twice the bytes of the checkpoint.
+
+    Raises ValueError where the path is no checkpoint, is damaged, or needs more memory than there is.
+    """
+    needed = 2 * sum(entry.num_bytes for entry in read_entries(path).values())
+    if needed > (memory := machine_memory_bytes()):
+        raise ValueError(
+            f"checkpoint {path} read as one file takes {needed / _GIB:,.1f} GiB of memory, twice its bytes, and this "
+            f"machine has {memory / _GIB:,.1f} GiB; lightning_megatron.load_from_checkpoint reads the weights alone"
+        )
+    stream = io.BytesIO()
+    try:
+        torch.save(consolidate(path), stream)
+    except (RuntimeError, MemoryError) as error:
+        raise ValueError(f"checkpoint {path} cannot be read as one file: {type(error).__name__}: {error}") from error
+    stream.seek(0)
+    return stream
 
 
 def write_consolidated(path: Address, out: Path, *, weights_only: bool = False) -> None:

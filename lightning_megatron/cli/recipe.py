@@ -19,7 +19,6 @@ import lightning as L
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.plugins.precision import TransformerEnginePrecision
-from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 
 from lightning_megatron.checkpoint import is_checkpoint, read_meta
 from lightning_megatron.cli.bounded_yaml import BOUNDED_YAML, require_readable_configs
@@ -171,18 +170,18 @@ class RecipeCLI(LightningCLI):
         if self.trainer is None:
             # Whoever wants the options alone makes none.
             return
+        if path is not None and not is_named_checkpoint(str(path)) and is_checkpoint(path):
+            try:
+                meta = read_meta(path)
+            except ValueError as error:
+                raise ConfigurationError(str(error)) from error
+            # The options of a run count, as those of its optimizer and sampling must; but not in silence.
+            warn_of_other_hyper_parameters(self.model, meta, path)
         # MegatronStrategy reports this with all other errors of the run.
         if isinstance(self.trainer.strategy, MegatronStrategy):
-            if path is not None and not is_named_checkpoint(str(path)) and is_checkpoint(path):
-                try:
-                    meta = read_meta(path)
-                except ValueError as error:
-                    raise ConfigurationError(str(error)) from error
-                # The options of a run count, as those of its optimizer and sampling must; but not in silence.
-                warn_of_other_hyper_parameters(self.model, meta, path)
             return
         if path is not None:
-            _require_checkpoint(str(path), self.trainer.strategy)
+            _require_checkpoint(str(path))
         # Without a subcommand nothing runs, and the model may still be made smaller.
         if self.subcommand is not None and self.trainer.strategy.root_device.type == "cpu":
             model, precision = architecture_of(self.model), str(self.trainer.precision)
@@ -256,13 +255,8 @@ def _is_settings(annotation: Any) -> bool:
     return any(is_dataclass(kind) for kind in (annotation, *get_args(annotation)))
 
 
-def _require_checkpoint(path: str, strategy: Strategy) -> None:
+def _require_checkpoint(path: str) -> None:
     if is_named_checkpoint(path) or "://" in path:
         return
     if not os.path.exists(path):
         raise ConfigurationError(f"ckpt_path ({path}) does not exist; give a checkpoint, or leave it out")
-    if isinstance(strategy, SingleDeviceStrategy) and os.path.isdir(path):
-        raise ConfigurationError(
-            f"ckpt_path ({path}) is a directory, which {type(strategy).__name__} does not read; "
-            "give trainer.strategy lightning_megatron.MegatronStrategy, on one device too"
-        )

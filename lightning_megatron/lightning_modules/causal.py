@@ -52,7 +52,7 @@ class CausalModule(L.LightningModule):
         generation: Sampling of text in prediction.
     """
 
-    # Lightning's own reads files alone.
+    # Reads the weights alone, and on a mesh this rank's part of them.
     load_from_checkpoint: Any = classmethod(load_from_checkpoint)
 
     def __init__(

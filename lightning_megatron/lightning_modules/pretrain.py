@@ -37,7 +37,7 @@ class PretrainModule(L.LightningModule):
     optional_inputs: ClassVar[tuple[str, ...]] = ()
     """Entries that the model is called with where a batch has them."""
 
-    # Lightning's own reads files alone.
+    # Reads the weights alone, and on a mesh this rank's part of them.
     load_from_checkpoint: Any = classmethod(load_from_checkpoint)
 
     config: Any

@@ -51,7 +51,18 @@ FIRST, SECOND = (
     "import lightning_megatron\nimport lightning as L\n",
     "import lightning as L\nimport lightning_megatron\n",
 )
-CODES = ((COMMAND, *SCHEDULE), (COMMAND, *PLAN), (FIRST + TRAINER,), (SECOND + TRAINER,))
+PACKAGE = "import lightning_megatron\n"
+FILES = "import fsspec\nsystem = fsspec.filesystem('file')\n"
+OURS = "assert type(fsspec.filesystem('file')).__module__ == 'lightning_megatron.local_file_system'"
+CODES = (
+    (COMMAND, *SCHEDULE),
+    (COMMAND, *PLAN),
+    (FIRST + TRAINER,),
+    (SECOND + TRAINER,),
+    (PACKAGE,),
+    (PACKAGE + FILES + OURS,),
+    (FILES + PACKAGE + OURS,),
+)
 
 
 def printed_by(program: str, *args: str) -> list[str]:
@@ -99,6 +110,13 @@ def test_a_command_that_trains_nothing_imports_no_package_that_trains(args: tupl
 @pytest.mark.parametrize("imports", [FIRST, SECOND], ids=["before Lightning", "after Lightning"])
 def test_a_trainer_knows_the_strategy_by_name_once_the_package_is_imported(imports: str) -> None:
     assert "lightning_megatron.trainer.strategy" in modules_after(imports + TRAINER)
+
+
+@pytest.mark.parametrize("imports", [PACKAGE + FILES, FILES + PACKAGE], ids=["before use", "after use"])
+def test_fsspec_has_the_file_system_once_the_package_is_imported(imports: str) -> None:
+    assert "fsspec" not in modules_after(PACKAGE)
+    # Checkpoints are imported when a directory is opened.
+    assert "lightning_megatron.checkpoint" not in modules_after(imports + OURS)
 
 
 def test_every_exported_name_is_there_and_is_listed() -> None:

@@ -131,7 +131,11 @@ MISTAKES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "a checkpoint that is not there": (("--ckpt_path=none/step.ckpt",), ("none/step.ckpt", "does not exist")),
     "a directory that is no checkpoint": (("--ckpt_path=empty",), ("empty", "is an empty directory")),
     "a checkpoint that is not there, plain": ((*AUTO, "--ckpt_path=none.ckpt"), ("none.ckpt",)),
-    "a directory, plain": ((*AUTO, "--ckpt_path=empty"), ("ckpt_path (empty)", "MegatronStrategy")),
+    "a directory that is no checkpoint, plain": (
+        (*AUTO, "--ckpt_path=empty"),
+        ("empty cannot be read", "Is a directory"),
+    ),
+    "a damaged checkpoint, plain": ((*AUTO, "--ckpt_path=damaged.ckpt"), ("damaged.ckpt: meta.pt", "damaged")),
     "a checkpoint of another module": (
         (*ALONE, "--ckpt_path=other.ckpt"),
         ("other.ckpt does not fit", "model.weight"),
@@ -195,6 +199,14 @@ def test_a_file_that_is_no_checkpoint_is_reported_in_one_line(folder: Path, capf
         run("--ckpt_path=text.ckpt")
     [line] = [line for line in capfd.readouterr().err.splitlines() if "text.ckpt" in line]
     assert line.endswith("ckpt_path (text.ckpt) cannot be read as a checkpoint: it is no file that torch.save wrote")
+
+
+def test_a_directory_is_resumed_from_without_the_strategy_too(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run(*ALONE, "--trainer.max_steps=2")
+    assert (folder / "saved" / "step=2.ckpt").is_dir()
+    run(*AUTO, "--ckpt_path=saved/step=2.ckpt", "--trainer.max_steps=4")
+    # Lightning writes files.
+    assert torch.load(folder / "saved" / "step=4.ckpt", weights_only=True)["global_step"] == 4
 
 
 def test_only_one_process_of_a_machine_prints_it(

@@ -1,4 +1,7 @@
-"""A LightningModule from a checkpoint: what `LightningModule.load_from_checkpoint` does, with directories too."""
+"""A LightningModule from a checkpoint: what `LightningModule.load_from_checkpoint` does, on a mesh too.
+
+Of a directory it reads the weights alone, and gives the constructor the dataclasses that its annotations name.
+"""
 
 import inspect
 import os

@@ -4,9 +4,9 @@ Only the weights, and the least of them that a machine can hold: what is refused
 all is the planner's to say.
 """
 
-import os
 from typing import Any
 
+from lightning_megatron.host_memory import machine_memory_bytes
 from lightning_megatron.mesh import Sizes
 from lightning_megatron.rules.limits import model_limit_faults
 from lightning_megatron.transformer.config import LanguageModelConfig
@@ -31,8 +31,3 @@ def memory_faults(model: Any, sizes: Sizes, *, num_processes: int, precision: st
         f"({model.hidden_size}), num_layers ({model.num_layers}) or vocab_size ({model.vocab_size}) smaller, or use "
         "more machines and a larger tensor or pipeline parallel size"
     ]
-
-
-def machine_memory_bytes() -> int:
-    """Memory of this machine."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -79,7 +79,7 @@ def test_the_weights_are_those_that_were_saved(tmp_path: Path) -> None:
     assert parts_apart(weights(load_from_checkpoint(GPTModule, tmp_path / "one.ckpt")), saved) < 1e-6
 
 
-def test_lightning_loads_the_consolidated_file_by_its_own_means(path: Path, tmp_path: Path) -> None:
+def test_lightning_loads_the_consolidated_file_and_the_directory_by_its_own_means(path: Path, tmp_path: Path) -> None:
     write_consolidated(path, tmp_path / "one.ckpt", weights_only=True)
 
     class Stock(GPTModule):
@@ -87,8 +87,8 @@ def test_lightning_loads_the_consolidated_file_by_its_own_means(path: Path, tmp_
 
     module = Stock.load_from_checkpoint(tmp_path / "one.ckpt", weights_only=True)
     assert (module.config, module.optimizer, module.generation) == (gpt().config, gpt().optimizer, gpt().generation)
-    # The method of the package's modules takes directories too.
     assert parts_apart(weights(module), weights(GPTModule.load_from_checkpoint(path, map_location="cpu"))) < 1e-6
+    assert parts_apart(weights(module), weights(Stock.load_from_checkpoint(path))) == 0
 
 
 def test_hyper_parameters_are_plain_data_on_disk(path: Path) -> None:
