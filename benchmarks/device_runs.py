@@ -47,7 +47,7 @@ class Plan:
         return self.microbatch_rows * self.microbatches
 
     def make_loader(self, dp: int = 1) -> Any:
-        """A data-parallel rank's samples of a step in each batch; unevenly distributed tokens give it something to learn."""
+        """Batches of a data-parallel rank's samples of a step; unevenly distributed tokens make something to learn."""
         generator = torch.Generator().manual_seed(1)
         shape = ((self.warmup_steps + self.timed_steps) * self.step_rows, self.sequence + 1)
         tokens = (torch.rand(shape, generator=generator) ** 4 * self.config.vocab_size).long()

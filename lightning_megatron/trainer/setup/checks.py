@@ -22,7 +22,7 @@ from lightning_megatron.rules.limits import MOST_PROCESSES, limit_faults
 from lightning_megatron.trainer.checkpointing.hyper_parameters import plain
 from lightning_megatron.trainer.config import ConfigurationError, PipelineConfig
 from lightning_megatron.trainer.setup.early_model_checks import early_model_faults
-from lightning_megatron.trainer.setup.launch_checks import launch_faults, num_started
+from lightning_megatron.trainer.setup.launch_checks import launch_faults, num_started, queue_faults
 from lightning_megatron.trainer.setup.memory_checks import memory_faults
 from lightning_megatron.trainer.setup.process_groups import timeout_faults
 from lightning_megatron.transformer.config import TransformerConfig
@@ -136,6 +136,8 @@ def faults(trainer: pl.Trainer, arguments: tuple[Any, ...]) -> list[str]:
     )
     if context.kernel == "flex" and (device := strategy.root_device.type) != "cuda":
         found.append(f"kernel ('flex') of ContextConfig is one of CUDA, and this run is on {device}; use 'fused'")
+    if strategy.root_device.type == "cuda":
+        found += queue_faults(sizes.num_stages)
     found += data.faults() if data is not None else []
     if trainer.training and trainer.checkpoint_callbacks and strategy.checkpoint.kind == "directory":
         data_modules = [argument for argument in arguments if isinstance(argument, pl.LightningDataModule)]

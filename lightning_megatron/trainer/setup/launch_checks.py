@@ -1,4 +1,4 @@
-"""Check that the processes which a launcher has started are as many as the Trainer was told."""
+"""Check what a launcher has set: as many processes as the Trainer was told, and a queue for each stream of a GPU."""
 
 import os
 from collections.abc import Mapping
@@ -12,6 +12,8 @@ _VARIABLES = {
     "torchrun": ("WORLD_SIZE", "GROUP_WORLD_SIZE", "LOCAL_WORLD_SIZE"),
     "SLURM": ("SLURM_NTASKS", "SLURM_NNODES", "SLURM_NTASKS_PER_NODE"),
 }
+
+_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
 def num_started(environment: ClusterEnvironment | None) -> int | None:
@@ -34,6 +36,16 @@ def launch_faults(environment: ClusterEnvironment | None, num_nodes: int, num_pr
     return [
         f"num_nodes ({num_nodes}) x devices ({num_processes}) of the Trainer is {wanted}, but {launcher} has started "
         f"{started} processes ({variables}); {way_out}"
+    ]
+
+
+def queue_faults(num_stages: int) -> list[str]:
+    """Errors of CUDA_DEVICE_MAX_CONNECTIONS, the number of queues that a GPU takes work from, for a run on GPUs."""
+    if os.environ.get(_QUEUES) != "1" or num_stages == 1:
+        return []
+    return [
+        f"{_QUEUES} (1) puts the work of all streams into one queue, and there a receive, which a pipeline posts ahead "
+        "of its message, holds up the products that its sender waits for; unset it: 8 is CUDA's default"
     ]
 
 

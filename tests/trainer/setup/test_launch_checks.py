@@ -5,12 +5,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.callbacks import BatchSizeFinder
 
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.trainer.config import ConfigurationError
-from lightning_megatron.trainer.setup.launch_checks import launch_faults
+from lightning_megatron.trainer.setup.launch_checks import launch_faults, queue_faults
 from tests.trainer.layouts import Layout, make_trainer
 from tests.trainer.modules import Data, Small
 
@@ -103,3 +104,21 @@ def test_arguments_of_another_type_are_told_at_once_and_numbers_of_numpy_are_num
 def test_a_batch_size_is_not_looked_for_over_several_processes() -> None:
     found = faults_of(make_trainer(Layout(world=2), callbacks=[BatchSizeFinder()]))
     assert "BatchSizeFinder (Tuner.scale_batch_size)" in found and "over 2 processes a failure ends the run" in found
+
+
+def test_one_queue_of_a_gpu_is_refused_under_stages_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    assert queue_faults(1) == []
+    [fault] = queue_faults(2)
+    assert fault.startswith("CUDA_DEVICE_MAX_CONNECTIONS (1) puts") and "unset it" in fault
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    assert queue_faults(2) == []
+
+
+def test_the_queues_of_a_gpu_are_looked_at_on_gpus_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    wrong = {"pipeline_model_parallel_size": 2, "num_microbatches": 2, "timeout_seconds": 0}
+    trainer = make_trainer(Layout(world=2, pp=2, microbatches=2), strategy=MegatronStrategy(**wrong))
+    assert "timeout_seconds" in (found := faults_of(trainer)) and "CUDA_DEVICE_MAX_CONNECTIONS" not in found
+    monkeypatch.setattr(MegatronStrategy, "root_device", torch.device("cuda", 0))
+    assert "timeout_seconds" in (found := faults_of(trainer)) and "CUDA_DEVICE_MAX_CONNECTIONS (1)" in found
