@@ -90,6 +90,7 @@ from lightning_megatron.trainer.setup.launcher import CheckingLauncher
 from lightning_megatron.trainer.setup.process_groups import Groups
 from lightning_megatron.trainer.step.first_steps import NUM_CHECKED, FirstSteps
 from lightning_megatron.trainer.step.global_batches import is_stream
+from lightning_megatron.trainer.step.held_memory import tell_what_was_held
 from lightning_megatron.trainer.step.hook_check import HookCheck
 from lightning_megatron.trainer.step.loader_sync import LoaderSync
 from lightning_megatron.trainer.step.microbatches import Cutting
@@ -906,6 +907,8 @@ class MegatronStrategy(ParallelStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
+        if (module := self.lightning_module) is not None:
+            tell_what_was_held(exception, module, self.optimizers, self.global_rank)
         if self._run is not None:
             self._run.fail(exception)
 

@@ -5,14 +5,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import lightning as L
-from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_megatron.planner.hardware import GIGA
 from lightning_megatron.planner.memory import WORKSPACE_BYTES, rank_memory
-from lightning_megatron.trainer.callbacks.memory_meter import Meter, meter_of, storage_bytes
+from lightning_megatron.trainer.callbacks.memory_meter import Meter, meter_of
 from lightning_megatron.trainer.callbacks.over_ranks import gathered
 from lightning_megatron.trainer.callbacks.plan_adapter import NotPlanned, Seen, planned_run, seen_by
+from lightning_megatron.trainer.step.held_memory import gradients_of, held_bytes, storage_bytes
 from lightning_megatron.trainer.strategy import MegatronStrategy
 
 _PHASES = ("setup", "forward_backward", "optimizer", "evaluation", "checkpoint")
@@ -100,7 +100,8 @@ class MemoryMonitor(L.Callback):
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
         if self._is_table_due:
-            self._gradient_bytes = sum(storage_bytes(_gradients(trainer)).values())
+            gradients = gradients_of(pl_module, trainer.optimizers)
+            self._gradient_bytes = sum(storage_bytes(gradients).values())
         self._enter("optimizer")
 
     def on_train_batch_end(
@@ -156,7 +157,9 @@ class MemoryMonitor(L.Callback):
             peaks=dict(self._peaks),
             reserved_bytes=self._reserved_bytes,
             before_bytes=self._before_bytes,
-            kinds=_kinds(trainer, self._gradient_bytes) if is_table_due else {},
+            kinds=held_bytes(trainer.lightning_module, trainer.optimizers, self._gradient_bytes)
+            if is_table_due
+            else {},
             seen=seen_by(trainer, batch),
         )
 
@@ -201,31 +204,6 @@ class _Planned:
 
 def _fullest(ranks: list[_Held]) -> int:
     return max(range(len(ranks)), key=lambda rank: ranks[rank].peak_bytes)
-
-
-def _gradients(trainer: L.Trainer) -> list[Tensor]:
-    """Gradients on the parameters and on what the optimizers step."""
-    parameters = [*trainer.lightning_module.parameters(), *_stepped(trainer)]
-    return [parameter.grad for parameter in parameters if parameter.grad is not None]
-
-
-def _stepped(trainer: L.Trainer) -> list[Tensor]:
-    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
-    return [parameter for group in groups for parameter in group["params"]]
-
-
-def _kinds(trainer: L.Trainer, gradient_bytes: int) -> dict[str, int]:
-    """Bytes that this rank holds from step to step."""
-    weights = storage_bytes(trainer.lightning_module.parameters())
-    stepped = storage_bytes(_stepped(trainer))
-    states = [state for optimizer in trainer.optimizers for state in optimizer.state.values()]
-    moments = storage_bytes(value for state in states for value in state.values() if isinstance(value, Tensor))
-    return {
-        "weights": sum(weights.values()),
-        "gradients": gradient_bytes,
-        "master_weights": sum(size for address, size in stepped.items() if address not in weights),
-        "moments": sum(moments.values()),
-    }
 
 
 def _table(ranks: list[_Held], planned: _Planned, meter: str) -> str:

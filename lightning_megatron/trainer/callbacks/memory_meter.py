@@ -8,13 +8,10 @@ resident_so_far   the same, but the most since the process began, where the syst
 
 import resource
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
 import torch
-from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 MeterName = Literal["allocated", "resident", "resident_so_far"]
 
@@ -86,14 +83,3 @@ def meter_of(device: torch.device) -> Meter:
     except (OSError, StopIteration):
         return ResidentSoFarMeter()
     return meter
-
-
-def storage_bytes(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Bytes of the tensors' storages by address, each storage once."""
-    found = {}
-    for tensor in tensors:
-        own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        storage = own.untyped_storage()
-        if storage.nbytes():
-            found[storage.data_ptr()] = storage.nbytes()
-    return found

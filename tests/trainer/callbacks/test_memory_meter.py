@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_megatron.trainer.callbacks import memory_meter
-from lightning_megatron.trainer.callbacks.memory_meter import ResidentSoFarMeter, meter_of, storage_bytes
+from lightning_megatron.trainer.callbacks.memory_meter import ResidentSoFarMeter, meter_of
 from tests.harness.ranks import run_on_ranks
 
 MEGABYTES = 2**20
@@ -46,13 +46,6 @@ def test_where_the_system_refuses_the_peak_is_that_of_the_process(
     before = meter.peak_bytes()
     meter.reset()
     assert meter.peak_bytes() >= before > 10 * MEGABYTES
-
-
-def test_a_storage_of_several_tensors_counts_once() -> None:
-    flat = torch.zeros(100)
-    views = [flat[:10], flat[10:60].view(5, 10), torch.zeros(3, dtype=torch.float64), torch.zeros(0)]
-    assert sum(storage_bytes(views).values()) == 4 * 100 + 8 * 3
-    assert sum(storage_bytes([flat, *views]).values()) == 4 * 100 + 8 * 3
 
 
 @pytest.mark.gpu
