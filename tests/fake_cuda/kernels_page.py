@@ -1,0 +1,46 @@
+"""The page of kernels, bytes and waits: a row for each kind of layer, to which tests hold the code."""
+
+from pathlib import Path
+
+from tests.fake_cuda.cases import CASES, Cost
+from tests.harness.fake_cuda import ROOT
+
+PAGE = ROOT / "docs" / "benchmarks" / "kernels.md"
+COMMAND = "python -m tests.fake_cuda --write docs/benchmarks/kernels.md"
+
+_INTRODUCTION = f"""# Kernels, bytes and waits of a microbatch
+
+What forward and backward of one microbatch ask of a GPU, counted on CUDA tensors without numbers
+(`tests/harness/fake_cuda.py`, `tests/harness/device_work.py`): no GPU takes part, and no time is measured.
+`{COMMAND}` writes this page. The tests of every run
+(`tests/fake_cuda/test_kernels.py`) count again, and fail where a number is not the one shown: a change that makes one
+rise shows so here.
+
+Weights are float32 and products bf16, by autocast; one rank; 8,192 tokens, in rows as long as the model takes. A kernel
+is an operation that launches at least one, other than matrix products and fused attention; bytes are those that these
+kernels read and write. FLOPs are those of products. A layer is the difference of models of two layers and of one, and a
+call what is left of the latter: embedding, head, loss and what layers share. Attention of T5 runs in tiles, so that its
+kernels grow with the batch; it is counted for one row.
+"""
+_HEAD = (
+    "| model | kernels of a layer | GB of a layer | TFLOP of a layer | kernels of a call | copies between host and "
+    "device | the host waits | and again in each further layer |\n" + "|---|" + "--:|" * 7
+)
+
+
+def row_of(name: str, cost: Cost) -> str:
+    return (
+        f"| {name} | {cost.layer_kernels} | {cost.layer_bytes / 1e9:.2f} | {cost.layer_flops / 1e12:.3f} "
+        f"| {cost.call_kernels} | {cost.copies.total()} | {cost.waits.total()} | {cost.layer_waits} |"
+    )
+
+
+def page_of(costs: dict[str, Cost]) -> str:
+    """The page. Raises KeyError where a case is missing."""
+    rows = [row_of(name, costs[name]) for name in CASES]
+    return "\n".join([_INTRODUCTION, _HEAD, *rows, ""])
+
+
+def shown_row(name: str, page: Path = PAGE) -> str:
+    """The row of the page."""
+    return next(line for line in page.read_text(encoding="utf-8").splitlines() if line.startswith(f"| {name} |"))

@@ -1,0 +1,170 @@
+"""CUDA tensors without numbers, on any machine: code for a GPU runs forward and backward, and is seen to run there.
+
+Tensors on the host are real; those on "cuda" have a shape, a dtype and a device (torch's `FakeTensorMode`), and an
+operation on the wrong device raises as it would on a GPU. Integers and booleans that the host has copied to the device,
+and what is computed of these alone, are known; the host reads zeros of everything else. `fake_cuda.cpp` gives a build
+of torch without CUDA what autograd asks of a device; it is compiled once, into the folder `build` of the tree.
+
+It changes the process for good: enter the mode only in a rank of its own (`on_ranks(1, init=False)`).
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.cpp_extension import load
+
+ROOT = Path(__file__).resolve().parents[2]
+_ATEN = torch.ops.aten
+# An H100's.
+_CAPABILITY = (9, 0)
+# Elements of a tensor whose numbers are computed.
+_MOST_FOLLOWED = 1 << 17
+# What torch and Lightning ask of the device before they use it.
+_ANSWERS: dict[str, Callable[..., Any]] = {
+    "_lazy_init": lambda: None,
+    "is_available": lambda: True,
+    "is_bf16_supported": lambda including_emulation=True: True,
+    "get_device_capability": lambda device=None: _CAPABILITY,
+}
+
+
+@functools.cache
+def load_device() -> None:
+    """Gives this process a CUDA device that computes nothing, where it has none. Raises where it cannot be compiled."""
+    if torch.cuda.is_available():
+        return
+    folder = ROOT / "build" / f"fake_cuda-{torch.__version__}"
+    folder.mkdir(parents=True, exist_ok=True)
+    load(
+        "fake_cuda",
+        [str(Path(__file__).with_suffix(".cpp"))],
+        extra_cflags=["-O0"],
+        build_directory=str(folder),
+        is_python_module=False,
+    )
+
+
+class FakeCuda(TorchDispatchMode):
+    """A mode in which tensors on "cuda" have no numbers; `torch.cuda` answers as if there were one H100."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        load_device()
+        self.fake = FakeTensorMode()
+        self._answers = [mock.patch.object(torch.cuda, name, answer) for name, answer in _ANSWERS.items()]
+        # Torch copies a tensor of any other kind to the host as one.
+        self._answers.append(mock.patch.object(FakeTensor, "tolist", lambda x: x.cpu().tolist()))
+        # Storages on the device whose integers are known, and these, by their addresses.
+        self._numbers: dict[int, tuple[Any, Tensor]] = {}
+
+    def __enter__(self) -> "FakeCuda":
+        for answer in self._answers:
+            answer.start()
+        # torch.tensor(..., device="cuda") makes a tensor on the host, and copies it by an operation that modes see.
+        self._before = torch._C._only_lift_cpu_tensors()
+        torch._C._set_only_lift_cpu_tensors(True)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        torch._C._set_only_lift_cpu_tensors(self._before)
+        for answer in self._answers:
+            answer.stop()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not any(is_cuda(x) for x in pytree.arg_tree_leaves(*args, **kwargs)):
+            return func(*args, **kwargs)
+        if func is _ATEN._local_scalar_dense.default:
+            return self.read(args[0]).item()
+        if func is _ATEN._to_copy.default and _goes_to_host(kwargs):
+            return self.read(args[0]).to(kwargs.get("dtype") or args[0].dtype)
+        if func is _ATEN.copy_.default and not args[0].is_cuda:
+            return args[0].copy_(self.read(args[1]))
+        # Without this torch would compute what takes no fake tensor for real.
+        faked_args, faked = pytree.tree_map_only(Tensor, self._faked, (args, kwargs))
+        with self.fake:
+            output = func(*faked_args, **faked)
+        if not func.is_view:
+            self._follow(func, args, kwargs, output)
+        return output
+
+    def _faked(self, x: Tensor) -> Tensor:
+        return x if x.is_cuda else self.fake.from_tensor(x)
+
+    def read(self, x: Tensor) -> Tensor:
+        """What the host gets: a real tensor."""
+        known = self._known(x)
+        return torch.zeros(x.shape, dtype=x.dtype) if known is None else known.clone()
+
+    def _known(self, x: Tensor) -> Tensor | None:
+        """The integers of a tensor, where they are known, as a view of those of its storage."""
+        if not x.is_cuda:
+            return x
+        _, numbers = self._numbers.get(_address(x), (None, None))
+        return None if numbers is None else numbers.view(x.dtype).as_strided(x.shape, x.stride(), x.storage_offset())
+
+    def _follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """Computes the integers that an operation makes of integers."""
+        written, outputs = list(_written(func, args, kwargs)), pytree.tree_leaves(output)
+        inputs = [x for x in pytree.arg_tree_leaves(*args, **kwargs) if isinstance(x, Tensor)]
+        is_known = all(not x.is_cuda or (_is_followed(x) and self._known(x) is not None) for x in inputs)
+        if not is_known or not any(map(_is_followed, outputs)):
+            for x in written:
+                self._numbers.pop(_address(x), None)
+            return
+        on_host = pytree.tree_map(self._moved, (args, kwargs))
+        results = pytree.tree_leaves(func(*on_host[0], **on_host[1]))
+        if written:
+            return
+        for x, numbers in zip(outputs, results, strict=True):
+            if _is_followed(x):
+                storage = x.untyped_storage()
+                self._numbers[_address(x)] = storage, torch.empty(storage.nbytes(), dtype=torch.uint8)
+                known = self._known(x)
+                assert known is not None
+                known.copy_(numbers)
+
+    def _moved(self, x: Any) -> Any:
+        """A leaf of arguments on the host."""
+        if isinstance(x, Tensor):
+            return self._known(x)
+        return torch.device("cpu") if isinstance(x, torch.device) else x
+
+
+def is_cuda(x: Any) -> bool:
+    """Whether a leaf of arguments is a tensor on the device, or names it."""
+    return x.device.type == "cuda" if isinstance(x, Tensor) else isinstance(x, torch.device) and x.type == "cuda"
+
+
+def _is_followed(x: Any) -> bool:
+    is_kind = isinstance(x, Tensor) and x.is_cuda and not x.is_floating_point() and not x.is_complex()
+    return is_kind and x.numel() <= _MOST_FOLLOWED
+
+
+def _goes_to_host(kwargs: dict[str, Any]) -> bool:
+    device = kwargs.get("device")
+    return device is not None and device.type == "cpu"
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    """The tensors that an operation writes."""
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            yield from (x for x in pytree.tree_leaves(value) if isinstance(x, Tensor))
+
+
+def _address(x: Tensor) -> int:
+    return x.untyped_storage()._cdata
