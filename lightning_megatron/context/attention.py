@@ -115,11 +115,11 @@ def attend(
     )
     group, cache = axes.ring.rank, {} if cache is None else cache
     scale = 1.0 / math.sqrt(queries.shape[-1]) if scale is None else scale
-    key = (layout, source, group, mask_spec, scale, device)
-    steps = _once(cache, key, lambda: _steps(layout, source, group, mask_spec, scale, device))
+    key = (layout, source, group, mask_spec, scale)
+    steps = _once(cache, key, lambda: _steps(layout, source, group, mask_spec, scale))
     # Without tokens there are no dropout keys.
     if dropout is not None and layout.num_tokens:
-        indices = _once(cache, (layout, group, device), lambda: layout.group_places[group].to(device))
+        indices = _once(cache, (layout, group, device), lambda: layout.places_of_group(group, device))
         dropout_keys = dropout.dropout_keys(indices, ulysses, num_heads)
         steps = [replace(step, dropout_keys=dropout_keys) for step in steps]
     table = None
@@ -150,11 +150,10 @@ def _steps(
     group: int,
     mask_spec: MaskSpec,
     scale: float,
-    device: torch.device,
 ) -> list[AttentionStep]:
     """Attention steps of a group's queries, one for the keys of each group."""
     key_layout = layout if source is None else source.layout
-    query_positions = layout.group_positions[group].to(device)
+    query_positions = layout.group_positions[group]
     return [
         AttentionStep(
             blocks=layout.blocks(group, other, mask_spec) if source is None else source.blocks(layout, group, other),
@@ -163,7 +162,7 @@ def _steps(
             mask_spec=mask_spec,
             scale=scale,
         )
-        for other, key_positions in enumerate(key_layout.group_positions.to(device))
+        for other, key_positions in enumerate(key_layout.group_positions)
     ]
 
 

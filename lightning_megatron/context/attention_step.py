@@ -8,7 +8,6 @@ B batch, A query heads, G key heads (A is a multiple of it), Q query rows, K key
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -54,9 +53,9 @@ class AttentionStep:
 
     blocks: tuple[AttentionBlock, ...]
     query_positions: Tensor
-    """Position of each query in its segment: int64 [Q]; -1 for no token."""
+    """Position of each query in its segment: int64 [Q] on the host; -1 for no token."""
     key_positions: Tensor
-    """Position of each key in its segment: int64 [K]; -1 for no token."""
+    """Position of each key in its segment: int64 [K] on the host; -1 for no token."""
     mask_spec: MaskSpec
     scale: float
     dropout_keys: DropoutKeys | None = None
@@ -64,16 +63,26 @@ class AttentionStep:
     cache: dict[object, Any] = field(default_factory=dict)
     """Values that kernels derive from blocks, positions and mask_spec, shared by calls and steps."""
 
-    def mask(self, block: AttentionBlock, dtype: torch.dtype) -> Mask:
+    def positions_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Positions of queries and keys on a device; few kernels need them there."""
+        name = ("positions", device)
+        if name not in self.cache:
+            both = self.query_positions, self.key_positions
+            self.cache[name] = tuple(positions.to(device, non_blocking=True) for positions in both)
+        positions: tuple[Tensor, Tensor] = self.cache[name]
+        return positions
+
+    def mask(self, block: AttentionBlock, dtype: torch.dtype, device: torch.device) -> Mask:
         """Mask of a block of kind "masked"."""
         # Blocks of one shape and distance, such as the tiles of a window, share a mask.
         name = ("mask", self.distance(block), block.num_queries, block.num_keys, dtype)
         if name not in self.cache:
+            query_positions, key_positions = self.positions_on(device)
             visible = self.mask_spec.is_visible(
-                self.query_positions[block.query_row :][: block.num_queries],
-                self.key_positions[block.key_row :][: block.num_keys],
+                query_positions[block.query_row :][: block.num_queries],
+                key_positions[block.key_row :][: block.num_keys],
             )
-            added = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, -torch.inf)
+            added = torch.zeros(visible.shape, dtype=dtype, device=device).masked_fill_(~visible, -torch.inf)
             blind = ~visible.any(dim=1)
             self.cache[name] = Mask(added, blind if bool(blind.any()) else None)
         mask: Mask = self.cache[name]
@@ -81,13 +90,7 @@ class AttentionStep:
 
     def distance(self, block: AttentionBlock) -> int:
         """Position of a block's first query minus that of its first key."""
-        query_positions, key_positions = self._host_positions
-        return query_positions[block.query_row] - key_positions[block.key_row]
-
-    @cached_property
-    def _host_positions(self) -> tuple[list[int], list[int]]:
-        # It waits for the device, once for all blocks.
-        return self.query_positions.tolist(), self.key_positions.tolist()
+        return int(self.query_positions[block.query_row] - self.key_positions[block.key_row])
 
 
 class AttentionGradients(NamedTuple):

@@ -41,7 +41,7 @@ class BlockwiseAttention:
     def _forward(
         self, queries: Tensor, keys: Tensor, values: Tensor, step: AttentionStep, block: AttentionBlock
     ) -> tuple[Tensor, Tensor]:
-        mask = step.mask(block, queries.dtype) if block.kind == "masked" else None
+        mask = step.mask(block, queries.dtype, queries.device) if block.kind == "masked" else None
         output, lse = self.fused.forward(
             queries, keys, values, block.kind == "causal", None if mask is None else mask.added, step.scale
         )
@@ -71,7 +71,8 @@ class BlockwiseAttention:
     def _backward(
         self, inputs: BackwardInputs, step: AttentionStep, block: AttentionBlock
     ) -> tuple[Tensor, Tensor, Tensor]:
-        mask = step.mask(block, inputs.queries.dtype).added if block.kind == "masked" else None
+        queries = inputs.queries
+        mask = step.mask(block, queries.dtype, queries.device).added if block.kind == "masked" else None
         is_causal = block.kind == "causal"
         return self.fused.backward(inputs, is_causal, mask, step.scale)
 

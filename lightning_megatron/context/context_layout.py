@@ -17,11 +17,16 @@ A token's place is its index in the stream of all ranks, its position that in th
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_megatron.comm.host_numbers import on_device
+
+_HOST = torch.device("cpu")
 PADDING = -1
 """Place and position of padding: a row that holds no token."""
 
@@ -104,24 +109,30 @@ class ContextLayout:
 
     @cached_property
     def group_places(self) -> Tensor:
-        """Place of each row, int64 [ring_size, group rows]."""
-        starts = [0]
-        for length in self.lengths:
-            starts.append(starts[-1] + length)
-        return self._filled([[starts[run.segment] + run.position for run in runs] for runs in self.runs])
+        """Place of each row, int64 [ring_size, group rows], on the host."""
+        return torch.stack([self.places_of_group(group) for group in range(self.ring_size)])
 
     @cached_property
     def group_positions(self) -> Tensor:
-        """Position of each row, int64 [ring_size, group rows]."""
-        return self._filled([[run.position for run in runs] for runs in self.runs])
+        """Position of each row, int64 [ring_size, group rows], on the host."""
+        return torch.stack([self.positions_of_group(group) for group in range(self.ring_size)])
 
-    def places(self, rank: int) -> Tensor:
+    def places_of_group(self, group: int, device: torch.device = _HOST) -> Tensor:
+        """Place of each row of a group, made on the device: int64 [group rows]."""
+        starts = (0, *accumulate(self.lengths))
+        return self._numbered(group, [starts[run.segment] + run.position for run in self.runs[group]], device)
+
+    def positions_of_group(self, group: int, device: torch.device = _HOST) -> Tensor:
+        """Position of each row of a group, made on the device: int64 [group rows]."""
+        return self._numbered(group, [run.position for run in self.runs[group]], device)
+
+    def places(self, rank: int, device: torch.device = _HOST) -> Tensor:
         """Places of a rank's rows, int64 [rows]."""
-        return self.group_places.view(self.size, self.num_rows)[rank]
+        return self._part(rank, self.places_of_group(rank // self.ulysses_size, device))
 
-    def positions(self, rank: int) -> Tensor:
+    def positions(self, rank: int, device: torch.device = _HOST) -> Tensor:
         """Positions of a rank's rows, int64 [rows]."""
-        return self.group_positions.view(self.size, self.num_rows)[rank]
+        return self._part(rank, self.positions_of_group(rank // self.ulysses_size, device))
 
     @cached_property
     def rows(self) -> Tensor:
@@ -145,12 +156,22 @@ class ContextLayout:
     def _blocks(self) -> dict[tuple[int, int, MaskSpec], tuple[AttentionBlock, ...]]:
         return {}
 
-    def _filled(self, firsts: list[list[int]]) -> Tensor:
-        filled = torch.full((self.ring_size, self.num_group_rows), PADDING, dtype=torch.int64)
-        for row, runs, starts in zip(filled, self.runs, firsts, strict=True):
-            for run, start in zip(runs, starts, strict=True):
-                row[run.row : run.row + run.num] = torch.arange(start, start + run.num)
-        return filled
+    def _part(self, rank: int, of_group: Tensor) -> Tensor:
+        """A rank's rows of those of its group."""
+        return of_group.view(self.ulysses_size, self.num_rows)[rank % self.ulysses_size]
+
+    def _numbered(self, group: int, firsts: list[int], device: torch.device) -> Tensor:
+        """Numbers of a group's rows: of each token range from its first on, and then of padding."""
+        runs = self.runs[group]
+        num = _num(runs)
+        if len(runs) == 1:
+            numbers = torch.arange(firsts[0], firsts[0] + num, device=device)
+        else:
+            shifts = [first - run.row for first, run in zip(firsts, runs, strict=True)]
+            shifts_R, lengths_R = on_device([shifts, [run.num for run in runs]], device)
+            numbers = torch.arange(num, device=device) + shifts_R.repeat_interleave(lengths_R, output_size=num)
+        num_padding = self.num_group_rows - num
+        return F.pad(numbers, (0, num_padding), value=PADDING) if num_padding else numbers
 
     def _make_blocks(self, group: int, source: int, mask_spec: MaskSpec) -> Iterator[AttentionBlock]:
         keys_of = self._by_segment[source]
@@ -262,5 +283,5 @@ def _block(
     return AttentionBlock(queries[0].row, _num(queries), keys[0].row, _num(keys), kind)
 
 
-def _num(runs: list[TokenRange]) -> int:
+def _num(runs: Sequence[TokenRange]) -> int:
     return sum(run.num for run in runs)

@@ -1,16 +1,19 @@
 """The documents of a packed batch: which tokens of [batch, sequence] are one segment.
 
-Bounds are read and checked here once, on the host; the attention mask follows from them alone.
+Bounds are read and checked here once, on the host; the attention mask follows from them alone. What each token needs
+to know of its document is made on the device, of a few numbers for each document.
 
 B batch, S sequence, X tokens of all documents, in order.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from lightning_megatron.comm import rng
+from lightning_megatron.comm.host_numbers import on_device
 
 NO_DOCUMENT = -1
 """Value of `segments` where a row has no document."""
@@ -18,35 +21,67 @@ NO_DOCUMENT = -1
 
 @dataclass(frozen=True, eq=False)
 class Documents:
-    """Positions of documents in a batch; `documents_of` reads them."""
+    """Positions of documents in a batch; `documents_of` reads them. X tokens, D documents."""
 
     lengths: tuple[int, ...]
     """Length of each document in tokens, row after row."""
     names: tuple[tuple[int, int], ...]
     """Row of each document and its number there."""
-    index_X: Tensor
-    """Index of each token in the flattened batch: int64."""
-    rows_X: Tensor
-    """Row of each token: int64."""
-    numbers_X: Tensor
-    """Number of each token's document in its row: int64."""
-    positions_X: Tensor
-    """Position of each token in its document: int64."""
+    starts: tuple[int, ...]
+    """Index of each document's first token in the flattened batch."""
+    device: torch.device
+    """Device of the batch's tokens."""
+
+    @property
+    def num_tokens(self) -> int:
+        """X: the tokens of all documents."""
+        return sum(self.lengths)
+
+    @cached_property
+    def _table_4D(self) -> Tensor:
+        """Of each document its length, its first index in the batch, its row and its number."""
+        rows_and_numbers = zip(*self.names, strict=True) if self.names else ((), ())
+        return on_device([self.lengths, self.starts, *rows_and_numbers], self.device)
+
+    def _spread(self, values_D: Tensor) -> Tensor:
+        """For each token the value of its document: [X]."""
+        return values_D.repeat_interleave(self._table_4D[0], output_size=self.num_tokens)
+
+    @cached_property
+    def index_X(self) -> Tensor:
+        """Index of each token in the flattened batch: int64."""
+        return self.positions_X + self._spread(self._table_4D[1])
+
+    @cached_property
+    def rows_X(self) -> Tensor:
+        """Row of each token: int64."""
+        return self._spread(self._table_4D[2])
+
+    @cached_property
+    def numbers_X(self) -> Tensor:
+        """Number of each token's document in its row: int64."""
+        return self._spread(self._table_4D[3])
+
+    @cached_property
+    def positions_X(self) -> Tensor:
+        """Position of each token in its document: int64."""
+        lengths_D = self._table_4D[0]
+        return torch.arange(self.num_tokens, device=self.device) - self._spread(lengths_D.cumsum(0) - lengths_D)
 
     def token_keys(self, sample_keys_B: Tensor) -> Tensor:
         """Random key of each token, int64 [X], from its document and position, not from where it was packed."""
-        return rng.bits(rng.bits(sample_keys_B[self.rows_X], self.numbers_X), self.positions_X)
+        return self.token_keys_of(rng.bits(sample_keys_B[self._table_4D[2]], self._table_4D[3]))
 
     def token_keys_of(self, document_keys_D: Tensor) -> Tensor:
         """Random key of each token, int64 [X], from a key for each document."""
-        lengths = torch.tensor(self.lengths, dtype=torch.int64, device=self.index_X.device)
-        keys_X = document_keys_D.repeat_interleave(lengths, output_size=len(self.positions_X))
-        return rng.bits(keys_X, self.positions_X)
+        return rng.bits(self._spread(document_keys_D), self.positions_X)
 
 
-def documents_of(segments_BS: Tensor) -> Documents:
+def documents_of(segments_BS: Tensor, device: torch.device | None = None) -> Documents:
     """The documents that `segments` [B, S] marks: each token's number of its document in its row, -1 for none.
 
+    `device` is that of the tokens, where `segments` have stayed on the host: read from the device they would make the
+    host wait for all that it has to do.
     Raises ValueError where a document is torn, or the numbers of a row do not rise: its bounds would be a guess.
     """
     if segments_BS.dim() != 2 or segments_BS.is_floating_point():
@@ -63,11 +98,13 @@ def documents_of(segments_BS: Tensor) -> Documents:
     starts = torch.nonzero(begins).flatten()
     first_rows, first_numbers = rows[starts], numbers[starts]
     _require_rising(first_rows, first_numbers)
-    names = tuple(zip(first_rows.tolist(), first_numbers.tolist(), strict=True))
     lengths = torch.diff(starts, append=torch.tensor([len(index)]))
-    positions = torch.arange(len(index)) - starts.repeat_interleave(lengths)
-    device = segments_BS.device
-    return Documents(tuple(lengths.tolist()), names, *(part.to(device) for part in (index, rows, numbers, positions)))
+    return Documents(
+        lengths=tuple(lengths.tolist()),
+        names=tuple(zip(first_rows.tolist(), first_numbers.tolist(), strict=True)),
+        starts=tuple(index[starts].tolist()),
+        device=segments_BS.device if device is None else device,
+    )
 
 
 def _require_rising(rows: Tensor, numbers: Tensor) -> None:

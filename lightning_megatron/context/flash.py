@@ -224,11 +224,11 @@ def _make_call(blocks: list[AttentionBlock], bounds: Bounds, queries: Tensor, ke
 
 def _starts(runs: list[tuple[int, int]], batch: int, device: torch.device) -> Tensor:
     starts = torch.tensor([num for _, num in runs], dtype=torch.int32).repeat(batch).cumsum(0, dtype=torch.int32)
-    return torch.nn.functional.pad(starts, (1, 0)).to(device)
+    return torch.nn.functional.pad(starts, (1, 0)).to(device, non_blocking=True)
 
 
 def _rows(runs: list[tuple[int, int]], x: Tensor) -> Tensor | slice:
     """Row indices of runs of [B, A, Q, D]; all rows in order need no copy."""
     rows = torch.cat([torch.arange(row, row + num) for row, num in runs])
     is_all = rows.numel() == x.shape[2] and bool((rows[1:] > rows[:-1]).all())
-    return slice(None) if is_all else rows.to(x.device)
+    return slice(None) if is_all else rows.to(x.device, non_blocking=True)

@@ -25,6 +25,7 @@ from torch.nn.attention.flex_attention import (
     flex_attention,
 )
 
+from lightning_megatron.comm.host_numbers import on_device
 from lightning_megatron.context.attention_step import AttentionGradients, AttentionStep, BackwardInputs, wide
 from lightning_megatron.context.context_layout import AttentionBlock
 
@@ -102,7 +103,7 @@ class _Sight:
         """Score modification that adds the bias."""
         bias, furthest = step.bias, self.furthest
         assert bias is not None
-        queries, keys = step.query_positions, step.key_positions
+        queries, keys = step.positions_on(table.device)
         buckets = bias.bucket(torch.arange(-furthest, furthest + 1, device=table.device))
 
         def add(score: Tensor, sample: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -113,17 +114,16 @@ class _Sight:
 
 def _sight_of(step: AttentionStep, queries: Tensor, keys: Tensor) -> _Sight:
     if "flex" not in step.cache:
-        step.cache["flex"] = _make_sight(step, queries.shape[2], keys.shape[2])
+        step.cache["flex"] = _make_sight(step, queries.shape[2], keys.shape[2], queries.device)
     sight: _Sight = step.cache["flex"]
     return sight
 
 
-def _make_sight(step: AttentionStep, num_queries: int, num_keys: int) -> _Sight:
-    mask_spec, device = step.mask_spec, step.query_positions.device
-    query_positions, key_positions = step.query_positions, step.key_positions
+def _make_sight(step: AttentionStep, num_queries: int, num_keys: int, device: torch.device) -> _Sight:
+    mask_spec = step.mask_spec
+    query_positions, key_positions = step.positions_on(device)
     query_segments, key_segments = (
-        torch.tensor(numbers, dtype=torch.int32, device=device)
-        for numbers in _segments(step.blocks, num_queries, num_keys)
+        on_device(numbers, device, torch.int32) for numbers in _segments(step.blocks, num_queries, num_keys)
     )
 
     def sees(sample: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -134,7 +134,7 @@ def _make_sight(step: AttentionStep, num_queries: int, num_keys: int) -> _Sight:
     # Without compilation the mask of all pairs of rows would be materialised.
     mask = create_block_mask(sees, None, None, num_queries, num_keys, device=device, _compile=on_gpu)
     # Rows that hold no token have the position -1.
-    return _Sight(mask=mask, furthest=int(max(query_positions.max(), key_positions.max())) + 1)
+    return _Sight(mask=mask, furthest=int(max(step.query_positions.max(), step.key_positions.max())) + 1)
 
 
 def _segments(blocks: tuple[AttentionBlock, ...], num_queries: int, num_keys: int) -> tuple[list[int], list[int]]:

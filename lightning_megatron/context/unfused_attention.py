@@ -56,7 +56,7 @@ class UnfusedAttention:
             grad_scores = _drop_(grad_weights, dropped, step)
             grad_scores.sub_((grad_rows * tile.rows(output)).sum(dim=-1, keepdim=True)).mul_(weights)
             if step.bias is not None and table is not None:
-                buckets = step.bias.bucket(tile.offsets(step)).flatten()
+                buckets = step.bias.bucket(tile.offsets(step, queries.device)).flatten()
                 table.index_add_(0, buckets, grad_scores.sum(dim=0).flatten(1).mT)
             by_group = _by_group(grad_scores.mul_(step.scale), groups)
             tile.rows(sums[0]).add_((by_group @ tile.keys(keys)).view(grad_rows.shape))
@@ -85,9 +85,15 @@ class _Tile:
         """This tile's part of keys or values, as wide as scores."""
         return self.keys_of(x).to(wide(x.dtype))
 
-    def offsets(self, step: AttentionStep) -> Tensor:
+    def positions(self, step: AttentionStep, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Positions of this tile's queries and keys."""
+        query_positions, key_positions = step.positions_on(device)
+        return query_positions[self.query_rows], key_positions[self.key_rows]
+
+    def offsets(self, step: AttentionStep, device: torch.device) -> Tensor:
         """Position of each key (column) minus that of each query (row)."""
-        return step.key_positions[self.key_rows] - step.query_positions[self.query_rows, None]
+        query_positions, key_positions = self.positions(step, device)
+        return key_positions - query_positions[:, None]
 
     def scores(self, queries: Tensor, keys: Tensor, step: AttentionStep) -> Tensor:
         """Scores [b, A, T, K] with the bias, -inf where a key is not seen."""
@@ -95,10 +101,9 @@ class _Tile:
         scores = _by_group(rows, keys.shape[1]) @ self.keys(keys).mT
         scores = scores.view(*rows.shape[:3], -1).mul_(step.scale)
         if step.bias is not None:
-            scores += step.bias.table.detach()[step.bias.bucket(self.offsets(step))].permute(2, 0, 1)
+            scores += step.bias.table.detach()[step.bias.bucket(self.offsets(step, scores.device))].permute(2, 0, 1)
         if self.block.kind != "full":
-            positions = step.query_positions[self.query_rows], step.key_positions[self.key_rows]
-            scores.masked_fill_(~step.mask_spec.is_visible(*positions), -torch.inf)
+            scores.masked_fill_(~step.mask_spec.is_visible(*self.positions(step, scores.device)), -torch.inf)
         return scores
 
     def dropped(self, step: AttentionStep) -> Tensor | None:
@@ -107,7 +112,7 @@ class _Tile:
         if dropout_keys is None:
             return None
         keys = dropout_keys.keys[self.samples if dropout_keys.keys.shape[0] > 1 else slice(None), :, self.query_rows]
-        return ~rng.keep_columns(keys, step.key_positions[self.key_rows], dropout_keys.probability)
+        return ~rng.keep_columns(keys, self.positions(step, keys.device)[1], dropout_keys.probability)
 
 
 def _tiles(queries: Tensor, blocks: tuple[AttentionBlock, ...]) -> Iterator[_Tile]:

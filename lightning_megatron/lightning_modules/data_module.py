@@ -32,6 +32,9 @@ from lightning_megatron.rules.limits import MOST_PROCESSES, limit_faults
 from lightning_megatron.trainer.config import ConfigurationError
 from lightning_megatron.trainer.setup.replica import Replica
 
+HOST_ENTRIES = ("segments", "encoder_segments", "decoder_segments", "padding_mask", "encoder_padding_mask")
+"""Entries of a batch that models read on the host: they stay there, or the host would wait for the device."""
+
 
 @config_dataclass
 class LoaderConfig:
@@ -143,6 +146,14 @@ class ParallelDataModule(L.LightningDataModule):
                 f" ({self.global_batch_size}): the size of the batches after the ramp"
             )
         return faults
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """The batch on the device, but for the `HOST_ENTRIES`."""
+        if not isinstance(batch, dict):
+            return super().transfer_batch_to_device(batch, device, dataloader_idx)
+        kept = {name: batch[name] for name in HOST_ENTRIES if name in batch}
+        others = {name: value for name, value in batch.items() if name not in kept}
+        return super().transfer_batch_to_device(others, device, dataloader_idx) | kept
 
     def _prepare(self) -> tuple[Samples | None, Samples | None]:
         """Samples to train on and samples held out; makes what is not in the cache yet. A ValueError counts as a

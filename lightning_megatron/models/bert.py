@@ -146,11 +146,11 @@ class BertModel(LanguageModel):
         _require_one_for_each_row(tokens, sentence_order_labels)
         self._require_known(token_types, sentence_order_labels)
         is_token_BS = None if padding_mask is None else padding_mask != 0
-        documents = None if is_token_BS is None else _rows_of(is_token_BS)
+        documents = None if is_token_BS is None else _rows_of(is_token_BS.cpu(), tokens.device)
         stream = self._stream(tokens, documents, is_causal=False)
         targets = samples = None
         if labels is not None:
-            labels = labels if is_token_BS is None else labels.masked_fill(~is_token_BS, IGNORED)
+            labels = labels if is_token_BS is None else labels.masked_fill(~is_token_BS.to(labels.device), IGNORED)
             targets = targets_of(labels, loss_mask, stream)
             if self.config.add_binary_head:
                 samples = _sample_targets(sentence_order_labels, targets)
@@ -207,8 +207,8 @@ def _require_one_for_each_row(tokens: Tensor, of_samples: Tensor | None) -> None
         )
 
 
-def _rows_of(is_token_BS: Tensor) -> Documents:
-    """Each row as a document. Raises ValueError where padding stands before a token."""
+def _rows_of(is_token_BS: Tensor, device: torch.device) -> Documents:
+    """Each row as a document, of tokens on the device. Raises ValueError where padding stands before a token."""
     torn_B = (is_token_BS[:, 1:] & ~is_token_BS[:, :-1]).any(dim=1)
     if torn_B.any():
         row = int(torn_B.nonzero()[0])
@@ -216,7 +216,7 @@ def _rows_of(is_token_BS: Tensor) -> Documents:
             f"padding_mask of row {row} has padding before a token; it must be 1 for the tokens of a row and 0 for the "
             "padding behind them: put the padding at the end"
         )
-    return documents_of(torch.where(is_token_BS, 0, NO_DOCUMENT))
+    return documents_of(torch.where(is_token_BS, 0, NO_DOCUMENT), device)
 
 
 def _sample_targets(labels_B: Tensor | None, targets: Targets) -> SampleTargets:

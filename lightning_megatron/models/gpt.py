@@ -86,7 +86,8 @@ class GPTModel(LanguageModel):
         The label of a position is the target of that position: nothing is shifted here. Where documents are packed,
         `segments` [batch, sequence] gives each token the number of its document in its row, from 0, and -1 where there
         is none: attention stays within a document, whose positions start at 0, and what is in none counts nothing, in
-        routers of experts too, which know of padding only so.
+        routers of experts too, which know of padding only so. The host reads `segments`: where they have stayed there
+        it need not wait for the device.
 
         With a `decode_state`, which goes without labels, the logits are [batch, vocab_size], of what follows each row;
         `generate` calls so.
@@ -107,7 +108,7 @@ class GPTModel(LanguageModel):
         require_labels(labels, {"loss_mask": loss_mask})
         if decode_state is not None and decode_state.extends:
             return self._prepare_extension(tokens, decode_state)
-        documents = None if segments is None else documents_of(segments)
+        documents = None if segments is None else documents_of(segments, tokens.device)
         stream = self._stream(tokens, documents)
         if decode_state is not None and decode_state.cache is not None:
             stream = caching_stream(stream, decode_state)

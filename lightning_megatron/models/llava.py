@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_megatron.comm import differentiable, rng
+from lightning_megatron.comm.host_numbers import on_device
 from lightning_megatron.comm.p2p import Payload
 from lightning_megatron.config_dataclass import config_dataclass
 from lightning_megatron.mesh import Axis, Mesh, Sizes, ambient_mesh
@@ -320,9 +321,8 @@ class LlavaModel(GPTModel):
         """A random key for each image, by its row and its number in the row: int64 [N]."""
         keys_B = self.draws.sample_keys(len(counts), device)
         numbers = [number for count in counts for number in range(1, count + 1)]
-        counts_B = torch.tensor(counts, dtype=torch.int64, device=device)
-        keys_N = keys_B.repeat_interleave(counts_B, output_size=len(numbers))
-        return rng.bits(keys_N, torch.tensor(numbers, dtype=torch.int64, device=device))
+        keys_N = keys_B.repeat_interleave(on_device(counts, device), output_size=len(numbers))
+        return rng.bits(keys_N, on_device(numbers, device))
 
     def _pixels(self, images: Ragged | None, device: torch.device) -> Tensor:
         side, channels = self.config.vision.image_size, self.config.vision.num_channels

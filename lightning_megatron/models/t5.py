@@ -114,8 +114,9 @@ class T5Model(LanguageModel):
         if encoder_padding_mask is not None:
             # Padding is what is in no document of a row that has one.
             encoder_segments = encoder_padding_mask.bool().long() - 1
-            decoder_segments = decoder_tokens.new_zeros(decoder_tokens.shape)
-        documents = [None if s is None else documents_of(s) for s in (encoder_segments, decoder_segments)]
+            decoder_segments = torch.zeros(decoder_tokens.shape, dtype=torch.int64)
+        device = decoder_tokens.device
+        documents = [None if s is None else documents_of(s, device) for s in (encoder_segments, decoder_segments)]
         encoder = self._encoder_stream(encoder_tokens, documents[0])
         decoder = self._stream(
             decoder_tokens, documents[1], limit="max_decoder_sequence_length", of_stack=" of the decoder"
@@ -148,7 +149,7 @@ class T5Model(LanguageModel):
         ids, encoder, documents = torch.zeros(1, device=device), None, None
         if decode_state.memory.is_empty:
             is_token = torch.ones_like(encoder_tokens) if encoder_padding_mask is None else encoder_padding_mask
-            documents = documents_of(is_token.bool().long() - 1)
+            documents = documents_of(is_token.bool().long() - 1, device)
             encoder = self._encoder_stream(encoder_tokens, documents)
             ids = encoder.flat(encoder_tokens)
         self.loss_weight = None

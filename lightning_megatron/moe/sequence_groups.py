@@ -5,6 +5,7 @@ before routers and cp, and never in two microbatches.
 T tokens that this rank routes, E experts, P sequence groups and one more for padding.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -27,8 +28,8 @@ class RoutedTokens:
     """Lengths of the sequences of the call in tokens, over all ranks."""
     positions_T: Tensor
     """Position of each token in its sequence: int64."""
-    keys_T: Tensor
-    """Random key of each token: int64."""
+    make_keys: Callable[[], Tensor]
+    """Makes `keys_T`; few routers draw."""
     weights_T: Tensor
     """Weight of each token in the auxiliary losses: floating point."""
     axes: tuple[Axis, ...]
@@ -42,6 +43,11 @@ class RoutedTokens:
     @property
     def is_counted(self) -> bool:
         return self.call >= 0
+
+    @cached_property
+    def keys_T(self) -> Tensor:
+        """Random key of each token: int64."""
+        return self.make_keys()
 
     @cached_property
     def sequence_groups(self) -> "SequenceGroups":

@@ -104,7 +104,7 @@ class _SplitHeads(torch.autograd.Function):
         is_copied: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.shape, ctx.heads = fused_TC.shape, heads
-        cos, sin = (table[:, :, None, None].to(fused_TC.dtype) for table in (cos_BSR, sin_BSR))
+        cos, sin = cos_BSR[:, :, None, None], sin_BSR[:, :, None, None]
         ctx.save_for_backward(cos, sin)
         shape = (batch, sequence, heads.groups, heads.queries + 2, heads.head_dim)
         queries, keys, values = _parts(fused_TC[: batch * sequence].view(shape), heads)
@@ -213,7 +213,7 @@ class SelfAttention(RecomputeLayer):
 
     def _split(self, fused_TC: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of the own heads, rotated by their positions: [B, heads of each, S, D]."""
-        cos_BSR, sin_BSR = tokens.rotary_cos_1NR, tokens.rotary_sin_1NR
+        cos_BSR, sin_BSR = tokens.rotary_tables(fused_TC.dtype)
         if not self.has_qk_norm:
             split: tuple[Tensor, Tensor, Tensor] = _SplitHeads.apply(
                 fused_TC, cos_BSR, sin_BSR, tokens.batch, tokens.num_rows, self.heads
@@ -224,7 +224,7 @@ class SelfAttention(RecomputeLayer):
         queries, keys, values = _SplitHeads.apply(
             fused_TC, no_rotation, no_rotation, tokens.batch, tokens.num_rows, self.heads, True
         )
-        cos, sin = (table.unsqueeze(2).to(queries.dtype) for table in (cos_BSR, sin_BSR))
+        cos, sin = cos_BSR.unsqueeze(2), sin_BSR.unsqueeze(2)
         # As [B, S, heads, D] they are contiguous, and norms make no copies.
         queries = rotate(self.q_norm(queries.transpose(1, 2)), cos, sin).transpose(1, 2)
         keys = rotate(self.k_norm(keys.transpose(1, 2)), cos, sin).transpose(1, 2)

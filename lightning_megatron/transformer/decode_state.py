@@ -8,6 +8,7 @@ B rows, S tokens of a row in this call, T tokens of the stream, H hidden.
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -78,11 +79,16 @@ def decode_stream(
     positions_BS = decode_state.positions_BS(num_tokens).to(device)
     places_BN = positions_BS.clamp(min=0)
     cos_BNR, sin_BNR = rotary.angles(places_BN, config.rotary_width, config.rotary_base, config.rope_scaling)
-    keys_B1 = draws.sample_keys(len(decode_state.rows_B), device).unsqueeze(1)
+    shape = (len(decode_state.rows_B), num_tokens)
     return replace(
-        unsplit_stream(mesh, places_BN, keys_B1.expand(-1, num_tokens), cos_BNR, sin_BNR),
+        unsplit_stream(mesh, shape, places_BN, partial(_row_keys, shape, replace(draws), device), cos_BNR, sin_BNR),
         past=decode_state.cache.open(decode_state.rows, positions_BS),
     )
+
+
+def _row_keys(shape: tuple[int, int], draws: Draws, device: torch.device) -> Tensor:
+    """The key of its row for each token: [B, S]."""
+    return draws.sample_keys(shape[0], device).unsqueeze(1).expand(shape)
 
 
 def last_tokens(hidden_TH: Tensor, tokens: Tokens, lengths_B: Tensor) -> Tensor:

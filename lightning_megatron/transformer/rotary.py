@@ -95,9 +95,9 @@ class RopeScaling:
         return faults
 
 
-def frequencies(pairs: int, base: float, scaling: RopeScaling | None) -> Tensor:
+def frequencies(pairs: int, base: float, scaling: RopeScaling | None, device: torch.device | None = None) -> Tensor:
     """The angle of each pair at position 1: float64 [R]."""
-    plain_R = base ** -(torch.arange(pairs, dtype=torch.float64) / max(pairs, 1))
+    plain_R = base ** -(torch.arange(pairs, dtype=torch.float64, device=device) / max(pairs, 1))
     if scaling is None:
         return plain_R
     if scaling.kind == "linear":
@@ -111,7 +111,7 @@ def frequencies(pairs: int, base: float, scaling: RopeScaling | None) -> Tensor:
         first, last = max(math.floor(first), 0), min(math.ceil(last), 2 * pairs - 1)
         # Where both are one index the line is a step.
         width = last - first if last != first else 0.001
-        unscaled_R = 1 - ((torch.arange(pairs, dtype=torch.float64) - first) / width).clamp(0, 1)
+        unscaled_R = 1 - ((torch.arange(pairs, dtype=torch.float64, device=device) - first) / width).clamp(0, 1)
     return plain_R * (unscaled_R + (1 - unscaled_R) / scaling.factor)
 
 
@@ -122,10 +122,13 @@ def _index_of(turns: float, pairs: int, base: float, scaling: RopeScaling) -> fl
 
 def angles(positions_BS: Tensor, pairs: int, base: float, scaling: RopeScaling | None = None) -> tuple[Tensor, Tensor]:
     """Cosine and sine of each position's angles, times the scaling's amplitude: float64 [B, S, R] each."""
-    frequencies_R = frequencies(pairs, base, scaling).to(positions_BS.device)
-    angles_BSR = positions_BS.double().unsqueeze(-1) * frequencies_R
-    amplitude = scaling.attention_factor if scaling is not None and scaling.kind == "yarn" else 1.0
-    return angles_BSR.cos() * amplitude, angles_BSR.sin() * amplitude
+    if pairs == 0:
+        nothing = torch.empty(*positions_BS.shape, 0, dtype=torch.float64, device=positions_BS.device)
+        return nothing, nothing
+    angles_BSR = positions_BS.double().unsqueeze(-1) * frequencies(pairs, base, scaling, positions_BS.device)
+    if scaling is None or scaling.kind != "yarn":
+        return angles_BSR.cos(), angles_BSR.sin()
+    return angles_BSR.cos() * scaling.attention_factor, angles_BSR.sin() * scaling.attention_factor
 
 
 class _Rotate(torch.autograd.Function):

@@ -11,14 +11,16 @@ B batch, S sequence, N tokens of each sample of the stream on this rank, T token
 features, X tokens of a sample of the full stream, G segments of a sample.
 """
 
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_megatron.comm import collectives, differentiable, rng
+from lightning_megatron.comm.host_numbers import on_device
 from lightning_megatron.comm.rng import Draws
 from lightning_megatron.context.attention import ContextAxes
 from lightning_megatron.context.cache import CachedCall
@@ -53,8 +55,8 @@ class Tokens:
     positions_1N: Tensor
     """Positions of this rank's tokens in their segments, int64 [1, N]; [B, N] where rows continue from their own
     positions."""
-    keys_BX: Tensor
-    """Random key of each token of the stream of all ranks, int64."""
+    make_keys: Callable[[], Tensor]
+    """Makes `keys_BX`; many calls draw nothing."""
     rotary_cos_1NR: Tensor
     """Cosines of the angles that queries and keys are rotated by, float64 [1, N, pairs]; without pairs nothing rotates.
     """
@@ -90,14 +92,33 @@ class Tokens:
         return self.positions_1N.device
 
     @cached_property
+    def keys_BX(self) -> Tensor:
+        """Random key of each token of the stream of all ranks, int64."""
+        return self.make_keys()
+
+    @property
+    def _is_all_own(self) -> bool:
+        """Whether the stream of all ranks is this rank's, without padding."""
+        return self.cp.size == 1 and self.layout.num_tokens == self.num_rows
+
+    @cached_property
+    def _places_N(self) -> Tensor:
+        """Index of each own token in the stream of all ranks, PADDING for padding: int64."""
+        return self.layout.places(self.context.rank, self.device)
+
+    @cached_property
     def own_N(self) -> Tensor:
         """Index of each own token in the stream of all ranks, 0 for padding: int64."""
-        return self.layout.places(self.context.rank).clamp(min=0).to(self.device)
+        return self._places_N.clamp(min=0)
 
     @cached_property
     def is_padding_N(self) -> Tensor:
         """Mask of padding among the own tokens."""
-        return (self.layout.places(self.context.rank) == PADDING).to(self.device)
+        return self._places_N == PADDING
+
+    def _own(self, values_BX: Tensor) -> Tensor:
+        """Values of the own tokens, anything for padding: [batch, N]."""
+        return values_BX if self._is_all_own else _filled(values_BX).index_select(1, self.own_N)
 
     def select(self, values_BS: Tensor) -> Tensor:
         """The caller's values in the order of the stream of all ranks: [batch, X]."""
@@ -109,7 +130,9 @@ class Tokens:
         """One of the caller's values per token of the stream, `padding` where there is no real token: [T]."""
         values = values_BS.expand(self.shape)
         if not self.is_whole:
-            values = _filled(self.select(values)).index_select(1, self.own_N).masked_fill(self.is_padding_N, padding)
+            values = self._own(self.select(values))
+        if not self._is_all_own:
+            values = values.masked_fill(self.is_padding_N, padding)
         return self._with_padding(values.reshape(-1), padding)
 
     def flat_own(self, values_BN: Tensor) -> Tensor:
@@ -123,7 +146,9 @@ class Tokens:
         """
         values = values_TV[: self.num_real].view(self.batch, self.num_rows, -1)
         if not self.is_whole:
-            values = differentiable.all_gather(values, self.cp, dim=1).index_select(1, self.layout.rows.to(self.device))
+            values = differentiable.all_gather(values, self.cp, dim=1)
+            if not self._is_all_own:
+                values = values.index_select(1, self.layout.rows.to(self.device, non_blocking=True))
             if self.index_X is not None:
                 everywhere = values.new_zeros(self.shape[0] * self.shape[1], values.shape[-1])
                 values = everywhere.index_copy(0, self.index_X, values[0])
@@ -143,6 +168,16 @@ class Tokens:
         """Attention masks that the layers of this call share, by what they are functions of."""
         return {}
 
+    def rotary_tables(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cosines and sines in a dtype, which the layers of this call share: [1, N, R] each."""
+        if dtype not in self._tables:
+            self._tables[dtype] = self.rotary_cos_1NR.to(dtype), self.rotary_sin_1NR.to(dtype)
+        return self._tables[dtype]
+
+    @cached_property
+    def _tables(self) -> dict[torch.dtype, tuple[Tensor, Tensor]]:
+        return {}
+
     @cached_property
     def shared(self) -> dict[object, object]:
         """Cache that the layers of this call share for context-parallel attention."""
@@ -151,7 +186,7 @@ class Tokens:
     @cached_property
     def keys_BN(self) -> Tensor:
         """A random key for each of this rank's tokens, int64 [B, N]."""
-        return self.keys_BX if self.is_whole else _filled(self.keys_BX).index_select(1, self.own_N)
+        return self._own(self.keys_BX)
 
     @cached_property
     def stream_keys(self) -> Tensor:
@@ -170,13 +205,13 @@ class Tokens:
         the tokens of a segment share its sum alike.
         """
         num = len(self.layout.lengths)
-        lengths_G = torch.tensor(self.layout.lengths, dtype=torch.int64, device=self.device)
+        lengths_G = on_device(self.layout.lengths, self.device)
         numbers_G = torch.arange(num, device=self.device)
         segments_X = numbers_G.repeat_interleave(lengths_G, output_size=self.layout.num_tokens)
         means_BG = torch.zeros(self.batch, num, dtype=torch.float64, device=self.device)
         means_BG.index_add_(1, segments_X, self.select(weights_BS).double())
         means_BG /= lengths_G.clamp(min=1)
-        segments_1N = _filled(segments_X.unsqueeze(0)).index_select(1, self.own_N)
+        segments_1N = self._own(segments_X.unsqueeze(0))
         samples_B1 = torch.arange(self.batch, device=self.device).unsqueeze(1)
         segments_T = self.flat_own(samples_B1 * num + segments_1N)
         is_real_T = self._with_padding((~self.is_padding_N).repeat(self.batch), False)
@@ -190,7 +225,7 @@ class Tokens:
             segments_T=part(segments_T),
             lengths=self.layout.lengths * self.batch,
             positions_T=part(self.flat_own(self.positions_1N)),
-            keys_T=part(self.stream_keys),
+            make_keys=lambda: part(self.stream_keys),
             weights_T=part(weights_T),
             axes=(cut, self.cp),
             call=call,
@@ -227,14 +262,7 @@ def stream_of(
     axes = _axes_of(mesh, group)
     lengths = (shape[1],) if documents is None else documents.lengths
     layout = cut(lengths, ring_size=axes.ring.size, ulysses_size=axes.ulysses.size, is_zigzag=is_causal)
-    positions_1N = layout.positions(axes.rank).clamp(min=0).to(device).unsqueeze(0)
-    if documents is None:
-        positions = torch.arange(shape[1], device=device)
-        keys_BX = rng.bits(draws.sample_keys(shape[0], device).unsqueeze(1), positions)
-    elif draws.documents is None:
-        keys_BX = documents.token_keys(draws.sample_keys(shape[0], device)).unsqueeze(0)
-    else:
-        keys_BX = documents.token_keys_of(draws.document_keys(device)).unsqueeze(0)
+    positions_1N = layout.positions(axes.rank, device).clamp(min=0).unsqueeze(0)
     cos_BSR, sin_BSR = rotary.angles(positions_1N, config.rotary_width, config.rotary_base, config.rope_scaling)
     return Tokens(
         shape=shape,
@@ -245,15 +273,33 @@ def stream_of(
         layout=layout,
         index_X=None if documents is None else documents.index_X,
         positions_1N=positions_1N,
-        keys_BX=keys_BX,
+        # The draws of this call: their owner sets others for the next, before the backward of this one.
+        make_keys=partial(_token_keys, shape, documents, replace(draws), device),
         rotary_cos_1NR=cos_BSR,
         rotary_sin_1NR=sin_BSR,
     )
 
 
-def unsplit_stream(mesh: Mesh, positions_1N: Tensor, keys_BX: Tensor, cos_1NR: Tensor, sin_1NR: Tensor) -> Tokens:
-    """Stream of a call whose tokens every cp rank has in full; `keys_BX` has its shape [batch, sequence]."""
-    batch, sequence = keys_BX.shape
+def _token_keys(shape: tuple[int, int], documents: Documents | None, draws: Draws, device: torch.device) -> Tensor:
+    """A random key for each token of the stream of all ranks: int64 [B, X]."""
+    if documents is None:
+        positions = torch.arange(shape[1], device=device)
+        return rng.bits(draws.sample_keys(shape[0], device).unsqueeze(1), positions)
+    if draws.documents is None:
+        return documents.token_keys(draws.sample_keys(shape[0], device)).unsqueeze(0)
+    return documents.token_keys_of(draws.document_keys(device)).unsqueeze(0)
+
+
+def unsplit_stream(
+    mesh: Mesh,
+    shape: tuple[int, int],
+    positions_1N: Tensor,
+    make_keys: Callable[[], Tensor],
+    cos_1NR: Tensor,
+    sin_1NR: Tensor,
+) -> Tokens:
+    """Stream of a call whose tokens every cp rank has in full; `shape` is its batch and sequence."""
+    batch, sequence = shape
     alone = Axis.alone(mesh.global_rank)
     return Tokens(
         shape=(batch, sequence),
@@ -264,7 +310,7 @@ def unsplit_stream(mesh: Mesh, positions_1N: Tensor, keys_BX: Tensor, cos_1NR: T
         layout=cut((sequence,)),
         index_X=None,
         positions_1N=positions_1N,
-        keys_BX=keys_BX,
+        make_keys=make_keys,
         rotary_cos_1NR=cos_1NR,
         rotary_sin_1NR=sin_1NR,
     )

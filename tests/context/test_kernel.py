@@ -25,6 +25,7 @@ from lightning_megatron.context.unfused_attention import UnfusedAttention
 from tests.context.dense import BUCKETS, HEAD_SIZE, HEADS, Case, bucket, by_kernels, dense
 from tests.context.plain_varlen import PlainVarlen
 
+HOST = torch.device("cpu")
 VIEWS = st.one_of(
     st.builds(MaskSpec, is_causal=st.just(True), window=st.one_of(st.just(0), st.integers(1, 50))),
     st.just(MaskSpec(is_causal=False)),
@@ -207,7 +208,7 @@ def test_tiles_of_a_window_share_one_mask_and_calls_of_a_pairing_too() -> None:
     step = AttentionStep(
         blocks=blocks, query_positions=positions, key_positions=positions, mask_spec=mask_spec, scale=1.0
     )
-    masks = [step.mask(block, torch.float32).added for block in blocks if block.kind == "masked"]
+    masks = [step.mask(block, torch.float32, HOST).added for block in blocks if block.kind == "masked"]
     # The first tile has none before it; the last is shorter.
     assert len(masks) == 16 and len({mask.data_ptr() for mask in masks}) == 3
 
@@ -217,7 +218,7 @@ def test_blocks_of_one_shape_at_other_distances_have_other_masks() -> None:
     step = AttentionStep(
         blocks=(), query_positions=positions, key_positions=positions, mask_spec=MaskSpec(is_causal=True), scale=1.0
     )
-    near, far = (step.mask(AttentionBlock(row, 4, 0, 4, "masked"), torch.float32).added for row in (0, 2))
+    near, far = (step.mask(AttentionBlock(row, 4, 0, 4, "masked"), torch.float32, HOST).added for row in (0, 2))
     assert torch.isinf(near).sum() == 6 and torch.isinf(far).sum() == 1
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.comm import rng
+from lightning_megatron.lightning_modules.data_module import HOST_ENTRIES
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.models import (
     BertConfig,
@@ -167,10 +168,13 @@ def cost_of(case: Case) -> Cost:
 
 
 def work_of(case: Case, layers: int) -> Work:
-    """Forward and backward of one microbatch. Raises AssertionError unless loss and gradients are on the device."""
+    """Forward and backward of one microbatch; of its batch stays on the host what the ready data modules keep there.
+
+    Raises AssertionError unless loss and gradients are on the device.
+    """
     with FakeCuda():
         model = build(case.config(layers))
-        batch = {name: value.to("cuda") for name, value in case.batch().items()}
+        batch = {name: x if name in HOST_ENTRIES else x.to("cuda") for name, x in case.batch().items()}
         with DeviceWork() as counted:
             with torch.autocast("cuda", torch.bfloat16):
                 loss = model(**batch)

@@ -1,9 +1,10 @@
 """What a region of code asks of a GPU, counted as it runs on CUDA tensors, real ones or fake: kernels, bytes, FLOPs,
 copies between host and device, and moments at which the host waits for the device.
 
-An operation counts as one kernel if it launches at least one; some launch several, so kernels are a lower bound. Bytes
-are those that kernels other than products and attention read and write: each argument and each result once, what they
-pick by index alone. FLOPs are those of matrix products, as in `torch.utils.flop_counter`; attention is not among them.
+An operation counts as one kernel if it launches at least one, as none without elements does; some launch several, so
+kernels are a lower bound. Bytes are those that kernels other than products and attention read and write: each argument
+and each result once, what they pick by index alone. FLOPs are those of matrix products, as in
+`torch.utils.flop_counter`; attention is not among them.
 
 The host waits where it reads a value, where an operation's result has a size that only the device knows, and for every
 copy but one that is `non_blocking`: from the device also unless it ends in pinned memory.
@@ -142,6 +143,9 @@ def _launch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: An
     where = {"name": packet.__name__, "site": _site()}
     if packet in _PRODUCTS:
         return Launch(**where, flops=_PRODUCTS[packet](*args, **kwargs, out_val=output))
+    results = [x for x in pytree.tree_leaves(output) if isinstance(x, Tensor)]
+    if results and not any(x.numel() for x in results):
+        return Launch(**where)
     if packet in _ATTENTION or packet in _WITHOUT_KERNEL or func.is_view or torch.Tag.inplace_view in func.tags:
         return Launch(**where, waits=packet is _ATEN._local_scalar_dense)
     if packet in (_ATEN._to_copy, _ATEN.copy_) and (copy := _copy_between(packet, args, kwargs, output)):

@@ -38,7 +38,7 @@ _ANSWERS: dict[str, Callable[..., Any]] = {
 
 @functools.cache
 def load_device() -> None:
-    """Gives this process a CUDA device that computes nothing, where it has none. Raises where it cannot be compiled."""
+    """Gives a process without a CUDA device one that computes nothing. Raises where that cannot be compiled."""
     if torch.cuda.is_available():
         return
     folder = ROOT / "build" / f"fake_cuda-{torch.__version__}"

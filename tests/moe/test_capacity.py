@@ -1,6 +1,7 @@
 """Tests of capacity: which choices stay, how many, on every cut of the tokens, and what is refused."""
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -111,7 +112,7 @@ def test_what_is_dropped_is_that_of_one_device_on_every_cut_of_the_batch(
                 segments_T=segments_T - smallest,
                 lengths=tuple(called.count(number) for number in sorted(set(called))),
                 positions_T=torch.tensor(positions)[places_T],
-                keys_T=places_T,
+                make_keys=partial(torch.clone, places_T),
                 weights_T=torch.ones(len(places_T)),
                 axes=(mesh.tp, mesh.cp),
             )

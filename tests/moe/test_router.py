@@ -133,7 +133,7 @@ def tokens_of(batch: Batch, layout: Layout, places_T: Tensor, call: int, mesh: M
         segments_T=torch.where(is_real_T, batch.documents_BS.flatten()[places_T] - smallest, 99),
         lengths=tuple(int((own == number).sum()) for number in documents),
         positions_T=batch.positions_BS.flatten()[places_T],
-        keys_T=batch.keys_BS.flatten()[places_T],
+        make_keys=lambda: batch.keys_BS.flatten()[places_T],
         # Of padding any number.
         weights_T=torch.where(is_real_T, weights_D[batch.documents_BS.flatten()[places_T]], 7.0),
         axes=(mesh.tp, mesh.cp),
@@ -280,7 +280,7 @@ def plain_tokens(num_tokens: int, *, call: int = 0) -> RoutedTokens:
         segments_T=torch.zeros(num_tokens, dtype=torch.int64),
         lengths=(num_tokens,),
         positions_T=torch.arange(num_tokens),
-        keys_T=rng.bits(7, torch.arange(num_tokens)),
+        make_keys=lambda: rng.bits(7, torch.arange(num_tokens)),
         weights_T=torch.ones(num_tokens, dtype=torch.float64),
         axes=(),
         call=call,
@@ -426,7 +426,7 @@ def test_the_losses_of_a_call_without_a_real_token_are_zero() -> None:
         segments_T=tokens.segments_T,
         lengths=(),
         positions_T=tokens.positions_T,
-        keys_T=tokens.keys_T,
+        make_keys=tokens.make_keys,
         weights_T=tokens.weights_T,
         axes=(),
     )

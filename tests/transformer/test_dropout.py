@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
 from lightning_megatron.comm.rng import Draws
 from lightning_megatron.mesh import Mesh, Sizes
@@ -69,9 +70,13 @@ def test_attention_masks_of_heads_are_slices_of_the_whole() -> None:
     assert len({tuple(row.tolist()) for row in rows}) > 40  # of 96 rows of 6 coins: repeats come by chance alone
 
 
+def no_draw() -> Tensor:
+    raise AssertionError("a random key was drawn")
+
+
 def test_nothing_is_dropped_in_evaluation_or_at_probability_zero() -> None:
     x = torch.randn(8, 4)
-    no_keys = replace(stream(1, 8), keys_BX=torch.empty(0, dtype=torch.int64))
+    no_keys = replace(stream(1, 8), make_keys=no_draw)
     assert Dropout(0.5, "a").eval()(x, no_keys) is x
     assert Dropout(0.0, "a")(x, no_keys) is x
     assert AttentionDropout(0.5, "a", 0).eval()(x, no_keys) is x

@@ -113,14 +113,14 @@ def _seconds_of(
 
 
 def _stream(model: GPTModel, mesh: Mesh, size: int, lengths: list[int], device: torch.device) -> Tokens:
-    segments: Tensor = torch.arange(len(lengths), device=device).repeat_interleave(torch.tensor(lengths, device=device))
+    segments = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
     return stream_of(
         (1, sum(lengths)),
         config=model.config,
         mesh=mesh,
         draws=Draws(seed=0),
         device=device,
-        documents=documents_of(segments.unsqueeze(0)),
+        documents=documents_of(segments.unsqueeze(0), device),
         group=mesh.context_group(size),
     )
 
