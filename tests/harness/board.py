@@ -111,6 +111,8 @@ class Board:
         self.posted: list[list[Pending]] = [[] for _ in range(num_ranks)]
         self.meetings: dict[tuple[Key, int], Meeting] = {}
         self.streams: dict[tuple[Key, int, int], deque[Step]] = {}
+        # Of a communicator and two of its ranks: the one that waits for the other's first message.
+        self.connecting: dict[tuple[Key, tuple[int, ...]], Pending] = {}
         self.num_made: dict[tuple[int, tuple[int, ...]], int] = {}
         self.new_groups: list[list[tuple[int, ...]]] = [[] for _ in range(num_ranks)]
 
