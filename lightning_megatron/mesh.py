@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import chain
 from typing import Any, Literal
 
 from torch.distributed import ProcessGroup
@@ -229,7 +230,9 @@ def _line(
     ranks = [global_rank - sum(coordinates[name] * stride[name] for name in along)]
     own = 0
     for name in along:
-        ranks = [rank + i * stride[name] for rank in ranks for i in range(sizes.of(name))]
+        # Without a loop in Python over ranks of which there may be thousands.
+        step, length = stride[name], sizes.of(name) * stride[name]
+        ranks = [*chain.from_iterable(range(rank, rank + length, step) for rank in ranks)]
         own = own * sizes.of(name) + coordinates[name]
     return own, tuple(ranks)
 

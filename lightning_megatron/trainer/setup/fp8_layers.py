@@ -62,9 +62,15 @@ def use_fp8(
     if config.engine == "torch":
         replicas = mesh.axis("dp+cp")
         return use_torch(models, config, tp=mesh.tp, replicas=replicas, pp=mesh.pp, device=device, others=others)
-    ranks = range(mesh.world.size)
-    stage = tuple(rank for rank in ranks if Mesh.imagine(rank, mesh.sizes).pp.rank == mesh.pp.rank)
+    stage = ranks_of_stage(mesh)
     return use_transformer_engine(models, config, stage=new_group(stage) if len(stage) > 1 else None)
+
+
+def ranks_of_stage(mesh: Mesh) -> tuple[int, ...]:
+    """Global ranks with the stages of this one: pp varies slowest, so that they follow each other."""
+    size = mesh.world.size // mesh.pp.size
+    start = mesh.global_rank // size * size
+    return tuple(range(start, start + size))
 
 
 def _linears_of_networks(module: nn.Module, plan: ModelPlan, config: Fp8Config) -> dict[str, nn.Module]:
