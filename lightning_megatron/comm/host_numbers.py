@@ -1,4 +1,4 @@
-"""Integers that the host knows, brought to the device without a wait for it.
+"""Numbers that the host knows, brought to the device without a wait for it.
 
 A copy from memory that is not pinned makes the host wait for all that the device has to do, unless it is
 `non_blocking`: then the driver takes the numbers at once, and the copy takes its place among the kernels. That holds
@@ -12,5 +12,5 @@ from torch import Tensor
 
 
 def on_device(numbers: Any, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    """A tensor of these (nested sequences of) integers."""
+    """A tensor of these (nested sequences of) numbers."""
     return torch.tensor(numbers, dtype=dtype).to(device, non_blocking=True)

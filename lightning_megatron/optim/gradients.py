@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron.comm import collectives
+from lightning_megatron.comm.host_numbers import on_device
 from lightning_megatron.mesh import Axis, Mesh, NewGroup
 from lightning_megatron.optim.bucket import Bucket, GradReducer, ModelParam, make_buckets
 from lightning_megatron.optim.bucket_layout import Range
@@ -245,10 +246,9 @@ class Gradients:
         axes += [shared[ranks] for ranks in sorted(shared)]
         if not axes:
             return
-        flags = torch.tensor([param.parameter.grad is not None for param in trained], dtype=torch.int32)
-        flags = flags.to(self.device)
+        flags = on_device([param.parameter.grad is not None for param in trained], self.device, torch.int32)
         for axis, indices in axes:
-            own = torch.tensor(indices, device=flags.device)
+            own = on_device(indices, self.device)
             flags[own] = collectives.all_reduce(flags[own], axis, "max")
         for param, flag in zip(trained, flags.tolist(), strict=True):
             if flag and param.parameter.grad is None:

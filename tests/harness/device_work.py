@@ -130,6 +130,10 @@ class DeviceWork(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func.overloadpacket is _ATEN.to:
+            # Where autograd is not on the way it comes as it was called.
+            with self:
+                return func.decompose(*args, **kwargs)
         output = func(*args, **kwargs)
         if any(is_cuda(x) for x in pytree.arg_tree_leaves(*args, **kwargs)):
             launch = _launch(func, args, kwargs, output)

@@ -10,12 +10,13 @@ It changes the process for good: enter the mode only in a rank of its own (`on_r
 
 import functools
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,16 +24,24 @@ from torch.utils.cpp_extension import load
 
 ROOT = Path(__file__).resolve().parents[2]
 _ATEN = torch.ops.aten
+_apply_of_torch = nn.Module._apply
 # An H100's.
 _CAPABILITY = (9, 0)
+# Whoever writes what they make is not always seen: a message of another rank, say.
+_UNWRITTEN = {_ATEN.empty, _ATEN.empty_like, _ATEN.empty_strided, _ATEN.new_empty, _ATEN.new_empty_strided}
 # Elements of a tensor whose numbers are computed.
 _MOST_FOLLOWED = 1 << 17
 # What torch and Lightning ask of the device before they use it.
 _ANSWERS: dict[str, Callable[..., Any]] = {
     "_lazy_init": lambda: None,
     "is_available": lambda: True,
+    "device_count": lambda: 1,
+    "current_device": lambda: 0,
+    "set_device": lambda device: None,
     "is_bf16_supported": lambda including_emulation=True: True,
     "get_device_capability": lambda device=None: _CAPABILITY,
+    "get_device_name": lambda device=None: "NVIDIA H100 80GB HBM3",
+    "empty_cache": lambda: None,
 }
 
 
@@ -60,6 +69,7 @@ class FakeCuda(TorchDispatchMode):
         load_device()
         self.fake = FakeTensorMode()
         self._answers = [mock.patch.object(torch.cuda, name, answer) for name, answer in _ANSWERS.items()]
+        self._answers.append(mock.patch.object(nn.Module, "_apply", _apply))
         # Torch copies a tensor of any other kind to the host as one.
         self._answers.append(mock.patch.object(FakeTensor, "tolist", lambda x: x.cpu().tolist()))
         # Storages on the device whose integers are known, and these, by their addresses.
@@ -86,6 +96,10 @@ class FakeCuda(TorchDispatchMode):
         kwargs = kwargs or {}
         if not any(is_cuda(x) for x in pytree.arg_tree_leaves(*args, **kwargs)):
             return func(*args, **kwargs)
+        if func.overloadpacket is _ATEN.to:
+            # Where autograd is not on the way it comes as it was called.
+            with _again(self):
+                return func.decompose(*args, **kwargs)
         if func is _ATEN._local_scalar_dense.default:
             return self.read(args[0]).item()
         if func is _ATEN._to_copy.default and _goes_to_host(kwargs):
@@ -120,7 +134,7 @@ class FakeCuda(TorchDispatchMode):
         written, outputs = list(_written(func, args, kwargs)), pytree.tree_leaves(output)
         inputs = [x for x in pytree.arg_tree_leaves(*args, **kwargs) if isinstance(x, Tensor)]
         is_known = all(not x.is_cuda or (_is_followed(x) and self._known(x) is not None) for x in inputs)
-        if not is_known or not any(map(_is_followed, outputs)):
+        if func.overloadpacket in _UNWRITTEN or not is_known or not any(map(_is_followed, outputs)):
             for x in written:
                 self._numbers.pop(_address(x), None)
             return
@@ -141,6 +155,29 @@ class FakeCuda(TorchDispatchMode):
         if isinstance(x, Tensor):
             return self._known(x)
         return torch.device("cpu") if isinstance(x, torch.device) else x
+
+
+@contextmanager
+def _again(mode: TorchDispatchMode) -> Iterator[None]:
+    """A block of a mode's own dispatch in which the mode is on."""
+    TorchDispatchMode.__enter__(mode)
+    try:
+        yield
+    finally:
+        TorchDispatchMode.__exit__(mode, None, None, None)
+
+
+def _apply(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    """In place of torch's: parameters without numbers are not moved from the device, where torch would swap them."""
+    if not any(isinstance(x, FakeTensor) for x in module._parameters.values()):
+        return _apply_of_torch(module, fn, recurse)
+    for child in module.children():
+        child._apply(fn)
+    for parameter in module._parameters.values():
+        with torch.no_grad():
+            assert parameter is None or fn(parameter).dtype == parameter.dtype, "build the module in its dtype"
+    module._buffers = {name: x if x is None else fn(x) for name, x in module._buffers.items()}
+    return module
 
 
 def is_cuda(x: Any) -> bool:

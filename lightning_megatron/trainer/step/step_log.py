@@ -21,6 +21,7 @@ from torchmetrics import Metric
 
 from lightning_megatron.any_module.loss_count import mean_count
 from lightning_megatron.comm import collectives, rng
+from lightning_megatron.comm.host_numbers import on_device
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.pipeline.microbatches import of_share
 from lightning_megatron.trainer.step.loader_sync import Whereabouts, disagreement
@@ -307,23 +308,23 @@ class StepLog:
         values = self._stack([tensor for _, tensor in entry.values])
         if entry.reduction == "sum":
             total = (values / self._copies_of(microbatch for microbatch, _ in entry.values)).sum()
-            return [total, torch.tensor(sum(entry.sizes), dtype=torch.float64, device=self.device)]
+            return [total, on_device(sum(entry.sizes), self.device, torch.float64)]
         # A mean given with its batch size is one over rows, and that of a loss one over what the loss counts. Any other
         # is a mean over what the microbatch's loss is.
         known = [count for count in entry.counts if count is not None]
         shares = (
             self._stack([torch.as_tensor(count) for count in known])
             if len(known) == len(values)
-            else weights[[microbatch for microbatch, _ in entry.values]]
+            else weights[on_device([microbatch for microbatch, _ in entry.values], self.device)]
         )
         if entry.is_sized:
-            shares = torch.tensor(entry.sizes, dtype=torch.float64, device=self.device)
+            shares = on_device(entry.sizes, self.device, torch.float64)
         # Of nothing but means over nothing that are numbers, zeros mostly, the mean is the plain one.
         shares = shares + _NOTHING * (~values.isnan()).double()
         return [of_share(values, shares).sum(), shares.sum()]
 
     def _copies_of(self, microbatches: Iterable[int]) -> Tensor:
-        return torch.tensor([self._copies[i] for i in microbatches], dtype=torch.float64, device=self.device)
+        return on_device([self._copies[i] for i in microbatches], self.device, torch.float64)
 
     def _over_dp_cp(self, numbers: Tensor, key: int, schema: Schema, whereabouts: Whereabouts) -> Tensor:
         """The sum over dp x cp, once it is clear that all its ranks sum the same names in the same step."""
@@ -368,7 +369,10 @@ class StepLog:
                 _take_state(self._metrics[name], state, self._lengths[name])
 
     def _stack(self, values: list[Tensor]) -> Tensor:
-        return torch.stack([value.to(self.device, torch.float64) for value in values])
+        # What the host has goes to the device without a wait for it.
+        return torch.stack(
+            [value.to(self.device, torch.float64, non_blocking=value.device.type == "cpu") for value in values]
+        )
 
 
 def _key(schema: Schema, whereabouts: Whereabouts | None = None) -> int:

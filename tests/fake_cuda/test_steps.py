@@ -1,0 +1,140 @@
+"""Tests of whole steps on a GPU that is not there: under the Trainer on one rank, and on ranks of imagined layouts."""
+
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_megatron import MegatronStrategy
+from lightning_megatron.comm import rng
+from lightning_megatron.mesh import Sizes
+from lightning_megatron.models import BertConfig, GPTConfig, GPTModel, T5Config
+from lightning_megatron.moe import token_dispatcher
+from lightning_megatron.moe.config import MoEConfig, RouterConfig
+from lightning_megatron.planner.dry_run import dry_run
+from lightning_megatron.planner.model_parts import SequenceLengths
+from lightning_megatron.planner.run import Run, faults_of
+from tests.harness.device_work import DeviceWork, Work
+from tests.harness.fake_cuda import FakeCuda
+from tests.harness.ranks import on_ranks
+
+SIZES: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4, "vocab_size": 128}
+LLAMA = GPTConfig(
+    num_layers=2,
+    **SIZES,
+    num_query_groups=2,
+    max_sequence_length=64,
+    activation="swiglu",
+    normalization="rmsnorm",
+    position="rotary",
+    add_bias_linear=False,
+    tie_embeddings=False,
+)
+DROPPING = GPTConfig(num_layers=1, **SIZES, max_sequence_length=64, hidden_dropout=0.1, attention_dropout=0.1)
+MIXTRAL = replace(LLAMA, num_layers=1, moe=MoEConfig(router=RouterConfig(num_experts=4, top_k=2), ffn_hidden_size=64))
+BERT = BertConfig(num_layers=1, **SIZES, max_sequence_length=64)
+T5 = T5Config(num_layers=1, num_decoder_layers=1, **SIZES, max_sequence_length=64)
+
+TEXT, PACKED = SequenceLengths(sequence=64), SequenceLengths(sequence=64, are_packed=True)
+PAIRS = SequenceLengths(sequence=64, decoder_sequence=32)
+# The model, the layout, the rank that is looked at, and its sequences.
+IMAGINED: dict[str, tuple[Any, Sizes, int, SequenceLengths]] = {
+    "Llama, the second of tp 2 with sp": (LLAMA, Sizes(world=2, tp=2, sequence_parallel=True), 1, TEXT),
+    "Llama, the first of pp 2": (LLAMA, Sizes(world=2, pp=2), 0, TEXT),
+    "Llama, the last of pp 2": (LLAMA, Sizes(world=2, pp=2), 1, TEXT),
+    "packed Llama, cp 2": (LLAMA, Sizes(world=2, cp=2), 0, PACKED),
+    "GPT with dropout, tp 2": (DROPPING, Sizes(world=2, tp=2), 1, TEXT),
+    "Mixtral, ep 2": (MIXTRAL, Sizes(world=2, ep=2), 1, TEXT),
+    "BERT, tp 2": (BERT, Sizes(world=2, tp=2), 0, TEXT),
+    "T5, the last of pp 2": (T5, Sizes(world=2, pp=2), 1, PAIRS),
+}
+
+
+@pytest.mark.parametrize("name", IMAGINED)
+def test_a_step_of_an_imagined_rank_runs_on_the_device(name: str) -> None:
+    step_of_rank(name)
+
+
+@on_ranks(1, init=False)
+def step_of_rank(name: str) -> None:
+    model, sizes, rank, lengths = IMAGINED[name]
+    run = Run(model=model, lengths=lengths, sizes=sizes, global_batch_size=sizes.pp * sizes.dp, precision="bf16-mixed")
+    assert faults_of(run) == []
+    with (
+        FakeCuda(),
+        DeviceWork() as counted,
+        mock.patch.object(rng, "fill_normal_"),
+        mock.patch.object(token_dispatcher, "on_host", equal_counts),
+    ):
+        found = dry_run(run, rank, device=torch.device("cuda"))
+    assert found.parameters > 0 and found.flops["products"] > 0
+    assert counted.work.flops > found.flops["products"]
+
+
+def equal_counts(counts: Tensor, num_tokens: int) -> Tensor:
+    """What experts get of the tokens of each rank, two of four experts a token."""
+    return torch.full(counts.shape, num_tokens * 2 // 4)
+
+
+class Text(L.LightningModule):
+    """Next-token prediction that logs its loss."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config = config
+
+    def configure_model(self) -> None:
+        self.model = GPTModel(self.config)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss: Tensor = self.model(batch[0], labels=batch[1])
+        self.log("train_loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+
+class Ends(L.Callback):
+    """Number of launches at the end of each step."""
+
+    def __init__(self, work: Work) -> None:
+        self.work = work
+        self.ends: list[int] = []
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.ends.append(len(self.work.launches))
+
+
+@on_ranks(1, init=False)
+def test_the_host_waits_once_a_step_however_many_microbatches_it_has() -> None:
+    waits = {}
+    for num_microbatches in (1, 3):
+        with FakeCuda(), DeviceWork() as counted, mock.patch.object(rng, "fill_normal_"):
+            torch.set_float32_matmul_precision("high")
+            ends = Ends(counted.work)
+            trainer = L.Trainer(
+                accelerator="gpu",
+                devices=1,
+                strategy=MegatronStrategy(num_microbatches=num_microbatches),
+                precision="bf16-mixed",
+                max_steps=2,
+                gradient_clip_val=1.0,
+                callbacks=[ends],
+                log_every_n_steps=10,
+                logger=False,
+                enable_checkpointing=False,
+                enable_progress_bar=False,
+                enable_model_summary=False,
+            )
+            tokens = torch.ones(24, 64, dtype=torch.int64)
+            trainer.fit(Text(replace(LLAMA, num_layers=1)), DataLoader(TensorDataset(tokens, tokens), batch_size=6))
+        # What is made once has been made by the second step.
+        waits[num_microbatches] = Work(counted.work.launches[ends.ends[0] : ends.ends[1]]).waits
+    # Whether a gradient is finite.
+    assert {number: found.total() for number, found in waits.items()} == {1: 1, 3: 1}, waits
