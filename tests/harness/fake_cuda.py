@@ -9,6 +9,8 @@ It changes the process for good: enter the mode only in a rank of its own (`on_r
 """
 
 import functools
+import hashlib
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -50,15 +52,17 @@ def load_device() -> None:
     """Gives a process without a CUDA device one that computes nothing. Raises where that cannot be compiled."""
     if torch.cuda.is_available():
         return
-    folder = ROOT / "build" / f"fake_cuda-{torch.__version__}"
-    folder.mkdir(parents=True, exist_ok=True)
-    load(
-        "fake_cuda",
-        [str(Path(__file__).with_suffix(".cpp"))],
-        extra_cflags=["-O0"],
-        build_directory=str(folder),
-        is_python_module=False,
-    )
+    source = Path(__file__).with_suffix(".cpp")
+    built = hashlib.sha256(source.read_bytes()).hexdigest()[:12]
+    library = ROOT / "build" / f"fake_cuda-{torch.__version__}-{built}.so"
+    if library.exists():
+        torch.ops.load_library(str(library))
+        return
+    library.parent.mkdir(exist_ok=True)
+    # In a folder of its own: a process that is ended while it builds leaves nothing that others wait for.
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        load("fake_cuda", [str(source)], extra_cflags=["-O0"], build_directory=folder, is_python_module=False)
+        Path(folder, "fake_cuda.so").replace(library)
 
 
 class FakeCuda(TorchDispatchMode):
