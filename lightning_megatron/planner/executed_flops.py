@@ -29,7 +29,6 @@ from lightning_megatron.planner.model_parts import Layer, LoraAdapter, ModelPart
 from lightning_megatron.planner.peak_memory import of_group
 from lightning_megatron.planner.requires_grad import stages_with_gradients
 from lightning_megatron.planner.run import Run
-from lightning_megatron.precision.gemm import TILE
 from lightning_megatron.transformer import cost
 from lightning_megatron.transformer import linears as names
 from lightning_megatron.transformer.recompute import groups_of
@@ -194,7 +193,9 @@ class _Linears:
 
 def _filled(run: Run, tokens: float) -> float:
     """Tokens of an FP8 weight's gradient, filled up to tiles, as a multiple of the tokens."""
-    return -(-tokens // TILE) * TILE / tokens if run.fp8 is not None and tokens else 1.0
+    if run.fp8 is None or not tokens:
+        return 1.0
+    return -(-tokens // run.fp8.tile) * run.fp8.tile / tokens
 
 
 def _adapter(adapter: LoraAdapter, tokens: int, num_alike: int) -> tuple[float, float]:

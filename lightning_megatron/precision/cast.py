@@ -15,6 +15,9 @@ from torch import Tensor
 E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
 
+TILE = 16
+"""Number that must divide the inner and the last dim of a float8 GEMM."""
+
 # An amax below it counts as this much, so that largest / amax stays finite.
 _SMALLEST = 2.0**-100
 _EXPONENT_BITS = 0x7F800000

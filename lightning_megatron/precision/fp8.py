@@ -18,13 +18,16 @@ from torch.distributed import ProcessGroup
 
 from lightning_megatron.config_dataclass import config_dataclass
 from lightning_megatron.mesh import Axis
+from lightning_megatron.precision.cast import TILE
+from lightning_megatron.precision.mx import BLOCK, UNITS
 
 Format = Literal["e4m3", "hybrid"]
-RecipeName = Literal["current", "delayed"]
+RecipeName = Literal["current", "delayed", "mxfp8"]
 AmaxFrom = Literal["max", "most_recent"]
 Engine = Literal["torch", "transformer_engine"]
 ParallelMode = Literal["column", "row"]
 
+_FLOAT8 = (8, 9)
 HISTORY_LENGTH = 1024
 """Default number of steps whose amaxes a delayed scale is made from."""
 
@@ -38,13 +41,14 @@ class Fp8Config:
     """Float8 format. e4m3: for inputs, weights and gradients; hybrid: e4m3 for inputs and weights, and e5m2, which has
     a wider range, for gradients."""
     scaling: RecipeName = "current"
-    """Scaling of a tensor before its cast. current: by its own amax; delayed: by its amaxes in earlier steps."""
+    """Scaling of a tensor before its cast. current: by its own amax; delayed: by its amaxes in earlier steps; mxfp8:
+    each 32 numbers along the inner dim of a GEMM by their own."""
     amax_history_length: int = HISTORY_LENGTH
     """Steps whose amaxes count for a delayed scale."""
     amax_from: AmaxFrom = "max"
     """Amax that a delayed scale is made from. max: the largest of the history; most_recent: the latest."""
     margin: int = 0
-    """Powers of two between the amax and the largest float8 number that are left free."""
+    """Powers of two between the amax and the largest float8 number that are left free, where a tensor has one scale."""
     num_first_layers_bf16: int = 0
     """Layers at the start of the model that stay in the precision of the trainer."""
     num_last_layers_bf16: int = 0
@@ -55,6 +59,11 @@ class Fp8Config:
     def __post_init__(self) -> None:
         if faults := self.faults():
             raise ValueError("\n".join(faults))
+
+    @property
+    def tile(self) -> int:
+        """Number that must divide both sizes of each weight of a rank, and to which tokens are padded."""
+        return BLOCK if self.scaling == "mxfp8" else TILE
 
     def faults(self) -> list[str]:
         """Every rule that these settings break, one sentence each."""
@@ -74,8 +83,13 @@ class Fp8Config:
         faults += [
             f"fp8 {name} ({getattr(self, name)!r}) belongs to scaling='delayed'; choose that, or leave it out"
             for name, value in usual.items()
-            if self.scaling == "current" and getattr(self, name) != value
+            if self.scaling != "delayed" and getattr(self, name) != value
         ]
+        if self.scaling == "mxfp8" and self.margin:
+            faults.append(
+                f"fp8 margin ({self.margin}) is for scales of whole tensors, and scaling='mxfp8' has one for each 32 "
+                "numbers; use margin=0"
+            )
         if self.engine == "transformer_engine" and self.scaling == "current" and self.margin:
             faults.append(
                 f"fp8 margin ({self.margin}) with scaling='current' is known to engine='torch' alone; use margin=0, "
@@ -95,15 +109,23 @@ def engine_faults(config: Fp8Config) -> list[str]:
     return []
 
 
-def device_faults(device: torch.device) -> list[str]:
-    """Why this device does not multiply float8: nothing, or one sentence."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9):
+def device_faults(config: Fp8Config, device: torch.device) -> list[str]:
+    """Why this device does not multiply so: nothing, or one sentence. A CPU multiplies anything."""
+    if device.type != "cuda":
         return []
-    major, minor = torch.cuda.get_device_capability(device)
-    return [
-        f"fp8 needs a GPU of compute capability 8.9 or more (Ada, Hopper, Blackwell), and this {device} has "
-        f"{major}.{minor}; leave fp8 out and use precision='bf16-mixed'"
-    ]
+    capability = torch.cuda.get_device_capability(device)
+    has = f"and this {device} has {capability[0]}.{capability[1]}"
+    if capability < _FLOAT8:
+        return [
+            f"fp8 needs a GPU of compute capability 8.9 or more (Ada, Hopper, Blackwell), {has}; leave fp8 out and use "
+            "precision='bf16-mixed'"
+        ]
+    if config.scaling == "mxfp8" and capability < UNITS:
+        return [
+            "fp8 scaling='mxfp8' needs a GPU of compute capability 10.0 or more (Blackwell), whose units read scales "
+            f"of blocks, {has}; use scaling='current' or 'delayed'"
+        ]
+    return []
 
 
 # --- Transformer Engine -----------------------------------------------------------------------------------------------

@@ -4,20 +4,18 @@
 
 `Fp8Gemm` does each as torch's scaled GEMM of float8 operands. That wants the inner dim last on both sides, so the
 backward GEMMs transpose: the weight once a step, gradient and input each time. Inner dims are
-multiples of 16: features are so by rule, tokens are padded with zeros. Dims: T tokens, I features in, O features out.
+multiples of a tile: features are so by rule, tokens are padded with zeros. Dims: T tokens, I features in, O features
+out.
 """
 
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_megatron.precision.cast import Operand
+from lightning_megatron.precision.mx import multiply_blocks
 from lightning_megatron.precision.scaling import Scaling
-
-TILE = 16
-"""Number that must divide the inner and the last dim of a float8 GEMM."""
 
 
 class Gemm(Protocol):
@@ -53,21 +51,22 @@ class Gemm(Protocol):
 class CastWeight:
     """A weight in float8, and its transpose once it was needed."""
 
-    def __init__(self, weight: Tensor, operand_OI: Operand) -> None:
-        self.operand_OI = operand_OI
+    def __init__(self, weight: Tensor, operand_OI: Operand, scaling: Scaling) -> None:
+        self.rows = scaling.rows(operand_OI)
+        self._operand_OI, self._scaling = operand_OI, scaling
         self._version, self._data_ptr = weight._version, weight.data_ptr()
-        self._transposed_IO: Tensor | None = None
+        self._columns: Operand | None = None
 
     def is_of(self, weight: Tensor) -> bool:
         """Whether the weight is unchanged since the cast, as far as torch counts changes in place."""
         return self._version == weight._version and self._data_ptr == weight.data_ptr()
 
     @property
-    def transposed_IO(self) -> Tensor:
-        """Bytes of the transposed weight, made at first use."""
-        if self._transposed_IO is None:
-            self._transposed_IO = self.operand_OI.values.t().contiguous()
-        return self._transposed_IO
+    def columns(self) -> Operand:
+        """The transposed weight, made at first use."""
+        if self._columns is None:
+            self._columns = self._scaling.columns(self._operand_OI)
+        return self._columns
 
 
 class Fp8Gemm:
@@ -90,15 +89,14 @@ class Fp8Gemm:
     def forward(
         self, x_TI: Operand, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, *, is_training: bool
     ) -> Tensor:
-        weight_OI = self.cast_weight(weight, is_training=is_training).operand_OI
+        weight_OI = self.cast_weight(weight, is_training=is_training).rows
         # Fast accumulation is enough in forward; rounding errors of backward would add up over steps.
-        y_TO = _multiply(x_TI, self._x.dtype, weight_OI, self._weight.dtype, dtype, is_fast=True)
+        y_TO = _multiply(self._x.rows(x_TI), self._x.dtype, weight_OI, self._weight.dtype, dtype, is_fast=True)
         return y_TO if bias is None else y_TO.add_(bias.flatten())
 
     def input_gradient(self, grad_TO: Operand, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        cast = self.cast_weight(weight, is_training=True)
-        weight_IO = Operand(cast.transposed_IO, cast.operand_OI.inverse_scale)
-        return _multiply(grad_TO, self._gradient.dtype, weight_IO, self._weight.dtype, dtype)
+        weight_IO = self.cast_weight(weight, is_training=True).columns
+        return _multiply(self._gradient.rows(grad_TO), self._gradient.dtype, weight_IO, self._weight.dtype, dtype)
 
     def weight_gradient(self, grad_TO: Operand, x_TI: Operand, weight: Tensor) -> Tensor:
         return self.gradient_in(weight.dtype, grad_TO, x_TI).view(weight.shape)
@@ -117,8 +115,7 @@ class Fp8Gemm:
 
     def gradient_in(self, dtype: torch.dtype, grad_TO: Operand, x_TI: Operand) -> Tensor:
         """dy^T x, [O, I] in `dtype`."""
-        grad_OT = Operand(_transposed(grad_TO.values), grad_TO.inverse_scale)
-        x_IT = Operand(_transposed(x_TI.values), x_TI.inverse_scale)
+        grad_OT, x_IT = self._gradient.columns(grad_TO), self._x.columns(x_TI)
         return _multiply(grad_OT, self._gradient.dtype, x_IT, self._x.dtype, dtype)
 
     def cast_weight(self, weight: Tensor, *, is_training: bool) -> CastWeight:
@@ -126,17 +123,11 @@ class Fp8Gemm:
         that torch does not count."""
         if is_training and self._cached is not None and self._cached.is_of(weight):
             return self._cached
-        cast = CastWeight(weight, self._weight.cast(weight.detach().flatten(0, -2), is_training=is_training))
+        operand_OI = self._weight.cast(weight.detach().flatten(0, -2), is_training=is_training)
+        cast = CastWeight(weight, operand_OI, self._weight)
         if is_training:
             self._cached = cast
         return cast
-
-
-def _transposed(bytes_TC: Tensor) -> Tensor:
-    """[C, T] of the bytes of float8 [T, C], T padded with zeros to a multiple of 16."""
-    missing = -len(bytes_TC) % TILE
-    # The byte 0 is zero in float8.
-    return (F.pad(bytes_TC, (0, 0, 0, missing)) if missing else bytes_TC).t().contiguous()
 
 
 def _multiply(
@@ -150,6 +141,8 @@ def _multiply(
 ) -> Tensor:
     """left right^T, [M, N] in `dtype`."""
     assert left_MK.inverse_scale is not None and right_NK.inverse_scale is not None
+    if left_MK.inverse_scale.dim():
+        return multiply_blocks(left_MK, left_dtype, right_NK, right_dtype, dtype)
     product: Tensor = torch._scaled_mm(
         left_MK.values.view(left_dtype),
         right_NK.values.view(right_dtype).t(),

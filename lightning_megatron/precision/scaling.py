@@ -1,7 +1,8 @@
-"""Scaling of a tensor before its cast to float8: by its own amax, or by its amaxes in earlier steps.
+"""Scaling of a tensor before its cast to float8: by its own amax, by its amaxes in earlier steps, or block by block.
 
     current   amax of the tensor at hand        a collective per cast where ranks hold parts of one tensor
     delayed   amaxes of the last steps          the scale is known beforehand; one collective per step for all tensors
+    mxfp8     amaxes of blocks of the tensor    no collective; a tensor and its transpose are cast each by itself
 
 Note: the same scale all step long. Delayed scales change in `AmaxHistory.end_step` alone, and within a step the amax
 recorded is the largest seen. So a recomputed forward casts by the same scales and records nothing new,
@@ -12,10 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_megatron.precision.cast import Operand, amax_of, cast, largest, scale_of
+from lightning_megatron.precision.cast import TILE, Operand, amax_of, cast, largest, scale_of
 from lightning_megatron.precision.fp8 import Fp8Config
+from lightning_megatron.precision.mx import BLOCK, cast_blocks
 
 Agree = Callable[[Tensor], Tensor]
 """All-reduce (maximum) of amaxes over the ranks that hold shards of the same tensors."""
@@ -27,16 +30,35 @@ class Scaling(Protocol):
     dtype: torch.dtype
     """The float8 format."""
 
-    def cast(self, x: Tensor, *, is_training: bool) -> Operand:
-        """The tensor in float8; its amax counts for later scales only in training."""
+    def cast(self, x_TC: Tensor, *, is_training: bool) -> Operand:
+        """The tensor as it is sent and saved; its amax counts for later scales only in training."""
+        ...
+
+    def rows(self, x_TC: Operand) -> Operand:
+        """The float8 operand [T, C] of a GEMM whose inner dim is C."""
+        ...
+
+    def columns(self, x_TC: Operand) -> Operand:
+        """The float8 operand [C, T] of a GEMM whose inner dim is T, which is padded with zeros to full tiles."""
         ...
 
 
-class CurrentScaling:
-    """Scales a tensor by its own amax."""
+class TensorScaling:
+    """One scale for a tensor: its transpose is the same bytes in another order."""
 
     def __init__(self, dtype: torch.dtype, margin: int, agree: Agree) -> None:
         self.dtype, self._margin, self._agree = dtype, margin, agree
+
+    def rows(self, x_TC: Operand) -> Operand:
+        return x_TC
+
+    def columns(self, x_TC: Operand) -> Operand:
+        # The byte 0 is zero in float8.
+        return x_TC._replace(values=_padded(x_TC.values, TILE).t().contiguous())
+
+
+class CurrentScaling(TensorScaling):
+    """Scales a tensor by its own amax."""
 
     def cast(self, x: Tensor, *, is_training: bool) -> Operand:
         scale = scale_of(self._agree(amax_of(x)), largest(self.dtype), self._margin)
@@ -112,11 +134,11 @@ class AmaxHistory:
             self._is_known = (amax > 0).tolist()
 
 
-class DelayedScaling:
+class DelayedScaling(TensorScaling):
     """Scales a tensor by its amaxes of earlier steps, and in the first by its own."""
 
     def __init__(self, dtype: torch.dtype, margin: int, agree: Agree, history: AmaxHistory, slot: int) -> None:
-        self.dtype, self._margin, self._agree = dtype, margin, agree
+        super().__init__(dtype, margin, agree)
         self._history, self._slot = history, slot
 
     def cast(self, x: Tensor, *, is_training: bool) -> Operand:
@@ -129,3 +151,28 @@ class DelayedScaling:
             self._history.record(self._slot, amax)
         # The cast saturates infinities; the factor makes the result NaN, so that the overflow is seen.
         return Operand(cast(x, scale, self.dtype), scale.reciprocal() + 0.0 * amax)
+
+
+class BlockScaling:
+    """Scales each block of 32 numbers along the inner dim by itself, once for each GEMM.
+
+    What is sent and saved is the tensor itself: a cast along the other dim needs the numbers and not their rounding,
+    and both casts together are as many bytes as 16 bits.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def cast(self, x_TC: Tensor, *, is_training: bool) -> Operand:
+        return Operand(x_TC, None)
+
+    def rows(self, x_TC: Operand) -> Operand:
+        return cast_blocks(x_TC.values, self.dtype)
+
+    def columns(self, x_TC: Operand) -> Operand:
+        return cast_blocks(_padded(x_TC.values, BLOCK).t(), self.dtype)
+
+
+def _padded(x_TC: Tensor, tile: int) -> Tensor:
+    missing = -len(x_TC) % tile
+    return F.pad(x_TC, (0, 0, 0, missing)) if missing else x_TC

@@ -7,6 +7,7 @@ Linears of other networks are handed in by whoever knows their layers; torch's e
 engines leave parameters, their names and shards as they are.
 """
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -24,8 +25,8 @@ from lightning_megatron.moe.grouped_gemm_fp8 import GroupedFp8Gemm
 from lightning_megatron.precision import fp8
 from lightning_megatron.precision.cast import E4M3, E5M2
 from lightning_megatron.precision.fp8 import Fp8Config
-from lightning_megatron.precision.gemm import TILE, Fp8Gemm
-from lightning_megatron.precision.scaling import AmaxHistory, CurrentScaling, DelayedScaling, Scaling
+from lightning_megatron.precision.gemm import Fp8Gemm
+from lightning_megatron.precision.scaling import AmaxHistory, BlockScaling, CurrentScaling, DelayedScaling, Scaling
 from lightning_megatron.sharding import shard_of
 from lightning_megatron.tensor.gemm import TORCH_GEMM
 from lightning_megatron.tensor.linear import ParallelLinear
@@ -139,7 +140,9 @@ class TorchFp8Layers:
             self._history.load_state_dict(state)
 
 
-def tile_faults(modules: Iterable[nn.Module], others: Mapping[str, nn.Module] = MappingProxyType({})) -> list[str]:
+def tile_faults(
+    modules: Iterable[nn.Module], config: Fp8Config, others: Mapping[str, nn.Module] = MappingProxyType({})
+) -> list[str]:
     """Reasons why weights of the transformer layers among `modules`, and of `others`, linears by name, cannot multiply
     in FP8, for models whose configuration nobody saw before they were built."""
     of_layers = [module for layer in modules if isinstance(layer, PreNormLayer) for module in layer.modules()]
@@ -149,11 +152,12 @@ def tile_faults(modules: Iterable[nn.Module], others: Mapping[str, nn.Module] = 
     for name, module in named:
         for weight in _weights(module):
             shapes.setdefault(tuple(weight.flatten(0, -2).shape), name)
+    tile = config.tile
     return [
-        f"{shapes[rows, columns]} ({rows} x {columns}) must have multiples of {TILE} both ways for fp8, whose "
-        f"products work in tiles of {TILE}; change the model's sizes or tensor_model_parallel_size, or leave fp8 out"
+        f"{shapes[rows, columns]} ({rows} x {columns}) must have multiples of {tile} both ways for fp8, whose "
+        f"products work in tiles of {tile}; change the model's sizes or tensor_model_parallel_size, or leave fp8 out"
         for rows, columns in sorted(shapes)
-        if rows % TILE or columns % TILE
+        if rows % tile or columns % tile
     ]
 
 
@@ -187,16 +191,17 @@ def use_torch(
     history = None
     if config.scaling == "delayed":
         history = AmaxHistory(names, dtypes * len(matrices), config, device)
-    gemms = []
-    for index, matrix in enumerate(matrices):
-        agreements = (_agreement(axis) for axis in matrix.axes)
-        x, weight, gradient = (
-            CurrentScaling(dtype, config.margin, agree)
-            if history is None
-            else DelayedScaling(dtype, config.margin, agree, history, 3 * index + tensor)
-            for tensor, (dtype, agree) in enumerate(zip(dtypes, agreements, strict=True))
-        )
-        gemms.append(matrix.use(x, weight, gradient))
+
+    def scaling(slot: int, axis: Axis) -> Scaling:
+        dtype, agree = dtypes[slot % len(dtypes)], _agreement(axis)
+        if config.scaling == "mxfp8":
+            return BlockScaling(dtype)
+        if history is None:
+            return CurrentScaling(dtype, config.margin, agree)
+        return DelayedScaling(dtype, config.margin, agree, history, slot)
+
+    slots = itertools.count()
+    gemms = [matrix.use(*(scaling(next(slots), axis) for axis in matrix.axes)) for matrix in matrices]
     return TorchFp8Layers(matrices, gemms, history, (tp, replicas), pp)
 
 

@@ -2,7 +2,6 @@
 
 from lightning_megatron.mesh import Sizes
 from lightning_megatron.precision.fp8 import Fp8Config
-from lightning_megatron.precision.gemm import TILE
 from lightning_megatron.transformer.config import TransformerConfig
 
 _TP = "tensor_model_parallel_size"
@@ -23,7 +22,7 @@ def fp8_faults(fp8: Fp8Config, config: TransformerConfig, sizes: Sizes) -> list[
 
 def tile_faults(fp8: Fp8Config, config: TransformerConfig, sizes: Sizes) -> list[str]:
     """Lengths of this architecture that FP8's tiles do not divide, one sentence each."""
-    tp, moe = sizes.tp, config.moe
+    tp, moe, tile = sizes.tp, config.moe, fp8.tile
     rows = config.num_query_groups * (config.heads_per_group + 2) * config.head_dim
     heads = config.num_attention_heads * config.head_dim
     # What is cut, and over how many ranks; a length that tp does not divide is another rule's.
@@ -44,12 +43,12 @@ def tile_faults(fp8: Fp8Config, config: TransformerConfig, sizes: Sizes) -> list
         lengths.append(("the rows of the key-value weight of cross attention", pairs, _TP, tp))
     faults = []
     for name, length, axis, ranks in lengths:
-        step = TILE * ranks
+        step = tile * ranks
         if length % ranks == 0 and length % step:
-            over = "" if ranks == 1 else f" x {axis} ({TILE} x {ranks} = {step})"
+            over = "" if ranks == 1 else f" x {axis} ({tile} x {ranks} = {step})"
             fits = " or ".join(str(n) for n in (length // step * step, (length // step + 1) * step) if n)
             faults.append(
-                f"{name} ({length}) must be a multiple of {TILE}{over} for fp8, whose products work in tiles of "
-                f"{TILE}; use {fits}, or leave fp8 out"
+                f"{name} ({length}) must be a multiple of {tile}{over} for fp8, whose products work in tiles of "
+                f"{tile}; use {fits}, or leave fp8 out"
             )
     return faults

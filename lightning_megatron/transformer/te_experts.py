@@ -17,7 +17,7 @@ from lightning_megatron.moe.experts import DispatchedTokens, Experts
 from lightning_megatron.moe.grouped_gemm import ExpertGroups
 from lightning_megatron.moe.weighted_activation import scale_rows, weighted_activation
 from lightning_megatron.precision import fp8
-from lightning_megatron.precision.gemm import TILE
+from lightning_megatron.precision.cast import TILE
 
 
 class TEExperts(nn.Module):

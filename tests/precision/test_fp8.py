@@ -1,6 +1,6 @@
 """The FP8 configuration tells its faults, and the door to Transformer Engine translates it or says what to install."""
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -26,9 +26,10 @@ def test_all_faults_of_a_configuration_are_reported_at_once() -> None:
 
 
 @pytest.mark.parametrize("options", [{"amax_history_length": 16}, {"amax_from": "most_recent"}])
-def test_what_only_delayed_scaling_reads_is_refused_elsewhere(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("scaling", ["current", "mxfp8"])
+def test_what_only_delayed_scaling_reads_is_refused_elsewhere(scaling: fp8.RecipeName, options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="belongs to scaling='delayed'"):
-        Fp8Config(**options)
+        Fp8Config(scaling=scaling, **options)
     Fp8Config(scaling="delayed", **options)
 
 
@@ -116,15 +117,27 @@ def test_layers_of_the_engine_get_our_axis(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_cpu_has_no_fault() -> None:
-    assert fp8.device_faults(torch.device("cpu")) == []
+    assert fp8.device_faults(Fp8Config(scaling="mxfp8"), torch.device("cpu")) == []
 
 
-@pytest.mark.parametrize(("capability", "is_able"), [((8, 0), False), ((8, 9), True), ((9, 0), True)])
-def test_a_gpu_that_knows_no_float8_is_refused(
-    capability: tuple[int, int], is_able: bool, monkeypatch: pytest.MonkeyPatch
+CAPABILITIES: dict[tuple[int, int], set[str]] = {
+    (8, 0): set(),
+    (8, 9): {"current", "delayed"},
+    (9, 0): {"current", "delayed"},
+    (10, 0): {"current", "delayed", "mxfp8"},
+    (12, 0): {"current", "delayed", "mxfp8"},
+}
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("scaling", get_args(fp8.RecipeName))
+def test_a_gpu_multiplies_what_it_has_units_for_and_refuses_the_rest(
+    scaling: fp8.RecipeName, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    faults = fp8.device_faults(torch.device("cuda", 0))
-    assert (faults == []) is is_able
-    if not is_able:
-        assert "has 8.0" in faults[0] and "bf16-mixed" in faults[0]
+    faults = fp8.device_faults(Fp8Config(scaling=scaling), torch.device("cuda", 0))
+    assert (faults == []) is (scaling in CAPABILITIES[capability])
+    if capability == (8, 0):
+        assert "8.9 or more" in faults[0] and "has 8.0" in faults[0] and "bf16-mixed" in faults[0]
+    elif faults:
+        assert "10.0 or more" in faults[0] and "use scaling='current' or 'delayed'" in faults[0]

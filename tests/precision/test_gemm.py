@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_megatron.precision.cast import E4M3, E5M2, Operand
-from lightning_megatron.precision.gemm import TILE, Fp8Gemm
+from lightning_megatron.precision.cast import E4M3, E5M2, TILE, Operand
+from lightning_megatron.precision.gemm import Fp8Gemm
 from lightning_megatron.precision.scaling import CurrentScaling
 from tests.precision.decast import decast
 

@@ -29,14 +29,23 @@ from tests.harness.threads import new_group, run_on_threads
 from tests.precision import engine_stub
 
 MOE = MoEConfig(
-    router=RouterConfig(num_experts=4), ffn_hidden_size=32, shared_expert_intermediate_size=32, shared_expert_gate=True
+    router=RouterConfig(num_experts=4), ffn_hidden_size=64, shared_expert_intermediate_size=64, shared_expert_gate=True
 )
 CONFIG = GPTConfig(
-    num_layers=2, hidden_size=32, num_attention_heads=4, vocab_size=64, max_sequence_length=16, init_std=0.1, moe=MOE
+    num_layers=2,
+    hidden_size=32,
+    num_attention_heads=4,
+    head_dim=16,
+    vocab_size=64,
+    max_sequence_length=16,
+    init_std=0.1,
+    moe=MOE,
 )
 CURRENT = Fp8Config()
 DELAYED = Fp8Config(scaling="delayed", amax_history_length=4)
-both_scalings = pytest.mark.parametrize("fp8", [CURRENT, DELAYED], ids=["current", "delayed"])
+MXFP8 = Fp8Config(scaling="mxfp8")
+each_scaling = pytest.mark.parametrize("fp8", [CURRENT, DELAYED, MXFP8], ids=["current", "delayed", "mxfp8"])
+tensor_scalings = pytest.mark.parametrize("fp8", [CURRENT, DELAYED], ids=["current", "delayed"])
 # Sums in another order differ by 1e-7 and move few float8 values over an edge, by 1/16 of them; under current scaling
 # the rows of a rank's experts have an amax of their own, which changes numbers at the low end of the format alone.
 TOLERANCE = 3e-4
@@ -87,7 +96,7 @@ def histories(layers: TorchFp8Layers) -> dict[str, list[float]]:
     return {name: past.tolist() for name, past in layers.state_dict().items()}
 
 
-@both_scalings
+@each_scaling
 def test_losses_of_experts_in_fp8_are_those_of_one_rank_on_any_layout(fp8: Fp8Config) -> None:
     model = GPTModel(CONFIG, mesh=Mesh.single(), seed=4)
     layers = in_fp8(model, fp8)
@@ -114,7 +123,7 @@ def test_losses_of_experts_in_fp8_are_those_of_one_rank_on_any_layout(fp8: Fp8Co
         run_on_threads(sizes.world, on_rank, sizes)
 
 
-@both_scalings
+@tensor_scalings
 def test_ranks_that_share_an_expert_cast_their_parts_as_they_would_be_cast_unsharded(fp8: Fp8Config) -> None:
     """Numbers that grow along the features: a rank of small ones would scale otherwise by itself."""
     growing = torch.linspace(0, 8, 32).exp2().expand(16, 32)
@@ -182,7 +191,7 @@ def test_the_same_tokens_are_routed_by_the_same_numbers_in_fp8_and_without() -> 
     assert torch.equal(*scores)
 
 
-@both_scalings
+@each_scaling
 def test_a_recomputed_layer_of_experts_has_the_gradients_of_one_that_is_not(fp8: Fp8Config) -> None:
     found = []
     for recomputed in (frozenset[str](), frozenset({"moe"})):
@@ -208,7 +217,7 @@ def test_features_of_experts_that_tiles_do_not_divide_are_reported() -> None:
         "shared_expert_intermediate_size (24) must be a multiple of 16 x tensor_model_parallel_size (16 x 2 = 32)"
         in errors[1]
     )
-    built = tile_faults(GPTModel(odd, mesh=Mesh.single()).modules())
+    built = tile_faults(GPTModel(odd, mesh=Mesh.single()).modules(), CURRENT)
     assert [fault.split(")")[0] for fault in built] == [
         f"a weight of this rank ({shape}" for shape in ("24 x 32", "32 x 24", "32 x 40", "40 x 32")
     ]
@@ -219,7 +228,7 @@ def test_features_of_experts_that_tiles_do_not_divide_are_reported() -> None:
     # Either engine multiplies experts in tiles.
     engine = Fp8Config(engine="transformer_engine")
     assert sum("of an expert" in fault for fault in fp8_faults(engine, odd, Sizes())) == 1
-    assert tile_faults(GPTModel(CONFIG, mesh=Mesh.single()).modules()) == []
+    assert tile_faults(GPTModel(CONFIG, mesh=Mesh.single()).modules(), CURRENT) == []
 
 
 def test_transformer_engine_runs_experts_and_the_linears_around_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from lightning_megatron import Fp8Config
 from lightning_megatron.comm.collectives import all_reduce_
 from lightning_megatron.mesh import Mesh, Sizes
 from lightning_megatron.models import GPTConfig, GPTModel, T5Config, T5Model
+from lightning_megatron.precision.cast import Operand
 from lightning_megatron.precision.gemm import Fp8Gemm
 from lightning_megatron.tensor.linear import ParallelLinear
 from lightning_megatron.tensor.weight_gradients import Task, WeightGradients, share
@@ -26,13 +27,21 @@ from tests.reference.unsplit import unsplit_gradients
 from tests.tensor.plain import thread_mesh
 
 CONFIG = GPTConfig(
-    num_layers=3, hidden_size=32, num_attention_heads=4, vocab_size=64, max_sequence_length=16, init_std=0.1
+    num_layers=3,
+    hidden_size=32,
+    num_attention_heads=4,
+    head_dim=16,
+    vocab_size=64,
+    max_sequence_length=16,
+    init_std=0.1,
 )
-# Two heads a rank make 3 * 2 * 8 = 48 rows of queries, keys and values: tiles of 16 still divide them.
+# Two heads a rank make 3 * 2 * 16 = 96 rows of queries, keys and values: tiles of 32 still divide them.
 CURRENT = Fp8Config()
 DELAYED = Fp8Config(scaling="delayed", amax_history_length=4)
+MXFP8 = Fp8Config(scaling="mxfp8")
 TOLERANCE = 1e-4
-both_scalings = pytest.mark.parametrize("fp8", [CURRENT, DELAYED], ids=["current", "delayed"])
+each_scaling = pytest.mark.parametrize("fp8", [CURRENT, DELAYED, MXFP8], ids=["current", "delayed", "mxfp8"])
+tensor_scalings = pytest.mark.parametrize("fp8", [CURRENT, DELAYED], ids=["current", "delayed"])
 
 
 def build(mesh: Mesh, config: GPTConfig = CONFIG) -> GPTModel:
@@ -75,7 +84,7 @@ def train(model: GPTModel, layers: TorchFp8Layers | None, num_steps: int) -> lis
     return losses
 
 
-@both_scalings
+@each_scaling
 @pytest.mark.parametrize("is_sequence_parallel", [False, True])
 def test_losses_of_cut_models_are_those_of_one_rank(fp8: Fp8Config, is_sequence_parallel: bool) -> None:
     model = build(Mesh.single())
@@ -93,11 +102,11 @@ def test_losses_of_cut_models_are_those_of_one_rank(fp8: Fp8Config, is_sequence_
     assert max(abs(a - b) for a, b in zip(plain, wanted, strict=True)) > 2 * TOLERANCE
 
 
-@both_scalings
+@tensor_scalings
 @pytest.mark.parametrize("is_sequence_parallel", [False, True])
 def test_each_rank_casts_its_part_as_it_would_be_cast_unsharded(fp8: Fp8Config, is_sequence_parallel: bool) -> None:
     """Numbers that grow along both dims: a rank of small ones would scale otherwise by itself."""
-    size = {"attention.qkv": (96, 32), "attention.projection": (32, 32)}
+    size = {"attention.qkv": (192, 32), "attention.projection": (32, 64)}
 
     def growing(rows: int, columns: int) -> Tensor:
         return torch.outer(torch.linspace(0, 8, rows).exp2(), torch.linspace(0, 8, columns).exp2())
@@ -136,19 +145,53 @@ def test_each_rank_casts_its_part_as_it_would_be_cast_unsharded(fp8: Fp8Config, 
     run_on_threads(2, on_rank)
 
 
-def test_the_forward_of_a_cut_model_is_that_of_one_rank_to_rounding() -> None:
+@pytest.mark.parametrize("fp8", [CURRENT, MXFP8], ids=["current", "mxfp8"])
+def test_the_forward_of_a_cut_model_is_that_of_one_rank_to_rounding(fp8: Fp8Config) -> None:
     """Before any sum over ranks feeds a cast: one layer of linears, whose operands are the same bytes."""
     model = build(Mesh.single())
-    in_fp8(model, CURRENT)
+    in_fp8(model, fp8)
     x = torch.randn(8, 32)
     wanted = model.get_submodule("layers.0.attention.qkv")(x)
 
     def on_rank(world: Any) -> None:
         mesh = thread_mesh(world, True)
         cut = build(mesh)
-        in_fp8(cut, CURRENT)
+        in_fp8(cut, fp8)
         y = cut.get_submodule("layers.0.attention.qkv")(x.chunk(2)[mesh.sp.rank])
         assert torch.equal(y, wanted.chunk(2, dim=1)[mesh.tp.rank])
+
+    run_on_threads(2, on_rank)
+
+
+def test_blocks_of_a_cut_linear_are_those_of_one_rank() -> None:
+    """A rank's features are full blocks, and the gathered tokens are those of one rank: no rank asks another one."""
+    x, grad = torch.randn(40, 64), torch.randn(40, 32)
+    model = build(Mesh.single())
+    in_fp8(model, MXFP8)
+
+    def operands(model: GPTModel, x: Tensor, grad: Tensor) -> list[Operand]:
+        linear = model.get_submodule("layers.1.attention.projection")
+        assert isinstance(linear, ParallelLinear) and isinstance(linear.gemm, Fp8Gemm)
+        cast = linear.gemm.cast_weight(linear.weight, is_training=True)
+        sides = [
+            (linear.gemm._x, linear.gemm.cast_input(x, is_training=True)),
+            (linear.gemm._gradient, linear.gemm.cast_gradient(grad)),
+        ]
+        return [cast.rows, cast.columns, *(way for side, one in sides for way in (side.rows(one), side.columns(one)))]
+
+    wanted = operands(model, x, grad)
+    # The dim along which a row-parallel linear's weight, input and gradient are cut, in either cast.
+    dims = [1, 0, 1, 0, None, None]
+
+    def on_rank(world: Any) -> None:
+        mesh = thread_mesh(world, True)
+        cut = build(mesh)
+        in_fp8(cut, MXFP8)
+        found = operands(cut, x.chunk(2, 1)[mesh.tp.rank], grad)
+        for one, full, dim in zip(found, wanted, dims, strict=True):
+            for own, whole in zip(one, full, strict=True):
+                assert own is not None and whole is not None
+                assert torch.equal(own, whole if dim is None else whole.chunk(2, dim)[mesh.tp.rank])
 
     run_on_threads(2, on_rank)
 
@@ -192,7 +235,7 @@ def test_histories_hold_the_amaxes_of_all_data_parallel_ranks_and_microbatches()
     assert not close(found[1], found[0])
 
 
-@both_scalings
+@each_scaling
 def test_recomputation_casts_by_the_same_scales_and_records_nothing_twice(fp8: Fp8Config) -> None:
     found = []
     for is_recomputed in (False, True):
@@ -217,7 +260,7 @@ def recompute(model: GPTModel) -> None:
             layer.forward = lambda *args, run=run: checkpoint(run, *args, use_reentrant=False)  # type: ignore[method-assign]
 
 
-@both_scalings
+@each_scaling
 def test_weight_gradients_that_are_added_later_are_those_of_autograd(fp8: Fp8Config) -> None:
     found = []
     for way in ("autograd", "now", "later"):
@@ -344,22 +387,27 @@ def test_a_run_in_fp8_ends_within_5_percent_of_the_loss_in_bf16() -> None:
     assert 1.0 < wanted < 3.0, wanted
     assert last_losses(CURRENT) == pytest.approx(wanted, rel=0.05)
     assert last_losses(Fp8Config(scaling="delayed", amax_history_length=16)) == pytest.approx(wanted, rel=0.05)
+    assert last_losses(Fp8Config(scaling="mxfp8", format="e4m3")) == pytest.approx(wanted, rel=0.05)
     # Scales that are far too small leave nothing of most numbers, and the loss tells.
     assert last_losses(Fp8Config(margin=24)) > 1.1 * wanted
 
 
 def test_linears_that_tiles_do_not_divide_are_reported_by_their_shape() -> None:
     odd = GPTConfig(num_layers=2, hidden_size=40, num_attention_heads=5, vocab_size=64, max_sequence_length=16)
-    errors = tile_faults(build(Mesh.single(), odd).modules())
+    errors = tile_faults(build(Mesh.single(), odd).modules(), CURRENT)
     assert len(errors) == 4 and any("(40 x 160)" in fault for fault in errors), errors
-    assert tile_faults(build(Mesh.single()).modules()) == []
+    assert tile_faults(build(Mesh.single()).modules(), CURRENT) == []
+    of_16 = GPTConfig(num_layers=1, hidden_size=48, num_attention_heads=3, vocab_size=64, max_sequence_length=16)
+    modules = list(build(Mesh.single(), of_16).modules())
+    assert tile_faults(modules, CURRENT) == []
+    assert "(48 x 48) must have multiples of 32 both ways" in tile_faults(modules, MXFP8)[0]
 
 
-# Two heads a rank make 2 * 2 * 8 = 32 rows of keys and values.
-T5 = T5Config(num_layers=2, hidden_size=32, num_attention_heads=4, vocab_size=64, init_std=0.1)
+# Two heads a rank make 2 * 2 * 16 = 64 rows of keys and values.
+T5 = T5Config(num_layers=2, hidden_size=32, head_dim=16, num_attention_heads=4, vocab_size=64, init_std=0.1)
 
 
-@both_scalings
+@each_scaling
 @pytest.mark.parametrize("is_sequence_parallel", [False, True])
 def test_cross_attention_of_a_cut_t5_multiplies_in_fp8_as_on_one_rank(
     fp8: Fp8Config, is_sequence_parallel: bool

@@ -35,7 +35,7 @@ def use_fp8(
 ) -> Fp8Layers:
     """The layers that multiply in FP8 from here on. Collective over the world; raises ConfigurationError, on all ranks
     of a model replica, where the device or the models cannot."""
-    faults = device_faults(device)
+    faults = device_faults(config, device)
     own = {name: model for name, model in pipelined.items() if not isinstance(model, CutModel)}
     # As nothing is cut of a module that holds a model of this package, nothing else of it multiplies in FP8.
     others = {} if own else _linears_of_networks(module, plan, config)
@@ -55,7 +55,7 @@ def use_fp8(
             f"front of it, and {type(module).__name__} holds another network; use Fp8Config(engine='torch')"
         )
     # Every rank raises, also where a stage has other layers: the others would wait for it.
-    found = collectives.gather_objects(tile_faults(modules, others), mesh.pp)
+    found = collectives.gather_objects(tile_faults(modules, config, others), mesh.pp)
     if faults := faults + sorted({fault for tiles in found for fault in tiles}):
         raise ConfigurationError(faults)
     models = {name: (model, model.part_names) for name, model in own.items()}

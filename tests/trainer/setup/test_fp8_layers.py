@@ -27,8 +27,11 @@ from tests.precision import engine_stub
 CONFIG = GPTConfig(
     num_layers=4, hidden_size=32, num_attention_heads=4, max_sequence_length=8, vocab_size=61, init_std=0.2
 )
+# Two heads a rank make 3 * 2 * 16 = 96 rows of queries, keys and values, which tiles of 32 divide.
+WIDE = replace(CONFIG, head_dim=16)
 CURRENT = Fp8Config(num_first_layers_bf16=1)
 DELAYED = Fp8Config(scaling="delayed", amax_history_length=4)
+MXFP8 = Fp8Config(scaling="mxfp8")
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2+sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     "pp2, zero bubble": {
@@ -111,8 +114,9 @@ def trainer_of(world: int, layout: dict[str, Any], **options: Any) -> L.Trainer:
 def trained(world: int, layout: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     replicas = world if not layout else 1
-    for name, fp8 in (("plain", None), ("current", CURRENT), ("delayed", DELAYED)):
-        module = Language()
+    runs = {"plain": (CONFIG, None), "current": (CONFIG, CURRENT), "delayed": (CONFIG, DELAYED)}
+    for name, (config, fp8) in (runs | {"wide": (WIDE, None), "mxfp8": (WIDE, MXFP8)}).items():
+        module = Language(config)
         trainer = trainer_of(world, layout, fp8=fp8)
         data: Any = loader()
         if replicas > 1:
@@ -142,16 +146,17 @@ def on_one() -> dict[str, Any]:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_fp8_trains_on_any_layout_as_on_one_rank(name: str, on_one: dict[str, Any]) -> None:
     for found in run_on_ranks(2, trained, 2, LAYOUTS[name], init=False):
-        for scaling in ("current", "delayed"):
+        for scaling in ("current", "delayed", "mxfp8"):
             assert found[scaling] == pytest.approx(on_one[scaling], abs=TOLERANCE)
-            assert found[scaling] != found["plain"]
+            assert found[scaling] != found["wide" if scaling == "mxfp8" else "plain"]
         # The model's first layer, wherever it is, is left alone.
         assert set(found["current linears"]) <= set(on_one["current linears"])
         assert not any("layers.0." in linear for linear in found["current linears"])
         assert found["current linears"] and not found["plain linears"]
     assert len(on_one["current linears"]) == 3 * 4 and len(on_one["delayed linears"]) == 4 * 4
     # They are FP8's losses and not the plain ones.
-    assert max(abs(a - b) for a, b in zip(on_one["delayed"], on_one["plain"], strict=True)) > 2 * TOLERANCE
+    for scaling, plain in (("delayed", "plain"), ("mxfp8", "wide")):
+        assert max(abs(a - b) for a, b in zip(on_one[scaling], on_one[plain], strict=True)) > 2 * TOLERANCE
 
 
 WITH_EXPERTS = replace(
@@ -163,7 +168,7 @@ WITH_EXPERTS = replace(
 
 def trained_experts(world: int, layout: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for name, fp8 in (("plain", None), ("current", Fp8Config()), ("delayed", DELAYED)):
+    for name, fp8 in (("plain", None), ("current", Fp8Config()), ("delayed", DELAYED), ("mxfp8", MXFP8)):
         module = Language(WITH_EXPERTS)
         rows = Subset(loader().dataset, range(int(os.environ["RANK"]), 16, world))
         trainer_of(world, layout, fp8=fp8).fit(module, DataLoader(rows, batch_size=4 // world))
@@ -174,7 +179,7 @@ def trained_experts(world: int, layout: dict[str, Any]) -> dict[str, Any]:
 def test_a_model_whose_layers_all_have_experts_trains_in_fp8_on_ranks_that_share_them() -> None:
     [one] = run_on_ranks(1, trained_experts, 1, {}, init=False)
     for found in run_on_ranks(2, trained_experts, 2, {"expert_model_parallel_size": 2}, init=False):
-        for scaling in ("current", "delayed"):
+        for scaling in ("current", "delayed", "mxfp8"):
             assert found[scaling] == pytest.approx(one[scaling], abs=TOLERANCE)
             assert len(found[f"{scaling} linears"]) == 2 * 4
     assert max(abs(a - b) for a, b in zip(one["delayed"], one["plain"], strict=True)) > 2 * TOLERANCE
@@ -195,7 +200,7 @@ def exchanged(world: int, fp8: Fp8Config, microbatches: int, names: list[str]) -
     """Losses, and weights at the end, under each of these ways to exchange gradients and weights."""
     found = {}
     for name in names:
-        module = Language()
+        module = Language(WIDE if fp8.scaling == "mxfp8" else CONFIG)
         trainer = trainer_of(
             world, {"optimizer": EXCHANGES[name], "num_microbatches": microbatches}, fp8=fp8, precision="bf16-mixed"
         )
@@ -213,13 +218,13 @@ FP8_ROUNDING = {1: 2 * 2.0**-4, 2: 1e-4}
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("microbatches", [1, 2])
-@pytest.mark.parametrize("fp8", [CURRENT, DELAYED], ids=["current", "delayed"])
+@pytest.mark.parametrize("fp8", [CURRENT, DELAYED, MXFP8], ids=["current", "delayed", "mxfp8"])
 def test_overlap_and_shards_change_no_bit_in_fp8_and_dp_ranks_nothing_but_rounding(
     fp8: Fp8Config, microbatches: int
 ) -> None:
     [one] = run_on_ranks(1, exchanged, 1, fp8, 2 * microbatches, ["replicated"], init=False)
     wanted_losses, wanted = one["replicated"]
-    initial = GPTModel(CONFIG, mesh=Mesh.single(), seed=2)
+    initial = GPTModel(WIDE if fp8.scaling == "mxfp8" else CONFIG, mesh=Mesh.single(), seed=2)
     moved = max(float((wanted[f"model.{n}"] - p.detach()).abs().max()) for n, p in initial.named_parameters())
     for found in run_on_ranks(2, exchanged, 2, fp8, microbatches, list(EXCHANGES), init=False):
         losses, weights = found["replicated"]

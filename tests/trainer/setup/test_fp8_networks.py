@@ -22,8 +22,10 @@ from tests.any_module.model_families import ROWS, batches
 from tests.harness.ranks import run_on_ranks
 from tests.harness.threads import new_group, run_on_threads
 from tests.precision import engine_stub
-from tests.trainer.setup.test_fp8_layers import CURRENT, DELAYED, FP8_ROUNDING, TOLERANCE, trainer_of
+from tests.trainer.setup.test_fp8_layers import CURRENT, DELAYED, FP8_ROUNDING, MXFP8, TOLERANCE, trainer_of
 
+# A rank has one head of keys, whose rows tiles of 32 divide.
+WIDE = {"head_dim": 64}
 FULL = RecomputeConfig(granularity="full")
 # Steps of the same four microbatches: data-parallel ranks have two each.
 ONE: dict[str, Any] = {"num_microbatches": 4}
@@ -124,8 +126,9 @@ def ends(box: Box) -> list[int]:
 
 def trained(world: int, layout: dict[str, Any]) -> dict[str, Trained]:
     found = {}
-    for name, fp8 in (("plain", None), ("current", CURRENT), ("delayed", DELAYED)):
-        module = Llama()
+    runs = {"plain": ({}, None), "current": ({}, CURRENT), "delayed": ({}, DELAYED)}
+    for name, (sizes, fp8) in (runs | {"wide": (WIDE, None), "mxfp8": (WIDE, MXFP8)}).items():
+        module = Llama(**sizes)
         trainer_of(world, layout, fp8=fp8).fit(module, loader(layout))
         boxes = {key: shard_of(weight).box for key, weight in module.named_parameters()}
         found[name] = Trained(module.losses, module.in_fp8, module.first, weights_of(module), boxes, module.amaxes)
@@ -139,11 +142,10 @@ def on_one() -> dict[str, Trained]:
     return found
 
 
-@pytest.fixture(scope="module")
-def initial() -> dict[str, Tensor]:
-    module = Llama()
+def built(sizes: dict[str, int]) -> Llama:
+    module = Llama(**sizes)
     module.configure_model()
-    return weights_of(module)
+    return module
 
 
 # The same numbers are cast. Over tp float32 sums in another order move a few of them over the edge between two values
@@ -152,12 +154,11 @@ GRADIENTS = {name: FP8_ROUNDING[1 if "tp2" in name else 2] for name in LAYOUTS}
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_an_unchanged_model_trains_in_fp8_on_any_layout_as_on_one_device(
-    name: str, on_one: dict[str, Trained], initial: dict[str, Tensor]
-) -> None:
+def test_an_unchanged_model_trains_in_fp8_on_any_layout_as_on_one_device(name: str, on_one: dict[str, Trained]) -> None:
     for found in run_on_ranks(2, trained, 2, LAYOUTS[name], init=False):
-        for scaling in ("current", "delayed"):
-            own, wanted, plain = found[scaling], on_one[scaling], on_one["plain"]
+        for scaling, unscaled in (("current", "plain"), ("delayed", "plain"), ("mxfp8", "wide")):
+            own, wanted, plain = found[scaling], on_one[scaling], on_one[unscaled]
+            initial = weights_of(built(WIDE if scaling == "mxfp8" else {}))
             assert own.losses == pytest.approx(wanted.losses, abs=TOLERANCE)
             moved = wanted.furthest("first", initial)
             assert own.furthest("first", wanted.first) < GRADIENTS[name] * moved
@@ -167,7 +168,8 @@ def test_an_unchanged_model_trains_in_fp8_on_any_layout_as_on_one_device(
             assert max(abs(a - b) for a, b in zip(own.losses, plain.losses, strict=True)) > 2 * TOLERANCE
             assert wanted.furthest("first", plain.first) > FP8_ROUNDING[1] * moved
             assert set(own.linears) <= set(wanted.linears) and own.linears
-        assert found["plain"].losses == pytest.approx(on_one["plain"].losses, abs=1e-5)
+        for unscaled in ("plain", "wide"):
+            assert found[unscaled].losses == pytest.approx(on_one[unscaled].losses, abs=1e-5)
         amaxes, wanted_amaxes = found["delayed"].amaxes, on_one["delayed"].amaxes
         assert amaxes.keys() == wanted_amaxes.keys()
         assert all(
@@ -196,7 +198,7 @@ def test_every_rank_casts_its_part_as_it_would_be_cast_whole() -> None:
     def casts(linear: Any, x: Tensor, grad: Tensor) -> list[Any]:
         use_torch({}, Fp8Config(), **axes, device=torch.device("cpu"), others={"linear": linear})
         gemm = linear.gemm
-        weight = gemm.cast_weight(linear.weight, is_training=False).operand_OI
+        weight = gemm.cast_weight(linear.weight, is_training=False).rows
         return [one.inverse_scale for one in (gemm.cast_input(x, is_training=True), weight, gemm.cast_gradient(grad))]
 
     x, grad, weight = growing(16, 32), growing(16, 64), growing(64, 32)
