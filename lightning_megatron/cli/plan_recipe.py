@@ -99,6 +99,7 @@ def run_of_recipe(path: Path, data: dict[str, Any], options: argparse.Namespace)
     if errors:
         raise ValueError("\n".join(errors))
     assert model is not None
+    fp8: Fp8Config | None = settings["fp8"]
     batch = numbers["data.global_batch_size"]
     lengths = _lengths_of(config, model, numbers["data.sequence_length"], options)
     if config.get("data") is not None and (errors := sample_errors(recipe, config.data, model, lengths, batch)):
@@ -123,7 +124,7 @@ def run_of_recipe(path: Path, data: dict[str, Any], options: argparse.Namespace)
         micro_batch_size=microbatch_size or max(batch // max(data_parallel_size * num_microbatches, 1), 1),
         cuts_by_rows=bool(microbatch_size),
         precision=precision,
-        fp8=settings["fp8"],
+        fp8=fp8 if fp8 is not None and fp8.is_float8 else None,
         recompute=settings["recompute"],
         optimizer=settings["optimizer"],
         schedule_name=None if pipeline.schedule == "auto" else pipeline.schedule,

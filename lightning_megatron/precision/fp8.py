@@ -8,8 +8,8 @@ Transformer Engine scales and keeps its amaxes by itself; what is here builds it
 the configuration, and says what to install where it is absent.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal, get_args
 
 import torch
@@ -22,12 +22,18 @@ from lightning_megatron.precision.cast import TILE
 from lightning_megatron.precision.mx import BLOCK, UNITS
 
 Format = Literal["e4m3", "hybrid"]
-RecipeName = Literal["current", "delayed", "mxfp8"]
+RecipeName = Literal["current", "delayed", "mxfp8", "none"]
 AmaxFrom = Literal["max", "most_recent"]
 Engine = Literal["torch", "transformer_engine"]
 ParallelMode = Literal["column", "row"]
+Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
+"""Makes contexts around a forward and around its recomputation."""
 
 _FLOAT8 = (8, 9)
+# Source: transformer_engine.pytorch.quantization, check_mxfp8_support, at v2.18.
+_WITHOUT_ENGINE_MX = (12, 0)
+# Releases of Transformer Engine that first have Float8CurrentScaling, and a GroupedLinear that multiplies by it.
+_OLDEST, _OLDEST_GROUPED = (2, 2), (2, 3)
 HISTORY_LENGTH = 1024
 """Default number of steps whose amaxes a delayed scale is made from."""
 
@@ -42,7 +48,8 @@ class Fp8Config:
     a wider range, for gradients."""
     scaling: RecipeName = "current"
     """Scaling of a tensor before its cast. current: by its own amax; delayed: by its amaxes in earlier steps; mxfp8:
-    each 32 numbers along the inner dim of a GEMM by their own."""
+    each 32 numbers along the inner dim of a GEMM by their own; none: no FP8, but Transformer Engine's fused layers in
+    the precision of the trainer."""
     amax_history_length: int = HISTORY_LENGTH
     """Steps whose amaxes count for a delayed scale."""
     amax_from: AmaxFrom = "max"
@@ -61,9 +68,14 @@ class Fp8Config:
             raise ValueError("\n".join(faults))
 
     @property
+    def is_float8(self) -> bool:
+        """Whether anything multiplies in float8."""
+        return self.scaling != "none"
+
+    @property
     def tile(self) -> int:
         """Number that must divide both sizes of each weight of a rank, and to which tokens are padded."""
-        return BLOCK if self.scaling == "mxfp8" else TILE
+        return {"mxfp8": BLOCK, "none": 1}.get(self.scaling, TILE)
 
     def faults(self) -> list[str]:
         """Every rule that these settings break, one sentence each."""
@@ -90,6 +102,16 @@ class Fp8Config:
                 f"fp8 margin ({self.margin}) is for scales of whole tensors, and scaling='mxfp8' has one for each 32 "
                 "numbers; use margin=0"
             )
+        if self.scaling == "none" and (self.margin or self.format != "hybrid"):
+            faults.append(
+                f"fp8 format ({self.format!r}) and margin ({self.margin}) are for float8, and scaling='none' has none; "
+                "leave them out"
+            )
+        if self.scaling == "none" and self.engine == "torch":
+            faults.append(
+                "fp8 scaling='none' is for engine='transformer_engine', whose fused layers also multiply without "
+                "float8; choose that, or leave fp8 out"
+            )
         if self.engine == "transformer_engine" and self.scaling == "current" and self.margin:
             faults.append(
                 f"fp8 margin ({self.margin}) with scaling='current' is known to engine='torch' alone; use margin=0, "
@@ -106,12 +128,19 @@ def engine_faults(config: Fp8Config) -> list[str]:
         _transformer_engine()
     except ImportError as error:
         return [str(error)]
-    return []
+    return _release_faults(_OLDEST, "Float8CurrentScaling")
+
+
+def expert_engine_faults(config: Fp8Config) -> list[str]:
+    """Why the configured engine, which is there, does not multiply experts so: nothing, or one sentence."""
+    if config.engine == "torch" or config.scaling in ("delayed", "none") or engine_faults(config):
+        return []
+    return _release_faults(_OLDEST_GROUPED, f"a GroupedLinear for experts under scaling={config.scaling!r}")
 
 
 def device_faults(config: Fp8Config, device: torch.device) -> list[str]:
     """Why this device does not multiply so: nothing, or one sentence. A CPU multiplies anything."""
-    if device.type != "cuda":
+    if device.type != "cuda" or not config.is_float8:
         return []
     capability = torch.cuda.get_device_capability(device)
     has = f"and this {device} has {capability[0]}.{capability[1]}"
@@ -124,6 +153,11 @@ def device_faults(config: Fp8Config, device: torch.device) -> list[str]:
         return [
             "fp8 scaling='mxfp8' needs a GPU of compute capability 10.0 or more (Blackwell), whose units read scales "
             f"of blocks, {has}; use scaling='current' or 'delayed'"
+        ]
+    if config.scaling == "mxfp8" and config.engine == "transformer_engine" and capability >= _WITHOUT_ENGINE_MX:
+        return [
+            "fp8 scaling='mxfp8' of Transformer Engine is for GPUs of compute capability 10.0 up to 12.0, for which it "
+            f"has every layout of GEMM, {has}; use engine='torch' or scaling='current'"
         ]
     return []
 
@@ -146,12 +180,26 @@ def _transformer_engine() -> Any:
     return transformer_engine
 
 
+def _release_faults(oldest: tuple[int, int], what: str) -> list[str]:
+    """Why the installed release is too old for something: nothing, or one sentence."""
+    release: str = _transformer_engine().__version__
+    if tuple(int(part) for part in release.split(".")[:2]) >= oldest:
+        return []
+    needed = ".".join(map(str, oldest))
+    return [
+        f"fp8 engine 'transformer_engine' needs Transformer Engine {needed} or later, which has {what}, and {release} "
+        f"is installed; pip install 'transformer-engine[pytorch]>={needed}', or use Fp8Config(engine='torch')"
+    ]
+
+
 def recipe(config: Fp8Config) -> Any:
     """Transformer Engine's recipe for the configuration."""
     recipes = _transformer_engine().common.recipe
     fp8_format = recipes.Format.E4M3 if config.format == "e4m3" else recipes.Format.HYBRID
     if config.scaling == "current":
         return recipes.Float8CurrentScaling(fp8_format=fp8_format)
+    if config.scaling == "mxfp8":
+        return recipes.MXFP8BlockScaling(fp8_format=fp8_format)
     return recipes.DelayedScaling(
         margin=config.margin,
         fp8_format=fp8_format,
@@ -162,7 +210,7 @@ def recipe(config: Fp8Config) -> Any:
 
 def config_of_recipe(recipe: Any) -> Fp8Config:
     """The configuration equivalent to a recipe of Transformer Engine. Raises ValueError for one that is not offered."""
-    names = {"DelayedScaling": "delayed", "Float8CurrentScaling": "current"}
+    names = {"DelayedScaling": "delayed", "Float8CurrentScaling": "current", "MXFP8BlockScaling": "mxfp8"}
     name, formats = type(recipe).__name__, {"E4M3": "e4m3", "HYBRID": "hybrid"}
     fp8_format = recipe.fp8_format.name
     if name not in names or fp8_format not in formats:
@@ -180,13 +228,33 @@ def config_of_recipe(recipe: Any) -> Fp8Config:
 
 
 def autocast(config: Fp8Config, ranks: ProcessGroup | None) -> AbstractContextManager[None]:
-    """Inside the block Transformer Engine's layers multiply in FP8; at its end amaxes are reduced over `ranks`."""
+    """Inside the block Transformer Engine's layers multiply as configured; its end reduces amaxes over `ranks`."""
+    if not config.is_float8:
+        return left_out()
     return _autocast(enabled=True, recipe=recipe(config), amax_reduction_group=ranks)
 
 
 def left_out() -> AbstractContextManager[None]:
     """Inside the block Transformer Engine's layers compute without FP8, and their amaxes are not reduced."""
     return _autocast(enabled=False)
+
+
+def checkpoint(run: Callable[..., Any], *inputs: Any, context_fn: Contexts) -> Any:
+    """`run(*inputs)`, recomputed in the backward inside of the autocast that is on now, by the scales of now."""
+
+    def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        forward, recompute = context_fn()
+        return forward, _inside(recompute)
+
+    return _transformer_engine().pytorch.checkpoint(run, *inputs, use_reentrant=False, context_fn=contexts)
+
+
+@contextmanager
+def _inside(recompute: AbstractContextManager[Any]) -> Iterator[None]:
+    """Inside of an autocast without FP8, too: one with FP8 reduces amaxes over ranks at its end, and moves histories,
+    where there is none around it. Once for each call of the model is enough."""
+    with left_out(), recompute:
+        yield
 
 
 _FORMER_NAMES = {"recipe": "fp8_recipe", "amax_reduction_group": "fp8_group"}
@@ -213,14 +281,12 @@ def norm_linear(in_features: int, out_features: int, *, tp: Axis, sp: Axis, **re
     return _build("LayerNormLinear", in_features, out_features, parallel_mode="column", **_parallel(tp, sp), **rest)
 
 
-def grouped_linear(
-    num_groups: int, in_features: int, out_features: int, *, mode: ParallelMode, tp: Axis, **rest: Any
-) -> nn.Module:
-    """Transformer Engine's GroupedLinear: as many linears as groups of tokens (experts), over `tp`."""
-    alone = Axis.alone(tp.ranks[tp.rank])
-    return _build(
-        "GroupedLinear", num_groups, in_features, out_features, parallel_mode=mode, **_parallel(tp, alone), **rest
-    )
+def grouped_linear(num_groups: int, in_features: int, out_features: int, **rest: Any) -> nn.Module:
+    """Transformer Engine's GroupedLinear: as many linears as groups of tokens (experts), of a rank's own features.
+
+    It sums nothing over ranks, and under current scaling refuses to know of any.
+    """
+    return _build("GroupedLinear", num_groups, in_features, out_features, **rest)
 
 
 def attention(

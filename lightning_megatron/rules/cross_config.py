@@ -11,7 +11,7 @@ from lightning_megatron.models import BertConfig, GPTConfig, LlavaConfig, T5Conf
 from lightning_megatron.pipeline.layout import layout_faults as stage_faults
 from lightning_megatron.pipeline.registry import schedule_faults
 from lightning_megatron.pipeline.schedule_spec import Schedule
-from lightning_megatron.precision.fp8 import Fp8Config, engine_faults
+from lightning_megatron.precision.fp8 import Fp8Config, engine_faults, expert_engine_faults
 from lightning_megatron.rules.limits import (
     MOST,
     MOST_MICROBATCHES,
@@ -356,10 +356,10 @@ def _fp8(facts: Facts) -> list[str]:
         faults.append(
             f"precision ({facts.precision!r}) must be one of {', '.join(_AROUND_FP8)} with fp8; use 'bf16-mixed'"
         )
-    if facts.fp8.engine == "transformer_engine" and facts.recompute.granularity != "none":
+    if facts.fp8.engine == "transformer_engine" and facts.recompute.shard_saved_inputs:
         faults.append(
-            f"recompute granularity ({facts.recompute.granularity!r}) must be 'none' with the fp8 engine "
-            "'transformer_engine', whose layers would count amaxes twice; use the engine 'torch', or recompute nothing"
+            "recompute shard_saved_inputs (True) is for layers that torch recomputes, and with the fp8 engine "
+            "'transformer_engine' that engine does; use the engine 'torch', or leave shard_saved_inputs out"
         )
     sizes = _cutting_sizes(facts)
     if facts.model is not None and sizes is not None:
@@ -374,6 +374,8 @@ def _fp8_model(fp8: Fp8Config, model: TransformerConfig, sizes: Sizes) -> list[s
             "linears; use BertConfig(norm_placement='pre'), or leave fp8 out"
         ]
     faults = fp8_faults(fp8, model, sizes)
+    if model.moe is not None:
+        faults += expert_engine_faults(fp8)
     if isinstance(model, LlavaConfig):
         faults += [f"vision: {fault}" for fault in tile_faults(fp8, model.vision, sizes)]
     return faults

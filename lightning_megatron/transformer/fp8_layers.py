@@ -277,7 +277,7 @@ def use_transformer_engine(
     Raises ImportError, naming the extra, where it is not installed.
     """
     layers = [
-        TELayer(layer)
+        TELayer(layer, config.tile)
         for model, part_names in models.values()
         for _, layer in list(chosen_layers(model, part_names, config))
     ]

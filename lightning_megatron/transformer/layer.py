@@ -74,9 +74,11 @@ class TransformerLayer(PreNormLayer):
         if "mlp" not in self.recomputed:
             return self._norm_and(self.mlp_norm, lambda x: self.mlp(x, tokens), hidden_TH)
         if "norm" in self.recomputed:
-            output_TH: Tensor = checkpoint(lambda x: self.mlp(self.mlp_norm(x), tokens), hidden_TH)
+            output_TH: Tensor = checkpoint(lambda x: self.mlp(self.mlp_norm(x), tokens), hidden_TH, by=self.checkpoint)
         else:
-            output_TH = checkpoint(lambda x: self.mlp(x, tokens), as_gemm_input(self.mlp_norm(hidden_TH)))
+            output_TH = checkpoint(
+                lambda x: self.mlp(x, tokens), as_gemm_input(self.mlp_norm(hidden_TH)), by=self.checkpoint
+            )
         return output_TH
 
 
@@ -110,9 +112,9 @@ class ExpertLayer(PreNormLayer):
         if "moe" not in self.recomputed:
             output: tuple[Tensor, Tensor] = self.moe(self.mlp_norm(hidden_TH), routed, tokens)
         elif "norm" in self.recomputed:
-            output = checkpoint(lambda x: self.moe(self.mlp_norm(x), routed, tokens), hidden_TH)
+            output = checkpoint(lambda x: self.moe(self.mlp_norm(x), routed, tokens), hidden_TH, by=self.checkpoint)
         else:
-            output = checkpoint(lambda x: self.moe(x, routed, tokens), self.mlp_norm(hidden_TH))
+            output = checkpoint(lambda x: self.moe(x, routed, tokens), self.mlp_norm(hidden_TH), by=self.checkpoint)
         return output
 
 

@@ -19,6 +19,7 @@ Source: Korthikanti et al., arXiv 2205.05198, section 5 (selective); Chen et al.
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
+from functools import partial
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, get_args
 
 import torch
@@ -32,7 +33,16 @@ from lightning_megatron.comm import collectives
 from lightning_megatron.config_dataclass import config_dataclass
 from lightning_megatron.mesh import Axis
 from lightning_megatron.precision.autocast import autocast, autocast_dtype
+from lightning_megatron.precision.fp8 import Contexts
 
+
+class Checkpoint(Protocol):
+    """Runs a function and saves its inputs alone, as torch's checkpoint does."""
+
+    def __call__(self, run: Callable[..., Any], *inputs: Any, context_fn: Contexts) -> Any: ...
+
+
+TORCH_CHECKPOINT: Checkpoint = partial(torch_checkpoint.checkpoint, use_reentrant=False)
 Granularity = Literal["none", "selective", "full"]
 RecomputePart = Literal["core_attention", "norm", "activation", "mlp", "moe"]
 Method = Literal["uniform", "block"]
@@ -114,6 +124,8 @@ class RecomputeLayer(nn.Module):
         super().__init__()
         # Parts that it recomputes.
         self.recomputed: frozenset[str] = frozenset()
+        # What recomputes it: its linears may be those of a library that has its own.
+        self.checkpoint: Checkpoint = TORCH_CHECKPOINT
 
 
 def set_recomputed(module: nn.Module, config: RecomputeConfig) -> None:
@@ -141,7 +153,9 @@ def part_faults(config: RecomputeConfig, offered: set[str]) -> list[str]:
 
 
 @torch.compiler.disable
-def checkpoint(run: Callable[..., Any], *inputs: Any, buffers: Sequence[Tensor] = ()) -> Any:
+def checkpoint(
+    run: Callable[..., Any], *inputs: Any, by: Checkpoint = TORCH_CHECKPOINT, buffers: Sequence[Tensor] = ()
+) -> Any:
     """`run(*inputs)`, of which only the inputs are saved: the backward recomputes the rest.
 
     `buffers` are those that it changes (counts, running means): they change once.
@@ -153,7 +167,7 @@ def checkpoint(run: Callable[..., Any], *inputs: Any, buffers: Sequence[Tensor] 
         return nullcontext(), _Restored(buffers)
 
     context_fn = contexts if buffers else torch_checkpoint.noop_context_fn
-    return torch_checkpoint.checkpoint(run, *inputs, use_reentrant=False, context_fn=context_fn)
+    return by(run, *inputs, context_fn=context_fn)
 
 
 class _Restored:
@@ -239,9 +253,11 @@ class RecomputeRunner:
         buffers = [buffer for part in group for buffer in part.module.buffers()]
         # Outputs of a user's own layers may differ between the ranks of tp; hidden states of ours do not.
         is_alike = all(isinstance(part.module, RecomputeLayer) for part in group)
+        ways = [part.module.checkpoint for part in group if isinstance(part.module, RecomputeLayer)]
+        by = next((way for way in ways if way is not TORCH_CHECKPOINT), TORCH_CHECKPOINT)
         with _saved_in_shards(self._tp) if self._is_sharding and is_alike else nullcontext():
             return checkpoint(
-                lambda *given: _run_in_turn(group, tree_unflatten(given, spec)), *tensors, buffers=buffers
+                lambda *given: _run_in_turn(group, tree_unflatten(given, spec)), *tensors, by=by, buffers=buffers
             )
 
 

@@ -17,32 +17,31 @@ from lightning_megatron.moe.experts import DispatchedTokens, Experts
 from lightning_megatron.moe.grouped_gemm import ExpertGroups
 from lightning_megatron.moe.weighted_activation import scale_rows, weighted_activation
 from lightning_megatron.precision import fp8
-from lightning_megatron.precision.cast import TILE
 
 
 class TEExperts(nn.Module):
     """Experts that Transformer Engine runs, with the parameters of `Experts` under their names."""
 
-    def __init__(self, experts: Experts) -> None:
+    def __init__(self, experts: Experts, tile: int) -> None:
         super().__init__()
+        self._tile = tile
         self.up, self.down = experts.up, experts.down
         self.up_bias, self.down_bias = experts.up_bias, experts.down_bias
         self.axes, self.activation = experts.axes, experts.activation
         # After the weights have changed: the engine casts them once for the microbatches that follow.
         self.is_first_microbatch = True
         num_own, hidden_size, num_features = self.down.shape
-        all_features = num_features * self.axes.etp.size
         width = self.up[0].numel() // (num_features * hidden_size)
         # In a tuple: what the engine's modules hold by themselves would count as parameters.
-        options: dict[str, Any] = {"tp": self.axes.etp, "bias": False, "params_dtype": self.up.dtype, "device": "meta"}
+        options: dict[str, Any] = {"bias": False, "params_dtype": self.up.dtype, "device": "meta"}
         self._engines = (
-            fp8.grouped_linear(num_own, hidden_size, width * all_features, mode="column", **options),
-            fp8.grouped_linear(num_own, all_features, hidden_size, mode="row", **options),
+            fp8.grouped_linear(num_own, hidden_size, width * num_features, **options),
+            fp8.grouped_linear(num_own, num_features, hidden_size, **options),
         )
 
     def forward(self, tokens: DispatchedTokens) -> Tensor:
         rows_RH, probs_R, groups = tokens
-        sizes = [max(-(-size // TILE), 1) * TILE for size in groups.sizes]
+        sizes = [max(-(-size // self._tile), 1) * self._tile for size in groups.sizes]
         index_R = _padded_indices(groups, sizes, rows_RH.device)
         rows_PH = rows_RH.new_zeros(sum(sizes), rows_RH.shape[1]).index_copy(0, index_R, rows_RH)
         probs_P = probs_R.new_zeros(sum(sizes)).index_copy(0, index_R, probs_R)

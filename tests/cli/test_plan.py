@@ -166,6 +166,15 @@ def test_transformer_engine_s_precision_is_planned_where_it_is_not_installed(
     assert "no units for FP8" in shown(capsys, file, "--gpu", "a100", "--layout", "recipe")
 
 
+def test_fused_layers_without_float8_are_planned_as_no_fp8(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fp8 = {"engine": "transformer_engine", "scaling": "none"}
+    plans = []
+    for changes in ({}, {"trainer.strategy.init_args.fp8": fp8}):
+        file = changed(tmp_path, "gpt2_124m.yaml", **changes)
+        plans.append(record(capsys, file, "--gpu", "a100", "--layout", "recipe"))
+    assert plans[0] == plans[1] and plans[0]["fp8"] is False
+
+
 @pytest.mark.parametrize(("devices", "world"), [("8", 8), ([0, 1, 2, 3], 4), (16, 16)])
 def test_devices_are_counted_as_the_trainer_takes_them(
     devices: Any, world: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]

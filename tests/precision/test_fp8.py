@@ -1,6 +1,6 @@
 """The FP8 configuration tells its faults, and the door to Transformer Engine translates it or says what to install."""
 
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ TP = Axis("tp", 2, 1, (4, 5))
 SP = Axis("sp", 2, 1, (4, 5))
 ALONE = Axis.alone(5)
 ENGINE = Fp8Config(engine="transformer_engine")
+each_release = pytest.mark.parametrize("version", [engine_stub.OLDEST, engine_stub.NEWEST])
 
 
 def test_all_faults_of_a_configuration_are_reported_at_once() -> None:
@@ -53,6 +54,7 @@ def test_an_engine_that_is_there_has_no_fault(monkeypatch: pytest.MonkeyPatch) -
     [
         ENGINE,
         Fp8Config(engine="transformer_engine", format="e4m3"),
+        Fp8Config(engine="transformer_engine", scaling="mxfp8", format="e4m3"),
         Fp8Config(
             engine="transformer_engine",
             scaling="delayed",
@@ -70,7 +72,7 @@ def test_a_recipe_says_what_the_configuration_says_and_back(config: Fp8Config, m
 @pytest.mark.parametrize(
     ("recipe", "message"),
     [
-        (engine_stub.MXFP8BlockScaling(), "MXFP8BlockScaling with format E4M3 is not offered"),
+        (engine_stub.NVFP4BlockScaling(), "NVFP4BlockScaling with format E4M3 is not offered"),
         (engine_stub.DelayedScaling(fp8_format=engine_stub.Format.E5M2), "format E5M2 is not offered"),
         (engine_stub.DelayedScaling(amax_compute_algo=max), "must be of type 'max' or 'most_recent'"),
     ],
@@ -80,9 +82,9 @@ def test_a_recipe_that_is_not_offered_is_refused(recipe: Any, message: str) -> N
         fp8.config_of_recipe(recipe)
 
 
-@pytest.mark.parametrize("is_old", [False, True])
-def test_each_release_is_called_by_its_own_names(monkeypatch: pytest.MonkeyPatch, is_old: bool) -> None:
-    log, ranks = engine_stub.install(monkeypatch, is_old=is_old), object()
+@each_release
+def test_each_release_is_called_by_its_own_names(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    log, ranks = engine_stub.install(monkeypatch, version=version), object()
     with fp8.autocast(Fp8Config(engine="transformer_engine"), ranks):  # type: ignore[arg-type]
         assert log.is_open
         with fp8.left_out():
@@ -90,21 +92,15 @@ def test_each_release_is_called_by_its_own_names(monkeypatch: pytest.MonkeyPatch
     assert log.autocasts == [(engine_stub.Float8CurrentScaling(), ranks)] and not log.is_open
 
 
-def test_layers_of_the_engine_get_our_axis(monkeypatch: pytest.MonkeyPatch) -> None:
-    log = engine_stub.install(monkeypatch)
-    fp8.grouped_linear(8, 16, 32, mode="column", tp=TP, bias=False, device="meta", params_dtype=torch.bfloat16)
+@each_release
+def test_layers_of_the_engine_get_our_axis(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    log = engine_stub.install(monkeypatch, version=version)
+    fp8.grouped_linear(8, 16, 32, bias=False, device="meta", params_dtype=torch.bfloat16)
     fp8.attention(4, 8, num_groups=2, is_causal=True, window=3, tp=TP, sp=SP, qkv_format="bshd")
     (kind, sizes, grouped), (other, heads, attention) = log.built
     assert (kind, sizes, other, heads) == ("GroupedLinear", (8, 16, 32), "DotProductAttention", (4, 8))
-    assert grouped == {
-        "parallel_mode": "column",
-        "tp_group": None,
-        "tp_size": 2,
-        "sequence_parallel": False,
-        "bias": False,
-        "device": "meta",
-        "params_dtype": torch.bfloat16,
-    }
+    # It knows a rank's own features, and no axis.
+    assert grouped == {"bias": False, "device": "meta", "params_dtype": torch.bfloat16}
     assert attention == {
         "num_gqa_groups": 2,
         "attn_mask_type": "causal",
@@ -120,6 +116,22 @@ def test_a_cpu_has_no_fault() -> None:
     assert fp8.device_faults(Fp8Config(scaling="mxfp8"), torch.device("cpu")) == []
 
 
+def test_a_release_without_what_a_scaling_needs_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine_stub.install(monkeypatch, version="2.1")
+    [fault] = fp8.engine_faults(ENGINE)
+    assert "2.2 or later, which has Float8CurrentScaling, and 2.1.0 is installed" in fault
+    engine_stub.install(monkeypatch, version="2.2")
+    assert fp8.engine_faults(ENGINE) == []
+    # Its experts multiply by delayed scaling alone.
+    for scaling in ("current", "mxfp8"):
+        [fault] = fp8.expert_engine_faults(Fp8Config(engine="transformer_engine", scaling=scaling))
+        assert f"2.3 or later, which has a GroupedLinear for experts under scaling='{scaling}'" in fault
+    assert fp8.expert_engine_faults(Fp8Config(engine="transformer_engine", scaling="delayed")) == []
+    # Releases are numbers and not words: 2.18 is later than 2.3.
+    engine_stub.install(monkeypatch, version="2.18")
+    assert fp8.engine_faults(ENGINE) == fp8.expert_engine_faults(ENGINE) == []
+
+
 CAPABILITIES: dict[tuple[int, int], set[str]] = {
     (8, 0): set(),
     (8, 9): {"current", "delayed"},
@@ -130,7 +142,7 @@ CAPABILITIES: dict[tuple[int, int], set[str]] = {
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
-@pytest.mark.parametrize("scaling", get_args(fp8.RecipeName))
+@pytest.mark.parametrize("scaling", ["current", "delayed", "mxfp8"])
 def test_a_gpu_multiplies_what_it_has_units_for_and_refuses_the_rest(
     scaling: fp8.RecipeName, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -141,3 +153,24 @@ def test_a_gpu_multiplies_what_it_has_units_for_and_refuses_the_rest(
         assert "8.9 or more" in faults[0] and "has 8.0" in faults[0] and "bf16-mixed" in faults[0]
     elif faults:
         assert "10.0 or more" in faults[0] and "use scaling='current' or 'delayed'" in faults[0]
+
+
+def test_what_the_engine_lacks_on_a_gpu_is_refused_and_what_is_no_float8_runs_on_any(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device = torch.device("cuda", 0)
+    engine = Fp8Config(engine="transformer_engine", scaling="mxfp8")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    assert fp8.device_faults(engine, device) == []
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (12, 0))
+    [fault] = fp8.device_faults(engine, device)
+    assert "10.0 up to 12.0" in fault and "use engine='torch'" in fault
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert fp8.device_faults(Fp8Config(engine="transformer_engine", scaling="none"), device) == []
+
+
+def test_a_configuration_without_float8_is_the_engines_alone() -> None:
+    with pytest.raises(ValueError, match="is for engine='transformer_engine'"):
+        Fp8Config(scaling="none")
+    with pytest.raises(ValueError, match="scaling='none' has none"):
+        Fp8Config(scaling="none", engine="transformer_engine", format="e4m3")

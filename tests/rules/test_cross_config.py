@@ -11,6 +11,7 @@ from lightning_megatron.moe.capacity import ExpertCapacity
 from lightning_megatron.moe.config import MoEConfig, RouterConfig
 from lightning_megatron.pipeline.schedule_spec import Schedule
 from lightning_megatron.rules.cross_config import Facts, faults
+from tests.precision import engine_stub
 
 
 def model(**changes: object) -> GPTConfig:
@@ -138,12 +139,26 @@ def test_only_learned_positions_bound_the_sequence() -> None:
     assert not faults(Facts(**long, model=model(position="rotary")))  # type: ignore[arg-type]
 
 
-def test_recomputation_is_refused_where_transformer_engine_would_count_amaxes_twice() -> None:
-    fp8, twice = Fp8Config(engine="transformer_engine"), RecomputeConfig(granularity="full")
-    facts = Facts(sizes=Sizes(), fp8=fp8, recompute=twice, precision="bf16-mixed")
-    assert any("recompute granularity ('full') must be 'none'" in fault for fault in faults(facts))
-    shown = faults(replace(facts, recompute=RecomputeConfig())) + faults(replace(facts, fp8=Fp8Config()))
-    assert not any("recompute" in fault for fault in shown)
+def test_saved_inputs_are_not_sharded_where_transformer_engine_recomputes(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine_stub.install(monkeypatch)
+    fp8, sharded = Fp8Config(engine="transformer_engine"), RecomputeConfig(granularity="full", shard_saved_inputs=True)
+    facts = Facts(sizes=Sizes(), fp8=fp8, recompute=sharded, precision="bf16-mixed")
+    [fault] = faults(facts)
+    assert "recompute shard_saved_inputs (True)" in fault and "use the engine 'torch'" in fault
+    assert faults(replace(facts, recompute=RecomputeConfig(granularity="full"))) == []
+    assert faults(replace(facts, fp8=Fp8Config())) == []
+
+
+def test_experts_want_a_transformer_engine_that_multiplies_them_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine_stub.install(monkeypatch, version=engine_stub.OLDEST)
+    fp8, experts = Fp8Config(engine="transformer_engine"), MoEConfig(router=RouterConfig(num_experts=4))
+    wide = model(hidden_size=64, num_attention_heads=4, ffn_hidden_size=64, moe=experts)
+    facts = Facts(sizes=Sizes(), fp8=fp8, model=wide, precision="bf16-mixed")
+    [fault] = faults(facts)
+    assert "needs Transformer Engine 2.3 or later" in fault
+    assert faults(replace(facts, model=replace(wide, moe=None))) == []
+    engine_stub.install(monkeypatch)
+    assert faults(facts) == []
 
 
 def test_a_sequence_that_ranks_cannot_share_evenly_is_a_fault_on_request_alone() -> None:

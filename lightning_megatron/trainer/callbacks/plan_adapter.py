@@ -73,7 +73,8 @@ def planned_run(trainer: pl.Trainer, ranks: Sequence[Seen], *, rank: int = 0) ->
     count = -(-rows // strategy.microbatch_size) if strategy.microbatch_size else strategy.num_microbatches
     if strategy.dynamic_context is not None:
         count = rows
-    is_fp8 = compute_dtype(precision := str(trainer.precision)) == torch.bfloat16 and strategy.fp8 is not None
+    fp8, precision = strategy.fp8, str(trainer.precision)
+    is_fp8 = compute_dtype(precision) == torch.bfloat16 and fp8 is not None and fp8.is_float8
     run = Run(
         model=model,
         lengths=seen.lengths,
@@ -83,7 +84,7 @@ def planned_run(trainer: pl.Trainer, ranks: Sequence[Seen], *, rank: int = 0) ->
         micro_batch_size=max(rows // count, 1),
         cuts_by_rows=strategy.microbatch_size > 0,
         precision="bf16-true" if precision == "transformer-engine" else precision,
-        fp8=strategy.fp8 if is_fp8 else None,
+        fp8=fp8 if is_fp8 else None,
         recompute=strategy.recompute,
         optimizer=strategy.optimizer,
         schedule_name=None if strategy.pipeline.schedule == "auto" else strategy.pipeline.schedule,

@@ -12,7 +12,14 @@ from lightning.pytorch.plugins.precision import TransformerEnginePrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
-from lightning_megatron import ConfigurationError, Fp8Config, MegatronStrategy, PipelineConfig, checkpoint
+from lightning_megatron import (
+    ConfigurationError,
+    Fp8Config,
+    MegatronStrategy,
+    PipelineConfig,
+    RecomputeConfig,
+    checkpoint,
+)
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.models import BertConfig, BertModel, GPTConfig, GPTModel
 from lightning_megatron.moe.config import MoEConfig, RouterConfig
@@ -334,17 +341,21 @@ def test_what_lightnings_plugin_asks_for_beyond_that_is_refused(
         MegatronPrecision(lightnings_plugin(monkeypatch, **options))
 
 
-def test_precision_transformer_engine_trains_with_its_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("granularity", ["none", "full"])
+def test_precision_transformer_engine_trains_with_its_layers(granularity: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     plugin = lightnings_plugin(monkeypatch)
     log = engine_stub.install(monkeypatch)
-    module = Language()
-    trainer_of(1, {"num_microbatches": 2}, precision=None, plugins=[plugin]).fit(module, loader())
+    module, recompute = Language(), RecomputeConfig(granularity=granularity)
+    layout = {"num_microbatches": 2, "recompute": recompute}
+    trainer_of(1, layout, precision=None, plugins=[plugin]).fit(module, loader())
     assert module.twins == 16 and len(module.losses) == 4
     assert next(module.parameters()).dtype == torch.bfloat16
     # Of two microbatches the first casts.
-    assert log.first_microbatch == ([True] * 16 + [False] * 16) * 4
+    again = [False] * 16 * (granularity == "full")
+    assert log.first_microbatch == ([True] * 16 + again + [False] * 16 + again) * 4
+    assert all(log.in_fp8) and log.num_reductions == 2 * 4
     # Rows of eight tokens in each of four layers.
-    assert log.attended == [torch.Size((2, 8, 4, 8))] * 4 * 2 * 4
+    assert log.attended == [torch.Size((2, 8, 4, 8))] * 4 * 2 * 4 * (2 if again else 1)
     assert not any(isinstance(child, TELinear) for child in module.modules())
 
 
