@@ -13,6 +13,7 @@ import lightning.pytorch as pl
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
+from lightning_megatron.any_module.pipelined_modules import pipelined_modules
 from lightning_megatron.checkpoint.owner_lock import FolderOwner
 from lightning_megatron.comm.async_collectives import no_op
 from lightning_megatron.mesh import Mesh, reset_ambient_mesh
@@ -29,7 +30,7 @@ from lightning_megatron.trainer.dynamic_context.prefetch import DynamicContext
 from lightning_megatron.trainer.fault_tolerance.failure_watch import FailureWatch
 from lightning_megatron.trainer.fault_tolerance.preemption import Preemption
 from lightning_megatron.trainer.resume.run_state import ResumeState
-from lightning_megatron.trainer.setup import metric_sync, optimizers, pipelined_models
+from lightning_megatron.trainer.setup import metric_sync, optimizers
 from lightning_megatron.trainer.setup.connections import Connections
 from lightning_megatron.trainer.step.first_steps import FirstSteps
 from lightning_megatron.trainer.step.hook_check import HookCheck
@@ -121,7 +122,7 @@ class ActiveRun:
         """
         of_this = self.stepped_models[next(i for i, known in enumerate(optimizers) if known is optimizer)]
         of_any = set().union(*self.stepped_models)
-        for name, model in pipelined_models.pipelined_modules(module).items():
+        for name, model in pipelined_modules(module).items():
             if name in of_this or name not in of_any:
                 is_skipped = not has_stepped or name not in of_any
                 model.end_step(is_skipped=is_skipped, replicas=self.connections.mesh.axis("dp+cp"))
@@ -181,7 +182,7 @@ class ActiveRun:
             self.document_prefetch.stop(is_failed=is_interrupted and not is_leaving)
         reset_ambient_mesh(self.ambient)
         if module is not None:
-            for pipelined in pipelined_models.pipelined_modules(module).values():
+            for pipelined in pipelined_modules(module).values():
                 pipelined.driver, pipelined.before_part = run_alone, at_once
             # The layers held on to the last fit's gradients.
             weight_gradients.share(module, WeightGradients())

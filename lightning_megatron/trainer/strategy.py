@@ -33,6 +33,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
+from lightning_megatron.any_module.pipelined_modules import pipelined_modules, plain_linears
 from lightning_megatron.any_module.plan import ModelPlan
 from lightning_megatron.checkpoint import CheckpointConfig, read_meta
 from lightning_megatron.comm import collectives, differentiable
@@ -457,7 +458,7 @@ class MegatronStrategy(ParallelStrategy):
         initial_sync.sync_module_states(module, self.mesh)
         model_checks.share_recomputation(module, self.recompute, self.mesh)
         model_checks.require_used_axes(module, self.mesh)
-        pipelined = pipelined_models.pipelined_modules(module)
+        pipelined = pipelined_modules(module)
         if self.dynamic_context is not None and trainer.state.fn == TrainerFn.FITTING:
             model_checks.require_spreading(module)
             run.document_prefetch = self._make_document_prefetch(trainer, self.dynamic_context)
@@ -503,7 +504,7 @@ class MegatronStrategy(ParallelStrategy):
         run.synced_metrics += metric_sync.sync_metrics_over(module, self.mesh.dp)
         schedule = self.pipeline.schedule_of(pp=self.mesh.pp.size, vp=self.mesh.sizes.vp, microbatches=1)
         if self.mesh.pp.size > 1 and spec_of(schedule.name).splits_backward:
-            run.lent_linears = [lend(linear) for linear in pipelined_models.plain_linears(pipelined)]
+            run.lent_linears = [lend(linear) for linear in plain_linears(pipelined)]
         run.steps = Steps(
             trainer=trainer,
             module=module,

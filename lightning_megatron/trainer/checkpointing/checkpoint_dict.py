@@ -13,6 +13,7 @@ from lightning.fabric.plugins import CheckpointIO
 from torch.optim import Optimizer
 
 from lightning_megatron import checkpoint as directory
+from lightning_megatron.any_module.pipelined_modules import pipelined_modules
 from lightning_megatron.checkpoint import Piece
 from lightning_megatron.checkpoint.state import OTHER_STATES
 from lightning_megatron.checkpoint.summary import MESH, MODELS, OWN_KEYS
@@ -34,7 +35,6 @@ from lightning_megatron.trainer.checkpointing.contents import (
 )
 from lightning_megatron.trainer.checkpointing.hyper_parameters import plain, plain_hyper_parameters
 from lightning_megatron.trainer.config import ConfigurationError
-from lightning_megatron.trainer.setup import pipelined_models
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def _begins_with(prefix: str, name: str) -> bool:
 def _models(module: pl.LightningModule) -> dict[str, Any]:
     """Class and configuration by which each model can be built again."""
     found = {}
-    for name, model in pipelined_models.pipelined_modules(module).items():
+    for name, model in pipelined_modules(module).items():
         config = getattr(model, "config", None)
         if is_dataclass(config):
             found[name] = {"class": type(model).__name__, "config": plain(config)}

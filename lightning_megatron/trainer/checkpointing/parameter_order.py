@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import nn
 
+from lightning_megatron.any_module.pipelined_modules import pipelined_modules
 from lightning_megatron.comm.collectives import gather_objects
 from lightning_megatron.mesh import Axis
 from lightning_megatron.pipeline.module import PipelineModule
-from lightning_megatron.trainer.setup import pipelined_models
 
 TensorNames = Collection[tuple[str, ...]]
 """Names of all tensors of a rank, in the order that its module has them, for each of the ranks that differ."""
@@ -32,7 +32,7 @@ def in_module_order(names: Iterable[str], module: nn.Module, on_ranks: TensorNam
     """
     # A rank has every module outside the pipelined models, so that positions among its own modules compare.
     positions = {name: position for position, (name, _) in enumerate(module.named_modules())}
-    parts = {name: _part_order(model) for name, model in pipelined_models.pipelined_modules(module).items()}
+    parts = {name: _part_order(model) for name, model in pipelined_modules(module).items()}
     inside: dict[str, dict[str, int]] = {}
 
     def key(name: str) -> tuple[int, int, int]:

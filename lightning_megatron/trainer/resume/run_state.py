@@ -21,6 +21,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.utils._pytree import tree_leaves
 
+from lightning_megatron.any_module.pipelined_modules import pipelined_modules
 from lightning_megatron.comm import collectives
 from lightning_megatron.mesh import Axis, Mesh
 from lightning_megatron.trainer.config import ConfigurationError
@@ -33,7 +34,6 @@ from lightning_megatron.trainer.resume.data_position import (
     Reader,
     positioned,
 )
-from lightning_megatron.trainer.setup import pipelined_models
 from lightning_megatron.trainer.step.batch_checks import batch_digest
 from lightning_megatron.trainer.step.global_batches import is_stream
 from lightning_megatron.trainer.step.uneven_inputs import Watch, training_watch, unwatched
@@ -76,7 +76,7 @@ def snapshot(trainer: pl.Trainer, mesh: Mesh) -> dict[str, Any]:
             "of them"
         )
     positions = [one.position_at_end() if is_at_end else one.position_after(trained) for one in _readers(trainer)]
-    models = pipelined_models.pipelined_modules(trainer.lightning_module)
+    models = pipelined_modules(trainer.lightning_module)
     return {
         "layout": _layout(mesh),
         "places": _distinct(positions, mesh.dp),
@@ -195,7 +195,7 @@ class ResumeState:
         elif not self.saved["ends_epoch_first"]:
             # Else Lightning takes the epoch for one that it goes on with, and counts a step that it does not make.
             trainer.fit_loop.epoch_loop.restarting = False
-        for name, model in pipelined_models.pipelined_modules(trainer.lightning_module).items():
+        for name, model in pipelined_modules(trainer.lightning_module).items():
             seed = self.saved["seeds"].get(name, model.draws.seed)
             if seed != model.draws.seed:
                 rank_zero_info(f"dropout of {name} goes on with the seed of the checkpoint ({seed})")

@@ -4,6 +4,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_megatron.any_module.cut_experts import expert_faults
+from lightning_megatron.any_module.pipelined_modules import pipelined_modules
 from lightning_megatron.any_module.plan import ModelPlan
 from lightning_megatron.mesh import Mesh, Sizes
 from lightning_megatron.sharding import sharded_parameters
@@ -11,7 +12,6 @@ from lightning_megatron.trainer.setup.model_checks import mesh_faults, spreading
 from lightning_megatron.trainer.setup.pipelined_models import (
     cut_axes,
     pipeline_faults,
-    pipelined_modules,
     plan_of,
 )
 
@@ -28,10 +28,17 @@ def early_model_faults(
     is_late = any(is_overridden(name, module) for name in ("configure_model", "setup"))
     if is_late or sizes.faults() or not any(True for _ in module.parameters()):
         return []
+    found = model_faults(module, sizes, uses_schedule=uses_schedule, plan=plan)
+    return found + (spreading_faults(module) if spreads_documents else [])
+
+
+def model_faults(
+    module: pl.LightningModule, sizes: Sizes, *, uses_schedule: bool, plan: ModelPlan | None = None
+) -> list[str]:
+    """Errors of a module that is made and not yet cut, on ranks of these sizes."""
     plan = plan_of(module, plan)
     found = plan.faults(module) + expert_faults(module, sizes) + mesh_faults(module, Mesh.imagine(0, sizes))
     # One that was built for other ranks than its run has is told so already.
     if not pipelined_modules(module) and not any(True for _ in sharded_parameters(module)):
         found += unused_axis_faults(module, sizes, cut_axes(module, plan, sizes))
-    found += pipeline_faults(module, sizes, uses_schedule=uses_schedule, plan=plan)
-    return found + (spreading_faults(module) if spreads_documents else [])
+    return found + pipeline_faults(module, sizes, uses_schedule=uses_schedule, plan=plan)

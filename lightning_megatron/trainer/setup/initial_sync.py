@@ -13,11 +13,11 @@ from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader
 
 from lightning_megatron.any_module.cut_model import names_around
+from lightning_megatron.any_module.pipelined_modules import names_inside, pipelined_modules
 from lightning_megatron.any_module.tensor_styles import names_of_taken
 from lightning_megatron.comm import collectives
 from lightning_megatron.mesh import Axis, Mesh
 from lightning_megatron.sharding import Shard
-from lightning_megatron.trainer.setup.pipelined_models import names_inside, pipelined_modules
 
 
 def sync_seed(mesh: Mesh) -> None:

@@ -6,13 +6,13 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 
 from lightning_megatron.any_module.cut_model import CutModel
+from lightning_megatron.any_module.pipelined_modules import names_inside, pipelined_modules
 from lightning_megatron.any_module.tensor_styles import ColwiseLinear
 from lightning_megatron.comm import collectives
 from lightning_megatron.mesh import Mesh, Sizes
 from lightning_megatron.moe.experts import Experts
 from lightning_megatron.sharding import sharded_parameters
 from lightning_megatron.trainer.config import ConfigurationError
-from lightning_megatron.trainer.setup.pipelined_models import names_inside, pipelined_modules
 from lightning_megatron.transformer import recompute
 from lightning_megatron.transformer.recompute import RecomputeConfig
 

@@ -8,6 +8,13 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_megatron.any_module.pipelined_modules import (
+    gather_parts_by,
+    names_inside,
+    parameters_in_parts,
+    pipelined_modules,
+    stages_by_name,
+)
 from lightning_megatron.comm import collectives
 from lightning_megatron.mesh import Mesh, NewGroup
 from lightning_megatron.optim.config import OptimizerConfig
@@ -17,7 +24,6 @@ from lightning_megatron.optim.hook_gradients import HookGradients
 from lightning_megatron.optim.master_weights import MasterWeights
 from lightning_megatron.optim.update_scope import is_elementwise
 from lightning_megatron.trainer.precision import MegatronPrecision
-from lightning_megatron.trainer.setup import pipelined_models
 
 
 def has_master_weights(config: OptimizerConfig, plugin: MegatronPrecision) -> bool:
@@ -41,12 +47,12 @@ def make_data_parallel_comm(
     stepping = list(optimizers)
     gradients = Gradients(
         module.named_parameters(),
-        pipelined_models.names_inside(module),
+        names_inside(module),
         mesh,
         new_group,
         device,
         config=config,
-        stages=pipelined_models.stages_by_name(module),
+        stages=stages_by_name(module),
         dtype=plugin.gradient_dtype(config),
         no_split=not all(is_elementwise(optimizer, config.update_scope) for optimizer in stepping),
         low=plugin.low_dtype(),
@@ -55,10 +61,10 @@ def make_data_parallel_comm(
     if has_master_weights(config, plugin):
         master_weights = MasterWeights(gradients, stepping)
         hook_gradients = HookGradients(gradients) if gradient_hooks(module) else None
-    parts = pipelined_models.parameters_in_parts(module)
+    parts = parameters_in_parts(module)
     dp_comm = DataParallelComm(gradients, master_weights, parts, hook_gradients)
     if config.overlap_param_gather:
-        pipelined_models.gather_parts_by(module, dp_comm.gather_part)
+        gather_parts_by(module, dp_comm.gather_part)
     return dp_comm
 
 
@@ -83,7 +89,7 @@ def names_of_stepped(module: nn.Module, optimizers: Iterable[Optimizer], mesh: M
     own = []
     for optimizer in optimizers:
         stepped = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-        models = pipelined_models.pipelined_modules(module).items()
+        models = pipelined_modules(module).items()
         own.append({name for name, model in models if not stepped.isdisjoint(model.parameters())})
     by_rank = collectives.gather_objects(own, mesh.pp)
     return [set().union(*names) for names in zip(*by_rank, strict=True)]
