@@ -31,6 +31,7 @@ from lightning_megatron.any_module.whole_weights import (
 )
 from lightning_megatron.comm import collectives
 from lightning_megatron.mesh import Axis
+from lightning_megatron.precision.autocast import autocast
 from lightning_megatron.sharding import shard_of
 from lightning_megatron.tensor.gemm import TORCH_GEMM
 from lightning_megatron.tensor.linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear
@@ -126,7 +127,7 @@ class StyleChecks:
         whole = set(whole_weights(module))
         try:
             # Autocast would leave fewer digits to compare.
-            exact = torch.autocast(weights[0].device.type, enabled=False)
+            exact = autocast(weights[0], None)
             with without_fp8(module), exact, stand_ins(module, weights, widened):
                 wide = tree_map(lambda one: widened(one) if isinstance(one, Tensor) else one, (args, kwargs))
                 return self._compared(name, module, wide, whole, styled)

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from lightning_megatron.any_module.loss_count import mean_over
 from lightning_megatron.comm import collectives, differentiable
 from lightning_megatron.mesh import Axis
+from lightning_megatron.precision.autocast import autocast_dtype
 from lightning_megatron.tensor.cross_entropy import IGNORED, vocab_parallel_cross_entropy
 
 # What is known of the whole without its numbers.
@@ -219,7 +220,7 @@ def _cross_entropy(
         label_smoothing=label_smoothing,
         is_kept=True,
     )
-    if not torch.is_autocast_enabled(input.device.type):
+    if autocast_dtype(input.own) is None:
         losses_T = losses_T.to(input.dtype)
     if reduction == "mean":
         return mean_over(losses_T, (labels_T != IGNORED).sum())

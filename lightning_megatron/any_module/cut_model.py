@@ -475,7 +475,8 @@ def _drop_weights(module: nn.Module) -> None:
             for name, tensor in list(held.items()):
                 if tensor is not None:
                     del held[name]
-                    child.__dict__[name] = tensor.detach().to("meta")
+                    # One number, however many there were: a model may be on the meta device as a whole.
+                    child.__dict__[name] = torch.empty((), dtype=tensor.dtype, device="meta").expand(tensor.shape)
 
 
 def _call_through(module: nn.Module, mark: str) -> None:

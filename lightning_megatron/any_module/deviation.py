@@ -3,14 +3,15 @@
 import torch
 from torch import Tensor
 
+from lightning_megatron.precision.autocast import autocast_dtype
+
 # Largest relative deviation that sums in another order explain.
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 
 
 def coarsest(x: Tensor) -> torch.dtype:
     """The dtype that says how exact the numbers of `x` are: under autocast they come from products in its dtype."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    return autocast_dtype(x) or x.dtype
 
 
 def tolerance_of(x: Tensor) -> float:

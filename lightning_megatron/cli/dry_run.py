@@ -1,23 +1,32 @@
 """`lightning-megatron dry-run`: a training step of single ranks of a run, without a GPU and without the other ranks.
 
-The package's own code builds the rank and runs its schedule on fake tensors, which have shapes and no numbers; its
-allocations, FLOPs and messages are counted.
+The package's own code builds the rank, of its models or of a model of transformers as it is, and runs its schedule on
+fake tensors, which have shapes and no numbers; its allocations, FLOPs and messages are counted.
 """
 
 import argparse
 import json
+from pathlib import Path
 from typing import Any
 
+from lightning_megatron.any_module.cut_error import CutError
 from lightning_megatron.cli.commands import add_command
 from lightning_megatron.cli.plan_dynamic import with_balanced_batch
+from lightning_megatron.cli.plan_file import is_causal_recipe
 from lightning_megatron.cli.plan_layout import OF_RECIPE, explained, notes_on_layout
-from lightning_megatron.cli.plan_run import add_model_options, add_run_options, count_faults, read_run
+from lightning_megatron.cli.plan_request import PlanRequest, R
+from lightning_megatron.cli.plan_run import (
+    add_model_options,
+    add_run_options,
+    count_faults,
+    read_run,
+)
 from lightning_megatron.cli.usage import UsageError
-from lightning_megatron.planner.dry_rank import FullModel
+from lightning_megatron.planner.dry_rank import FullModel, Trained
 from lightning_megatron.planner.dry_report import dry_record, dry_text
 from lightning_megatron.planner.dry_run import dry_run, shown_ranks
 from lightning_megatron.planner.hardware import gpu_of
-from lightning_megatron.planner.run import Run
+from lightning_megatron.planner.run import RunSettings
 from lightning_megatron.rules.limits import limit_faults
 
 # The GPU whose planned times balance documents where a recipe with dynamic context parallelism gives no costs.
@@ -27,9 +36,12 @@ _MOST_RANKS = 1_000_000
 _EPILOG = """\
 CONFIG is what lightning-megatron plan takes: a recipe's YAML file, a preset, or a Hugging Face
 config.json or its folder. The first needs nothing more, the others a layout and a number of ranks.
+A recipe of recipes/pretrain_hf.py runs dry with the model of transformers in its model.path, of whose
+folder the config.json is enough.
 
 example:  lightning-megatron dry-run recipes/configs/gpt_1t.yaml
           lightning-megatron dry-run llama3_70b --world-size 64 --layout tp=8,pp=4 --rank 0 --json
+          lightning-megatron dry-run recipes/configs/hf_toy.yaml --model Qwen3-0.6B
 """
 
 
@@ -60,26 +72,46 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
 
 def run_dry_run(options: argparse.Namespace) -> None:
     """Prints the dry run of the ranks. Raises UsageError with all errors of the options and of the run."""
-    run, notes = _read(options)
+    run, trained, notes = _read(options)
     world = run.sizes.world
     if faults := limit_faults({"world size": world}, _MOST_RANKS):
         raise UsageError(faults)
     if options.rank is not None and not 0 <= options.rank < world:
         raise UsageError([f"--rank ({options.rank}) must be from 0 to world size - 1 ({world - 1})"])
     ranks = shown_ranks(run) if options.rank is None else (options.rank,)
-    full_model = FullModel(run)
-    found = [dry_run(run, rank, full_model=full_model) for rank in ranks]
+    try:
+        found = [dry_run(run, rank, full_model=trained) for rank in ranks]
+    except (CutError, NotImplementedError) as error:
+        raise UsageError(str(error).splitlines()) from error
     print(json.dumps(dry_record(found, notes)) if options.json else dry_text(found, notes))
 
 
-def _read(options: argparse.Namespace) -> tuple[Run, list[str]]:
-    """The run, and notes for a reader of its numbers."""
+def _read(options: argparse.Namespace) -> tuple[RunSettings, Trained, list[str]]:
+    """The run, what it trains, and notes for a reader of its numbers."""
     counts = ("world_size", "global_batch_size", "sequence_length", "decoder_sequence_length")
     if faults := count_faults(options, counts):
         raise UsageError(faults)
     options.num_gpus = options.world_size
+    try:
+        is_causal = is_causal_recipe(Path(options.config))
+    except ValueError as error:
+        raise UsageError(str(error).splitlines()) from error
+    if is_causal:
+        # What trains takes seconds to import.
+        from lightning_megatron.cli.dry_module import causal_module, read_causal_run
+
+        request, folder = read_causal_run(options)
+        causal = _explained(request, options)
+        return causal, causal_module(folder, causal, request.plan), _notes(request, options)
     is_own = options.layout in (None, OF_RECIPE)
-    request = with_balanced_batch(read_run(options), options.document_lengths, gpu_of(_GPU), is_own=is_own)
+    own = with_balanced_batch(read_run(options), options.document_lengths, gpu_of(_GPU), is_own=is_own)
+    run, notes = _explained(own, options), _notes(own, options)
+    if run.fp8 is not None and run.fp8.engine != "torch":
+        notes.append(f"fp8 engine {run.fp8.engine!r} runs dry as engine 'torch', whose layers stand for its own")
+    return run, FullModel(run), notes
+
+
+def _explained(request: PlanRequest[R], options: argparse.Namespace) -> R:
     if request.unplanned:
         raise UsageError(
             [
@@ -87,11 +119,9 @@ def _read(options: argparse.Namespace) -> tuple[Run, list[str]]:
                 for name, does in request.unplanned.items()
             ]
         )
-    run = explained(request, options)
-    notes = [
-        *request.notes,
-        *([] if is_own else notes_on_layout(request, options.layout)),
-    ]
-    if run.fp8 is not None and run.fp8.engine != "torch":
-        notes.append(f"fp8 engine {run.fp8.engine!r} runs dry as engine 'torch', whose layers stand for its own")
-    return run, notes
+    return explained(request, options)
+
+
+def _notes(request: PlanRequest[R], options: argparse.Namespace) -> list[str]:
+    is_own = options.layout in (None, OF_RECIPE)
+    return [*request.notes, *([] if is_own else notes_on_layout(request, options.layout))]

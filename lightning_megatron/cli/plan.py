@@ -95,7 +95,7 @@ def run_plan(options: argparse.Namespace) -> None:
         _search(options, request, gpu)
 
 
-def _explain(options: argparse.Namespace, request: PlanRequest, gpu: Gpu) -> None:
+def _explain(options: argparse.Namespace, request: PlanRequest[Run], gpu: Gpu) -> None:
     request = with_balanced_batch(request, options.document_lengths, gpu, is_own=options.layout == OF_RECIPE)
     run, notes = explained(request, options), _notes(request, gpu, options.layout)
     found = estimate(run, gpu)
@@ -107,7 +107,7 @@ def _explain(options: argparse.Namespace, request: PlanRequest, gpu: Gpu) -> Non
         print("\n".join([model_text(run), *notes, "", estimate_text(found, num_tokens=options.tokens)]))
 
 
-def _search(options: argparse.Namespace, request: PlanRequest, gpu: Gpu) -> None:
+def _search(options: argparse.Namespace, request: PlanRequest[Run], gpu: Gpu) -> None:
     request = with_balanced_batch(request, options.document_lengths, gpu, is_own=False)
     run, notes, is_free = request.run, _notes(request, gpu, None), options.recompute is None
     found = search(run, gpu, memory_bytes=gpu.memory_bytes, free_recompute=is_free)
@@ -131,7 +131,7 @@ def _search(options: argparse.Namespace, request: PlanRequest, gpu: Gpu) -> None
         print("\n".join([model_text(run), *notes, "", text, "", estimate_text(best, num_tokens=options.tokens)]))
 
 
-def _notes(request: PlanRequest, gpu: Gpu, layout: str | None) -> list[str]:
+def _notes(request: PlanRequest[Run], gpu: Gpu, layout: str | None) -> list[str]:
     """Notes for a reader of the numbers, with that layout or, without one, of a search."""
     notes = [*request.notes, *(f"not planned: {name}, which {does}" for name, does in request.unplanned.items())]
     if gpu.timed_as(request.run.plain_products) != request.run.plain_products:

@@ -22,7 +22,7 @@ ONE_A_ROW = "each row of packed documents counts as one: attention within shorte
 _MOST_DIGITS = 12
 
 
-def with_balanced_batch(request: PlanRequest, option: str | None, gpu: Gpu, *, is_own: bool) -> PlanRequest:
+def with_balanced_batch(request: PlanRequest[Run], option: str | None, gpu: Gpu, *, is_own: bool) -> PlanRequest[Run]:
     """The request with a balanced batch, for a recipe with dynamic context parallelism whose own layout is shown.
 
     `option` is the value of --document-lengths; the costs of documents are those on the GPU unless the recipe has them.

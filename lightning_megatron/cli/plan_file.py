@@ -28,3 +28,13 @@ def model_of_folder(path: Path) -> Model:
 def table_of(path: Path) -> dict[str, Any]:
     """The table in a file of YAML or JSON. Raises ValueError for one that cannot be read, or is no table."""
     return read_table(path)
+
+
+def is_causal_recipe(path: Path) -> bool:
+    """Whether a file is a recipe of `CausalModule`, by its class or by the option that it alone has."""
+    if not path.is_file():
+        return False
+    model = table_of(path).get("model")
+    return isinstance(model, dict) and (
+        "from_scratch" in model or str(model.get("class_path") or "").endswith("CausalModule")
+    )

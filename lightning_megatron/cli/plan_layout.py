@@ -4,12 +4,12 @@ import argparse
 from dataclasses import replace
 from typing import Any
 
-from lightning_megatron.cli.plan_request import PlanRequest
+from lightning_megatron.cli.plan_request import PlanRequest, R
 from lightning_megatron.cli.usage import UsageError
 from lightning_megatron.mesh import Sizes, StageLayout
 from lightning_megatron.pipeline.registry import SCHEDULES, default_text, placement_of
 from lightning_megatron.planner.report import schedule_text
-from lightning_megatron.planner.run import Run, context_fields, faults_of
+from lightning_megatron.planner.run import RunSettings, context_fields, faults_of
 from lightning_megatron.transformer.recompute import RecomputeConfig
 
 OF_RECIPE = "recipe"
@@ -27,7 +27,7 @@ _EXAMPLE = "tp=8,pp=4"
 _MOST_DIGITS = 6
 
 
-def explained(request: PlanRequest, options: argparse.Namespace) -> Run:
+def explained(request: PlanRequest[R], options: argparse.Namespace) -> R:
     """The run on the layout of --layout, and on its own where that is not given.
 
     Raises UsageError with all errors that keep it from running.
@@ -58,7 +58,7 @@ def explained(request: PlanRequest, options: argparse.Namespace) -> Run:
     return run
 
 
-def with_layout(run: Run, text: str) -> Run:
+def with_layout(run: R, text: str) -> R:
     """The run on the layout that `text` gives. Raises UsageError with every part of it that is invalid."""
     values = _values_of(text)
     sizes: dict[str, Any] = {key: int(values.get(key, 1)) for key in _SIZES}
@@ -88,7 +88,7 @@ def with_layout(run: Run, text: str) -> Run:
     )
 
 
-def notes_on_layout(request: PlanRequest, text: str | None) -> list[str]:
+def notes_on_layout(request: PlanRequest[R], text: str | None) -> list[str]:
     """Notes on the parts of the recipe's own layout that a layout, or a search where there is none, leaves out."""
     notes = _notes_on_schedule(request.run, text)
     if request.dynamic is not None:
@@ -96,7 +96,7 @@ def notes_on_layout(request: PlanRequest, text: str | None) -> list[str]:
     return notes
 
 
-def _notes_on_schedule(run: Run, text: str | None) -> list[str]:
+def _notes_on_schedule(run: RunSettings, text: str | None) -> list[str]:
     """A note where a layout, or a search where there is none, leaves out the recipe's own schedule."""
     is_usual = run.schedule_name is None and not run.group_size and not run.is_overlapped
     if is_usual or (text is not None and "schedule" in _values_of(text)):

@@ -1,7 +1,7 @@
 """The run that a recipe's YAML file describes, for plans; the recipe's own parser reads the file."""
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from inspect import signature
 from pathlib import Path
@@ -9,10 +9,12 @@ from typing import Any
 
 from jsonargparse import Namespace
 
+from lightning_megatron.any_module.plan import ModelPlan
 from lightning_megatron.cli.plan_dynamic import ONE_A_ROW
 from lightning_megatron.cli.plan_file import KINDS, model_of_folder
-from lightning_megatron.cli.plan_request import PlanRequest
+from lightning_megatron.cli.plan_request import PlanRequest, R
 from lightning_megatron.cli.recipe_reader import (
+    CAUSAL,
     FINETUNING,
     PRETRAINING,
     Recipe,
@@ -31,7 +33,7 @@ from lightning_megatron.optim.config import OptimizerConfig
 from lightning_megatron.pipeline.registry import placement_of
 from lightning_megatron.planner.model_parts import Model, SequenceLengths
 from lightning_megatron.planner.presets import PRESETS
-from lightning_megatron.planner.run import Run, context_fields
+from lightning_megatron.planner.run import Run, RunSettings, context_fields
 from lightning_megatron.planner.trainable import Trainable
 from lightning_megatron.precision.fp8 import Fp8Config
 from lightning_megatron.rules.cross_config import Facts
@@ -65,13 +67,13 @@ _SETTINGS: dict[str, type] = {
     "context": ContextConfig,
     "dynamic_context": DynamicContextConfig,
     "fp8": Fp8Config,
+    "plan": ModelPlan,
 }
 
 
-def run_of_recipe(path: Path, data: dict[str, Any], options: argparse.Namespace) -> PlanRequest:
+def run_of_recipe(path: Path, data: dict[str, Any], options: argparse.Namespace) -> PlanRequest[Run]:
     """The run that the file asks for. Raises ValueError with its errors, one a line."""
-    if bad := [name for name in ("trainer", "model", "data") if not isinstance(data.get(name) or {}, dict)]:
-        raise ValueError("\n".join(f"{name} ({data[name]!r}) must be a table of options" for name in bad))
+    _require_tables(data)
     errors: list[str] = []
     section = module_section(data)
     model, kind, kind_from = _model_of_folder(path, section, options, errors), "", "model.path"
@@ -86,19 +88,57 @@ def run_of_recipe(path: Path, data: dict[str, Any], options: argparse.Namespace)
     _check_settings(recipe, config.model, errors)
     if model is not None and (absurd := model_limit_faults(model)):
         raise ValueError("\n".join(absurd))
-    arguments = _strategy_arguments(config.trainer.strategy, errors)
-    settings = _strategy_settings(arguments, errors)
-    precision, settings["fp8"] = _precision_of(config.trainer.precision, settings["fp8"], errors)
     trained = _trained_of(config.model, errors)
     if model is not None:
         errors += trained.faults(model)
+    notes = () if kind_from else (_TAKEN_FOR_GPT,)
+
+    def make(**settings: Any) -> Run:
+        assert model is not None
+        return Run(model=model, trained=trained, **settings)
+
+    return _request(make, path, config, recipe, model, options, errors, notes)
+
+
+def run_of_causal_recipe(
+    path: Path, data: dict[str, Any], options: argparse.Namespace
+) -> tuple[PlanRequest[RunSettings], str]:
+    """The run that a recipe of `CausalModule` asks for, and the folder of its model; errors as `run_of_recipe`."""
+    _require_tables(data)
+    errors: list[str] = []
+    section = module_section(data) | ({} if options.model is None else {"path": options.model})
+    config = read_recipe(data | {"model": section}, CAUSAL)
+    _check_settings(CAUSAL, config.model, errors)
+    if options.model_kind is not None:
+        errors.append(f"--model-kind ({options.model_kind}) is for a recipe with a model.config; leave it out")
+    return _request(RunSettings, path, config, CAUSAL, None, options, errors, ()), config.model.path
+
+
+def _require_tables(data: Mapping[str, Any]) -> None:
+    if bad := [name for name in ("trainer", "model", "data") if not isinstance(data.get(name) or {}, dict)]:
+        raise ValueError("\n".join(f"{name} ({data[name]!r}) must be a table of options" for name in bad))
+
+
+def _request(
+    make: Callable[..., R],
+    path: Path,
+    config: Namespace,
+    recipe: Recipe,
+    model: Model | None,
+    options: argparse.Namespace,
+    errors: list[str],
+    notes: tuple[str, ...],
+) -> PlanRequest[R]:
+    """The run that `make` makes of the settings in the file."""
+    arguments = _strategy_arguments(config.trainer.strategy, errors)
+    settings = _strategy_settings(arguments, errors)
+    precision, settings["fp8"] = _precision_of(config.trainer.precision, settings["fp8"], errors)
     world = options.num_gpus or _num_gpus_of(config.trainer, errors)
     numbers = _counts_of(config, arguments or Namespace(), options, errors)
     if not world and not errors:
         errors.append(f"{options.world_option} is needed: {path} leaves trainer.devices to the machine")
     if errors:
         raise ValueError("\n".join(errors))
-    assert model is not None
     fp8: Fp8Config | None = settings["fp8"]
     batch = numbers["data.global_batch_size"]
     lengths = _lengths_of(config, model, numbers["data.sequence_length"], options)
@@ -115,8 +155,7 @@ def run_of_recipe(path: Path, data: dict[str, Any], options: argparse.Namespace)
     )
     num_microbatches, microbatch_size = numbers["num_microbatches"], numbers["microbatch_size"]
     data_parallel_size = 0 if sizes.faults() else sizes.dp
-    run = Run(
-        model=model,
+    run = make(
         lengths=lengths,
         sizes=sizes,
         global_batch_size=batch,
@@ -131,7 +170,6 @@ def run_of_recipe(path: Path, data: dict[str, Any], options: argparse.Namespace)
         group_size=pipeline.microbatch_group_size,
         is_overlapped=pipeline.overlap_expert_exchange,
         context=context,
-        trained=trained,
     )
     cut = Facts(
         sizes=sizes, num_microbatches=num_microbatches, microbatch_size=microbatch_size, global_batch_size=batch
@@ -140,9 +178,10 @@ def run_of_recipe(path: Path, data: dict[str, Any], options: argparse.Namespace)
         run=run,
         has_layout=arguments is not None,
         faults=tuple(fault for fault in rule_faults(cut) if fault not in sizes.faults()),
-        notes=(*([] if kind_from else [_TAKEN_FOR_GPT]), *([ONE_A_ROW] if is_packed else [])),
+        notes=(*notes, *([ONE_A_ROW] if is_packed else [])),
         unplanned=_unplanned(pipeline),
         dynamic=settings["dynamic_context"],
+        plan=settings["plan"],
         cut=cut,
     )
 
@@ -257,7 +296,7 @@ def _strategy_settings(arguments: Namespace | None, errors: list[str]) -> dict[s
         if given is not None:
             made[name] = made_settings(settings, given, name, errors)
         else:
-            made[name] = None if name in ("dynamic_context", "fp8") else settings()
+            made[name] = None if name in ("dynamic_context", "fp8", "plan") else settings()
     return made
 
 
@@ -326,7 +365,7 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
-def _lengths_of(config: Namespace, model: Model, length: int, options: argparse.Namespace) -> SequenceLengths:
+def _lengths_of(config: Namespace, model: Model | None, length: int, options: argparse.Namespace) -> SequenceLengths:
     decoder = options.decoder_sequence_length or (config.get("data") or Namespace()).get("decoder_sequence_length")
     if isinstance(model, T5Config) and not decoder:
         decoder = model.max_decoder_sequence_length

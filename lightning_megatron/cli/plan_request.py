@@ -2,17 +2,21 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
+from lightning_megatron.any_module.plan import ModelPlan
 from lightning_megatron.context.balance import DynamicContextConfig
-from lightning_megatron.planner.run import Run
+from lightning_megatron.planner.run import RunSettings
 from lightning_megatron.rules.cross_config import Facts
+
+R = TypeVar("R", bound=RunSettings)
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanRequest:
+class PlanRequest(Generic[R]):
     """A run to plan, with what is known about its layout."""
 
-    run: Run
+    run: R
     has_layout: bool
     """Whether the configuration has a layout of its own, and not the model alone."""
     faults: tuple[str, ...] = ()
@@ -23,5 +27,7 @@ class PlanRequest:
     """Options that the planner does not know, and the effect of each."""
     dynamic: DynamicContextConfig | None = None
     """Dynamic context parallelism of the recipe's own layout."""
+    plan: ModelPlan | None = None
+    """How a network that knows nothing of ranks is cut, where the recipe says so."""
     cut: Facts | None = None
     """How a recipe cuts its batches; None for a bare model."""

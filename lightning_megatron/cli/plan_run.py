@@ -75,7 +75,7 @@ def count_faults(options: argparse.Namespace, names: Sequence[str]) -> list[str]
     return faults + limit_faults(counts, MOST)
 
 
-def read_run(options: argparse.Namespace) -> PlanRequest:
+def read_run(options: argparse.Namespace) -> PlanRequest[Run]:
     """The run that a configuration and the options ask for."""
     path = Path(options.config)
     try:
@@ -105,7 +105,7 @@ def read_run(options: argparse.Namespace) -> PlanRequest:
     return replace(request, run=run)
 
 
-def _bare(model: Model, lengths: SequenceLengths, batch: int, options: argparse.Namespace) -> PlanRequest:
+def _bare(model: Model, lengths: SequenceLengths, batch: int, options: argparse.Namespace) -> PlanRequest[Run]:
     """The request for a model alone, trained with the package's fastest settings."""
     if strange := [name for name in ("model", "model_kind") if getattr(options, name) is not None]:
         names = " and ".join(f"--{name.replace('_', '-')}" for name in strange)
@@ -156,14 +156,14 @@ def _sample_faults(model: Model, lengths: SequenceLengths) -> list[str]:
     return []
 
 
-def _of_recipe(path: Path, data: Any, options: argparse.Namespace) -> PlanRequest:
+def _of_recipe(path: Path, data: Any, options: argparse.Namespace) -> PlanRequest[Run]:
     # A recipe's options are those of Lightning's Trainer among others, and importing it takes seconds.
     from lightning_megatron.cli.plan_recipe import run_of_recipe
 
     return run_of_recipe(path, data, options)
 
 
-def _of_hugging_face(path: Path, options: argparse.Namespace) -> PlanRequest:
+def _of_hugging_face(path: Path, options: argparse.Namespace) -> PlanRequest[Run]:
     model = model_of_folder(path)
     if options.global_batch_size is None:
         raise ValueError(f"--global-batch-size is needed: {path} does not say it")

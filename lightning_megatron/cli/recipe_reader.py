@@ -19,6 +19,7 @@ from lightning_megatron.cli.option_errors import STRATEGY, about_option, error_l
 from lightning_megatron.lightning_modules import (
     BertDataModule,
     BertModule,
+    CausalModule,
     ChatDataModule,
     GPTDataModule,
     GPTModule,
@@ -47,6 +48,7 @@ class Recipe(NamedTuple):
     data: type[TextDataModule]
     links: Mapping[str, str]
     callbacks: Mapping[str, type[L.Callback]]
+    made_links: Mapping[str, str] = {}
 
 
 _VOCABULARY = {"model.config.vocab_size": "data.vocab_size"}
@@ -76,6 +78,15 @@ FINETUNING: Mapping[str, Recipe] = {
     "llava": _LLAVA,
 }
 """The recipes that start from a folder with a Hugging Face model."""
+
+CAUSAL = Recipe(
+    CausalModule,
+    GPTDataModule,
+    _TOKENIZER,
+    {"export": ExportPretrained},
+    {"model.vocab_size": "data.vocab_size"},
+)
+"""The recipe of any causal model of transformers, as it is."""
 
 _SECTIONS = ("trainer", "model", "data", *_EXPORTS)
 # Options of `fit` and the like outside these sections.
@@ -124,12 +135,15 @@ def made_settings(annotation: Any, settings: Any, where: str, errors: list[str])
         return None
 
 
-def sample_errors(recipe: Recipe, data: Namespace, model: Model, lengths: SequenceLengths, batch: int) -> list[str]:
+def sample_errors(
+    recipe: Recipe, data: Namespace, model: Model | None, lengths: SequenceLengths, batch: int
+) -> list[str]:
     """Errors of the recipe's data module about samples of these lengths, before any text is read."""
     parser, known = LightningArgumentParser(exit_on_error=False), signature(data_config(recipe.data)).parameters
     parser.add_class_arguments(data_config(recipe.data), "data")
     chosen: dict[str, Any] = {
-        "vocab_size": model.vocab_size,
+        # Whatever the model has, where its tokenizer alone says it.
+        "vocab_size": 1 if model is None else model.vocab_size,
         "tokenizer": "",
         "sequence_length": lengths.sequence,
         "decoder_sequence_length": lengths.decoder_sequence,
@@ -149,7 +163,7 @@ def sample_errors(recipe: Recipe, data: Namespace, model: Model, lengths: Sequen
 @cache
 def _parser(module: str, own: tuple[str, ...]) -> tuple[LightningArgumentParser, list[str]]:
     """A parser of the sections of the recipe with that module but for the user's own, and the names of all options."""
-    recipe = next(one for one in (*PRETRAINING.values(), *FINETUNING.values()) if one.module.__name__ == module)
+    recipe = next(one for one in (*PRETRAINING.values(), *FINETUNING.values(), CAUSAL) if one.module.__name__ == module)
     parser = LightningArgumentParser(exit_on_error=False, parser_mode=BOUNDED_YAML)
     owners: dict[str, Any] = {"trainer": L.Trainer, "model": recipe.module, **recipe.callbacks}
     for name, owner in owners.items():
@@ -159,6 +173,8 @@ def _parser(module: str, own: tuple[str, ...]) -> tuple[LightningArgumentParser,
         parser.add_class_arguments(data_config(recipe.data), "data", sub_configs=True)
     for source, target in recipe.links.items() if not own else ():
         parser.link_arguments(source, target)
+    for source, target in recipe.made_links.items() if not own else ():
+        parser.link_arguments(source, target, apply_on="instantiate")
     strategy = [f"{STRATEGY}.{name}" for name in signature(MegatronStrategy).parameters]
     return parser, [*strategy, *parser.get_defaults(skip_validation=True).keys()]
 

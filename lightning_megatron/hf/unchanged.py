@@ -52,7 +52,7 @@ def new_unchanged(
     options = {} if dtype is None else {"dtype": dtype}
     seed = torch.initial_seed() if seed is None else seed
     # Some constructors make tensors in host memory whatever the device.
-    model = _on_meta(config, options, f"a {type(config).__name__}").to("meta")
+    model = on_meta(config, options, f"a {type(config).__name__}").to("meta")
     weights = NewWeights(model, seed)
     if weights.undrawn:
         logger.warning(
@@ -84,7 +84,7 @@ def load_unchanged(path: str | os.PathLike[str], dtype: torch.dtype | None = Non
 
 def _loaded(path: str, dtype: torch.dtype | None) -> Any:
     config, files = read_config(path), WeightFiles(on_disk(path))
-    model = _on_meta(config, {} if dtype is None else {"dtype": dtype}, os.fspath(path))
+    model = on_meta(config, {} if dtype is None else {"dtype": dtype}, os.fspath(path))
     sources = _sources(model, files)
     if sources is None:
         logger.warning(
@@ -108,7 +108,11 @@ def _loaded(path: str, dtype: torch.dtype | None) -> Any:
     return model.eval()
 
 
-def _on_meta(config: Any, options: dict[str, Any], source: str) -> Any:
+def on_meta(config: Any, options: dict[str, Any], source: str) -> Any:
+    """The causal model of a configuration, on the meta device as far as its constructors let it be.
+
+    `options` are those of `from_config`. Raises ValueError, which names `source`, where there is no such model.
+    """
     try:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, **options)

@@ -250,14 +250,19 @@ class Gradients:
         for axis, indices in axes:
             own = on_device(indices, self.device)
             flags[own] = collectives.all_reduce(flags[own], axis, "max")
-        for param, flag in zip(trained, flags.tolist(), strict=True):
-            if flag and param.parameter.grad is None:
-                grad_view = self.reducer.grad_view(param.parameter)
-                if grad_view is None:
-                    param.parameter.grad = torch.zeros_like(param.parameter)
-                else:
-                    # A bucket in flight has zeros for it already.
-                    param.parameter.grad = grad_view if self.config.overlap_grad_reduce else grad_view.zero_()
+        self.add_zeros(param.parameter for param, flag in zip(trained, flags.tolist(), strict=True) if flag)
+
+    def add_zeros(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Gives zero gradients to those of the parameters that have none."""
+        for parameter in parameters:
+            if parameter.grad is not None:
+                continue
+            grad_view = self.reducer.grad_view(parameter)
+            if grad_view is None:
+                parameter.grad = torch.zeros_like(parameter)
+            else:
+                # A bucket in flight has zeros for it already.
+                parameter.grad = grad_view if self.config.overlap_grad_reduce else grad_view.zero_()
 
     # --- the norm ---------------------------------------------------------------------------------------------------
 

@@ -5,22 +5,31 @@ steps of the strategy between `configure_model` and the first training step run 
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
+from lightning_megatron.any_module.loss_count import mean_count
+from lightning_megatron.any_module.pipelined_modules import (
+    gather_parts_by,
+    names_inside,
+    parameters_in_parts,
+    pipelined_modules,
+    plain_linears,
+    stages_by_name,
+)
 from lightning_megatron.comm.p2p import Payload, TensorMeta
 from lightning_megatron.context.balance import RankGroup
 from lightning_megatron.context.context_layout import cut
 from lightning_megatron.context.document_exchange import SEGMENTS
 from lightning_megatron.context.documents import NO_DOCUMENT
-from lightning_megatron.mesh import Axis, Mesh, NewGroup, Sizes, StageLayout
+from lightning_megatron.mesh import Axis, Mesh, NewGroup, StageLayout
 from lightning_megatron.models import BertConfig, BertModel, GPTModel, LlavaConfig, LlavaModel, T5Config, T5Model
 from lightning_megatron.moe.config import MoEConfig
 from lightning_megatron.optim.data_parallel_comm import DataParallelComm
@@ -29,12 +38,14 @@ from lightning_megatron.optim.master_weights import MasterWeights
 from lightning_megatron.pipeline import microbatches
 from lightning_megatron.pipeline.module import PipelineModule
 from lightning_megatron.pipeline.ragged import Ragged
+from lightning_megatron.pipeline.registry import spec_of
 from lightning_megatron.planner.balanced_batch import BalancedBatch
 from lightning_megatron.planner.fake_process_group import fake_mesh
 from lightning_megatron.planner.memory_tracker import MemoryTracker
-from lightning_megatron.planner.run import Run
+from lightning_megatron.planner.run import Run, RunSettings
 from lightning_megatron.tensor import weight_gradients
 from lightning_megatron.tensor.weight_gradients import WeightGradients
+from lightning_megatron.tensor.whole_linear import lend
 from lightning_megatron.transformer import cost, recompute
 from lightning_megatron.transformer.fp8_layers import TorchFp8Layers, use_torch
 from lightning_megatron.transformer.lora import add_lora
@@ -47,14 +58,41 @@ _GRADIENTS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _PREFIX = "model"
 
 
+class Trained(Protocol):
+    """What a run trains, on any of its ranks."""
+
+    def build(self, mesh: Mesh, device: torch.device) -> nn.Module:
+        """A module that holds the part of this rank."""
+        ...
+
+    def names_by_rank(self, own: nn.Module) -> list[list[str]]:
+        """Names of the parameters on each rank of pp, of which this one has the module `own`."""
+        ...
+
+    def output_metas(self, own: nn.Module) -> dict[int, TensorMeta]:
+        """Shapes of the tensors that each stage but the last sends to the next."""
+        ...
+
+    def batch(self, num_samples: int, device: torch.device) -> Batch:
+        """A batch of so many samples in which every token has a loss; on the meta device it has no values."""
+        ...
+
+    def loss(self, own: nn.Module, batch: Batch) -> Tensor:
+        """The loss of a batch [], from the call that a training step makes."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rank:
-    """One rank: its model, gradients, master weights and optimizer."""
+    """One rank: its part of what is trained, gradients, master weights and optimizer."""
 
-    run: Run
+    run: RunSettings
     mesh: Mesh
     device: torch.device
-    model: PipelineModule
+    trained: Trained
+    module: nn.Module
+    models: dict[str, PipelineModule]
+    """The pipelined models of the module, by name."""
     gradients: Gradients
     master_weights: MasterWeights | None
     dp_comm: DataParallelComm
@@ -73,42 +111,46 @@ class Rank:
             yield from (value for value in state.values() if isinstance(value, Tensor))
 
 
-def build_rank(run: Run, mesh: Mesh, new_group: NewGroup, device: torch.device, full_model: "FullModel") -> Rank:
+def build_rank(run: RunSettings, mesh: Mesh, new_group: NewGroup, device: torch.device, trained: Trained) -> Rank:
     """The rank of a mesh, ready for its first step. The run must have no errors."""
-    model = build_model(run, mesh, device)
+    module = trained.build(mesh, device)
+    models = pipelined_modules(module)
     fp8 = None
     if run.fp8 is not None:
-        models = {_PREFIX: (model, model.part_names)}
-        fp8 = use_torch(models, run.fp8, tp=mesh.tp, replicas=mesh.axis("dp+cp"), pp=mesh.pp, device=device)
+        parts = {name: (model, model.part_names) for name, model in models.items()}
+        fp8 = use_torch(parts, run.fp8, tp=mesh.tp, replicas=mesh.axis("dp+cp"), pp=mesh.pp, device=device)
     # Torch chooses foreach on a GPU.
-    optimizer = AdamW(model.parameters(), foreach=True)
+    optimizer = AdamW(module.parameters(), foreach=True)
     config, low = run.optimizer, _LOW.get(run.precision)
-    named = [(f"{_PREFIX}.{name}", parameter) for name, parameter in model.named_parameters()]
     gradients = Gradients(
-        named,
-        {name for name, _ in named},
+        module.named_parameters(),
+        names_inside(module),
         mesh,
         new_group,
         device,
         config=config,
-        stages=_stages_by_name(model),
+        stages=stages_by_name(module),
         dtype=_GRADIENTS.get(config.grad_dtype),
         low=low,
-        names_by_rank=full_model.names_by_rank(model.stages, mesh.sizes),
+        names_by_rank=trained.names_by_rank(module),
     )
     has_master_weights = config.kind == "distributed" or low is not None or config.grad_dtype != "auto"
     master_weights = MasterWeights(gradients, [optimizer]) if has_master_weights else None
-    own_parts = [part for stage in mesh.own_stages for part in model.parts_of(stage)]
-    dp_comm = DataParallelComm(gradients, master_weights, [p for name in own_parts for p in model.parameters_of(name)])
+    dp_comm = DataParallelComm(gradients, master_weights, parameters_in_parts(module))
     if config.overlap_param_gather:
-        model.before_part = lambda part: dp_comm.gather_part(model.parameters_of(part))
+        gather_parts_by(module, dp_comm.gather_part)
+    if mesh.pp.size > 1 and spec_of(run.schedule.name).splits_backward:
+        for linear in plain_linears(models):
+            lend(linear)
     shared = WeightGradients(dp_comm.grad_view)
-    weight_gradients.share(model, shared)
+    weight_gradients.share(module, shared)
     return Rank(
         run=run,
         mesh=mesh,
         device=device,
-        model=model,
+        trained=trained,
+        module=module,
+        models=models,
         gradients=gradients,
         master_weights=master_weights,
         dp_comm=dp_comm,
@@ -166,19 +208,10 @@ def _equal_counts(run: Run, moe: MoEConfig, counts: Tensor, num_tokens: int) -> 
     return even
 
 
-def _stages_by_name(model: PipelineModule) -> dict[str, tuple[int, ...]]:
-    """Stages of this rank that use each parameter, by the parameter's name."""
-    stages: dict[nn.Parameter, list[int]] = {}
-    for stage in model.mesh.own_stages:
-        for parameter in dict.fromkeys(p for part in model.parts_of(stage) for p in model.parameters_of(part)):
-            stages.setdefault(parameter, []).append(stage)
-    return {f"{_PREFIX}.{name}": tuple(stages[p]) for name, p in model.named_parameters() if p in stages}
-
-
 # --- a call of the model ----------------------------------------------------------------------------------------------
 
 
-def call_context(run: Run, device: torch.device) -> AbstractContextManager[Any]:
+def call_context(run: RunSettings, device: torch.device) -> AbstractContextManager[Any]:
     """Context of a model call under the run's precision, as Lightning's plugins enter it."""
     stack = ExitStack()
     if (low := _LOW.get(run.precision)) is not None:
@@ -197,6 +230,14 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
+
+
+def lower_weights(module: nn.Module, run: RunSettings) -> None:
+    """Gives weights the precision that master weights leave them in."""
+    if (low := _LOW.get(run.precision)) is not None:
+        for parameter in module.parameters():
+            if parameter.dim() > 1 and parameter.requires_grad:
+                parameter.data = parameter.data.to(low)
 
 
 def _make_batch(run: Run, num_samples: int, device: torch.device) -> Batch:
@@ -249,12 +290,13 @@ class Microbatch:
     """Names of its documents, where they come from other ranks."""
 
 
-def microbatches_of(run: Run, mesh: Mesh, device: torch.device) -> list[Microbatch]:
+def microbatches_of(own: Rank) -> list[Microbatch]:
     """The microbatches of a batch on a rank."""
+    run, mesh, device = own.run, own.mesh, own.device
     if run.balanced is not None:
         groups = run.balanced.plan.groups_of(mesh.axis("dp+cp").rank)
         return [_packed(run.balanced, group, mesh, device) for group in groups]
-    batch = _make_batch(run, run.num_microbatches * run.micro_batch_size, device)
+    batch = own.trained.batch(run.num_microbatches * run.micro_batch_size, device)
     return [Microbatch(batch=one, num_copies=mesh.cp.size) for one in microbatches.split(batch, run.num_microbatches)]
 
 
@@ -284,11 +326,16 @@ def hidden_tokens(step: BalancedBatch, group: RankGroup, mesh: Mesh) -> int:
     return -(-cut(step.lengths_of(group), ring_size=outer, ulysses_size=inner).num_rows // mesh.sp.size)
 
 
-def call(model: PipelineModule, microbatch: Microbatch) -> Tensor:
-    """The loss of a microbatch, from the call that the ready LightningModules make."""
-    _set_group(model, microbatch)
-    loss: Tensor = model(**microbatch.batch)
-    return loss
+def call(own: Rank, microbatch: Microbatch) -> Tensor:
+    """The sum of the losses of a microbatch, as far as it is this rank's among those that run it together."""
+    for model in own.models.values():
+        model.loss_weight = None
+        _set_group(model, microbatch)
+    with call_context(own.run, own.device):
+        loss = own.trained.loss(own.module, microbatch.batch)
+    counts = (mean_count(loss), *(model.loss_weight for model in own.models.values()), own.run.micro_batch_size)
+    weight = torch.as_tensor(next(one for one in counts if one is not None), device=own.device)
+    return loss * (weight / microbatch.num_copies).to(loss.dtype)
 
 
 def _set_group(model: PipelineModule, microbatch: Microbatch) -> None:
@@ -300,37 +347,52 @@ def _set_group(model: PipelineModule, microbatch: Microbatch) -> None:
 
 
 class FullModel:
-    """The model over all stages: the parameters that each rank holds, and the tensors that stages send.
+    """One of the package's models, as the ready LightningModules train it.
 
-    It is built once, on the meta device, as on a rank that holds all stages.
+    It is built once over all stages, on the meta device, as on a rank that holds all of them.
     """
 
     def __init__(self, run: Run) -> None:
+        self._run = run
         device, sizes = torch.device("meta"), run.sizes
         one_stage = replace(
             sizes, world=sizes.world // sizes.pp, pp=1, vp=1, placement="loop", stage_layout=StageLayout()
         )
         with fake_mesh(one_stage, 0) as (mesh, _), MemoryTracker(device):
             model = build_model(run, mesh, device)
-            if (low := _LOW.get(run.precision)) is not None:
-                # Master weights leave them in low precision.
-                for parameter in model.parameters():
-                    if parameter.dim() > 1 and parameter.requires_grad:
-                        parameter.data = parameter.data.to(low)
+            lower_weights(model, run)
             names = {parameter: f"{_PREFIX}.{name}" for name, parameter in model.named_parameters()}
             self._names = [[names[p] for p in model.parameters_of(part)] for part in model.part_names]
             self._output_metas = _part_outputs(run, model, mesh, device) if sizes.num_stages > 1 else []
 
-    def names_by_rank(self, stages: Sequence[range], sizes: Sizes) -> list[list[str]]:
-        """Names of the parameters on each rank of pp, for stages of these parts."""
+    def build(self, mesh: Mesh, device: torch.device) -> nn.Module:
+        """A module that holds the part of this rank."""
+        return nn.ModuleDict({_PREFIX: build_model(self._run, mesh, device)})
+
+    def names_by_rank(self, own: nn.Module) -> list[list[str]]:
+        """Names of the parameters on each rank of pp, of which this one has the module `own`."""
+        sizes = self._run.sizes
         by_rank: list[list[str]] = [[] for _ in range(sizes.pp)]
-        for number, indices in enumerate(stages):
+        for number, indices in enumerate(_stages(own)):
             by_rank[sizes.pp_rank_of(number)] += [name for index in indices for name in self._names[index]]
         return by_rank
 
-    def output_metas(self, stages: Sequence[range]) -> dict[int, TensorMeta]:
+    def output_metas(self, own: nn.Module) -> dict[int, TensorMeta]:
         """Shapes of the tensors that each stage but the last sends to the next."""
-        return {number: self._output_metas[indices.stop - 1] for number, indices in enumerate(stages[:-1])}
+        return {number: self._output_metas[indices.stop - 1] for number, indices in enumerate(_stages(own)[:-1])}
+
+    def batch(self, num_samples: int, device: torch.device) -> Batch:
+        """A batch of so many samples in which every token has a loss; on the meta device it has no values."""
+        return _make_batch(self._run, num_samples, device)
+
+    def loss(self, own: nn.Module, batch: Batch) -> Tensor:
+        """The loss of a batch [], from the call that a training step makes."""
+        loss: Tensor = own.get_submodule(_PREFIX)(**batch)
+        return loss
+
+
+def _stages(own: nn.Module) -> tuple[range, ...]:
+    return pipelined_modules(own)[_PREFIX].stages
 
 
 def resized(meta: TensorMeta, num_tokens: int) -> TensorMeta:

@@ -6,6 +6,7 @@ The microbatches between the first and the last are equal, or RuntimeError is ra
 accumulates two run, and the second stands for all later ones.
 """
 
+import gc
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -30,9 +31,9 @@ from lightning_megatron.pipeline.step_hooks import Activity
 from lightning_megatron.planner.dry_rank import (
     FullModel,
     Rank,
+    Trained,
     build_rank,
     call,
-    call_context,
     hidden_tokens,
     microbatches_of,
     resized,
@@ -40,7 +41,7 @@ from lightning_megatron.planner.dry_rank import (
 from lightning_megatron.planner.fake_process_group import FakeMailbox, Ledger, Messages, MicrobatchKey, fake_mesh
 from lightning_megatron.planner.memory import fullest
 from lightning_megatron.planner.memory_tracker import MemoryTracker
-from lightning_megatron.planner.run import Run
+from lightning_megatron.planner.run import Run, RunSettings
 from lightning_megatron.transformer.moe import share_yield_to_peer
 
 _K = TypeVar("_K")
@@ -60,7 +61,7 @@ _KIND_TEXTS = {
 class DryRun:
     """Counts of one rank over a step: memory, FLOPs and messages."""
 
-    run: Run
+    run: RunSettings
     rank: int
     """Global rank."""
     stages: tuple[int, ...]
@@ -80,31 +81,42 @@ class DryRun:
 
 
 def dry_run(
-    run: Run, rank: int, *, full_model: FullModel | None = None, device: torch.device = META, most: int = 0
+    run: RunSettings, rank: int, *, full_model: Trained | None = None, device: torch.device = META, most: int = 0
 ) -> DryRun:
-    """Counts of a global rank over a step; the run must have no errors. One `full_model` serves all ranks of a run.
+    """Counts of a global rank over a step; the run must have no errors. One `full_model` serves all ranks of a run, and
+    a `Run` has its own.
 
     At least `most` microbatches are run, all where the step has no more. On a real device the world must be of one
     rank.
     """
-    full_model = FullModel(run) if full_model is None else full_model
+    if full_model is None:
+        assert isinstance(run, Run), "settings alone do not say what is trained"
+        full_model = FullModel(run)
     ledger = Ledger()
     with fake_mesh(run.sizes, rank, ledger) as (mesh, new_group):
         return _run(run, mesh, new_group, full_model, ledger, device, most)
 
 
 def _run(
-    run: Run, mesh: Mesh, new_group: NewGroup, full_model: FullModel, ledger: Ledger, device: torch.device, most: int
+    run: RunSettings,
+    mesh: Mesh,
+    new_group: NewGroup,
+    trained: Trained,
+    ledger: Ledger,
+    device: torch.device,
+    most: int,
 ) -> DryRun:
     tracker = MemoryTracker(device)
     with tracker:
-        own = build_rank(run, mesh, new_group, device, full_model)
+        own = build_rank(run, mesh, new_group, device, trained)
     with tracker:
-        step = _Step(own, _meta_of(run, mesh, full_model, own), tracker, ledger)
+        step = _Step(own, _meta_of(own), tracker, ledger)
         _name_tensors(tracker, own)
         step.take(1)
         _name_tensors(tracker, own)
         count = min(run.num_microbatches, max(num_needed(run), most))
+        # What cycles of the first step still hold, a longer run would not.
+        gc.collect()
         tracker.begin()
         ledger.entries.clear()
         step.flops.clear()
@@ -113,7 +125,7 @@ def _run(
         run=run,
         rank=mesh.global_rank,
         stages=mesh.own_stages,
-        parameters=sum(parameter.numel() for parameter in own.model.parameters()),
+        parameters=sum(parameter.numel() for parameter in own.module.parameters()),
         peak_bytes=tracker.peak_bytes,
         peak_by_kind=tracker.peak_by_kind,
         peak_action=tracker.peak_action,
@@ -123,30 +135,34 @@ def _run(
     )
 
 
-def _meta_of(run: Run, mesh: Mesh, full_model: FullModel, own: Rank) -> Callable[[int, int], TensorMeta]:
+def _meta_of(own: Rank) -> Callable[[int, int], TensorMeta]:
     """Returns a function of stage and microbatch that describes the tensors which the stage sends to the next."""
-    metas = full_model.output_metas(own.model.stages) if mesh.pp.size > 1 else {}
+    run, mesh = own.run, own.mesh
+    metas = own.trained.output_metas(own.module) if mesh.pp.size > 1 else {}
     if run.balanced is None:
         return lambda stage, microbatch: metas[stage]
     step, groups = run.balanced, run.balanced.plan.groups_of(mesh.axis("dp+cp").rank)
     return lambda stage, microbatch: resized(metas[stage], hidden_tokens(step, groups[microbatch], mesh))
 
 
-def num_needed(run: Run) -> int:
+def num_needed(run: RunSettings) -> int:
     """Number of microbatches after which a rank has reached its peak, and at least one is neither first nor last; all
     where they differ."""
     schedule = run.schedule
     return schedule.microbatches if run.balanced is not None else spec_of(schedule.name).steady_after(schedule)
 
 
-def shown_ranks(run: Run) -> tuple[int, ...]:
+def shown_ranks(run: RunSettings) -> tuple[int, ...]:
     """Global ranks of the first, the middle and the last pipeline rank; where microbatches differ, those with the
     largest planned memory."""
     pp_ranks = sorted({0, run.sizes.pp // 2, run.sizes.pp - 1})
-    return tuple(global_rank(run, rank, 0 if run.balanced is None else fullest(run, rank)[0]) for rank in pp_ranks)
+    lines = dict.fromkeys(pp_ranks, 0)
+    if isinstance(run, Run) and run.balanced is not None:
+        lines = {rank: fullest(run, rank)[0] for rank in pp_ranks}
+    return tuple(global_rank(run, rank, line) for rank, line in lines.items())
 
 
-def global_rank(run: Run, pp_rank: int, line: int) -> int:
+def global_rank(run: RunSettings, pp_rank: int, line: int) -> int:
     """Global rank of the first tp rank of a pipeline rank (first stage first) and of index `line` within dp x cp."""
     sizes = run.sizes
     # The last stage is on global rank 0.
@@ -162,7 +178,7 @@ def _name_tensors(tracker: MemoryTracker, own: Rank) -> None:
     tracker.name("moments", own.moments())
 
 
-def _of_step(entries: Mapping[MicrobatchKey, Mapping[_K, _V]], run: Run, count: int) -> dict[_K, _V]:
+def _of_step(entries: Mapping[MicrobatchKey, Mapping[_K, _V]], run: RunSettings, count: int) -> dict[_K, _V]:
     """Sums of counts over a full step, of which `count` microbatches of the first two batches ran."""
     more = run.num_microbatches - count
     total: dict[_K, _V] = {}
@@ -186,13 +202,12 @@ class _Step:
     def __init__(
         self, own: Rank, meta_of: Callable[[int, int], TensorMeta], tracker: MemoryTracker, ledger: Ledger
     ) -> None:
-        run = own.run
         self._own, self._tracker, self._ledger = own, tracker, ledger
         turns = _Turns(own.device, tracker, ledger)
-        share_yield_to_peer(own.model, turns.yield_to_peer)
+        share_yield_to_peer(own.module, turns.yield_to_peer)
         self._runtime = Runtime(own.mesh.pp, FakeMailbox(own.mesh.pp, meta_of, own.device, ledger), turns)
         self._runtime.step_hook = self
-        self._microbatches = microbatches_of(run, own.mesh, own.device)
+        self._microbatches = microbatches_of(own)
         self._entered: dict[Activity, AbstractContextManager[None]] = {}
         self.flops: dict[MicrobatchKey, Counter[str]] = {}
 
@@ -209,7 +224,8 @@ class _Step:
             dp_comm.prepare_step()
             own.optimizer.step()
             dp_comm.update_params()
-            own.model.end_step(is_skipped=False)
+            for model in own.models.values():
+                model.end_step(is_skipped=False)
             if own.fp8 is not None:
                 own.fp8.end_step()
 
@@ -230,10 +246,10 @@ class _Step:
             dp_comm.begin_backwards()
         mbs = own.run.micro_batch_size
         firsts = [index * mbs for index in range(count)]
-        call_ = ScheduledCall(
-            [own.model], own.mesh, self._enter, Tensor.backward, firsts, own.weight_gradients.opened, dp_comm
-        )
-        own.model.driver = call_
+        models, opened = list(own.models.values()), own.weight_gradients.opened
+        call_ = ScheduledCall(models, own.mesh, self._enter, Tensor.backward, firsts, opened, dp_comm)
+        for model in models:
+            model.driver = call_
         self._runtime.run(training_plan(replace(own.run.schedule, microbatches=count)), call_)
         with self._at("the reduction of gradients"):
             pending = gradients.take()
@@ -248,13 +264,7 @@ class _Step:
 
     def _enter(self, microbatch: int) -> Tensor:
         """The sum of a microbatch's losses, from its forward."""
-        own, one = self._own, self._microbatches[microbatch]
-        own.model.loss_weight = None
-        with call_context(own.run, own.device):
-            loss = call(own.model, one)
-        weight = own.model.loss_weight
-        assert weight is not None
-        return loss * (weight / one.num_copies).to(loss.dtype)
+        return call(self._own, self._microbatches[microbatch])
 
     def _reduce(self) -> None:
         """Reduces gradients over ranks and clips them."""
@@ -262,6 +272,9 @@ class _Step:
         gradients = own.gradients
         is_only = own.run.num_accumulated == 1
         factor = torch.ones((), dtype=torch.float64, device=own.device) if is_only else None
+        # What several ranks of pp hold has a gradient on one of them, which they would tell each other.
+        held_by_several = [param.parameter for param in gradients.params if param.holders is not None]
+        gradients.add_zeros(parameter for parameter in held_by_several if parameter.requires_grad)
         gradients.reduce(outside_over_stages=True, factor=factor)
         if own.run.optimizer.on_nonfinite != "ignore":
             found_nonfinite(own.stepped, own.mesh.world, own.device)

@@ -4,8 +4,9 @@ A storage counts from the operation that returns it until it is freed, rounded u
 products count as in `torch.utils.flop_counter`. Attention counts the pairs of tokens that are needed, half of all where
 it is causal, and its backward twice its forward; scores that a kernel recomputes there do not count.
 
-Meta tensors have no values: the host reads zeros from them, or True from booleans. Integers that came from the host
-(positions, starts of sequences) are known to it. Q queries, K keys.
+Meta tensors have no values: the host reads zeros from them, or True from booleans that it copies. Integers that came
+from the host (starts of sequences), or that count up (positions), are known to it, and so is what is computed from
+these alone. Q queries, K keys.
 """
 
 import weakref
@@ -18,11 +19,16 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
+
+from lightning_megatron.planner.meta_kernels import KERNELS
 
 # CUDA's allocator allocates multiples of this.
 _BLOCK_BYTES = 512
 _ATEN = torch.ops.aten
+# The host computes no more integers than positions of a long sample.
+_MOST_NUMBERS = 1 << 20
 _PRODUCTS = {
     packet: flop_registry[packet]
     for packet in (_ATEN.mm, _ATEN.addmm, _ATEN.bmm, _ATEN.baddbmm, _ATEN._scaled_mm, _ATEN.convolution)
@@ -49,8 +55,10 @@ class MemoryTracker(TorchDispatchMode):
         self.action, self.peak_action = "", ""
         # By kind of product.
         self.flops: Counter[str] = Counter()
-        # Integers, by address of the storage on the device.
+        # Integers and booleans, by address of the storage on the device.
         self._from_host: dict[int, Tensor] = {}
+        # They are there as long as their library is.
+        self._kernels = KERNELS
 
     # --- memory -----------------------------------------------------------------------------------------------------
 
@@ -102,8 +110,8 @@ class MemoryTracker(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        is_read = func is _ATEN._to_copy.default and getattr(kwargs.get("device"), "type", "meta") != "meta"
-        if is_read and (known := self._known(args[0])) is not None:
+        is_copied = func is _ATEN._to_copy.default and getattr(kwargs.get("device"), "type", "meta") != "meta"
+        if (is_copied or func is _ATEN._local_scalar_dense.default) and (known := self._known(args[0])) is not None:
             args = (known, *args[1:])
         if self._type == "meta" and func in _ANSWERS and (answer := _ANSWERS[func](args, kwargs)):
             return answer[0]
@@ -120,22 +128,37 @@ class MemoryTracker(TorchDispatchMode):
             self.flops["attention"] += int(_PACKED[packet](args, kwargs, self._known))
         if isinstance(output, Tensor):
             self._follow(output)
-            self._note_numbers(func, args, output)
+            self._note_numbers(func, args, kwargs, output)
         elif isinstance(output, (tuple, list)):
             for one in output:
                 if isinstance(one, Tensor):
                     self._follow(one)
         return output
 
-    def _note_numbers(self, func: Any, args: tuple[Any, ...], output: Tensor) -> None:
-        """Saves integers that the host has copied to the device, until they change."""
+    def _note_numbers(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
+        """Saves integers and booleans that the host knows, until they change."""
         if not output.is_meta:
             return
+        key = output.untyped_storage()._cdata
         if func._schema.is_mutable:
-            self._from_host.pop(output.untyped_storage()._cdata, None)
-        elif func is _ATEN._to_copy.default and _is_integer(args[0]) and not args[0].is_meta:
+            self._from_host.pop(key, None)
+        elif key not in self._from_host and (numbers := self._computed(func, args, kwargs, output)) is not None:
             held = torch.empty_strided(output.shape, output.stride(), dtype=output.dtype)
-            self._from_host[output.untyped_storage()._cdata] = held.copy_(args[0])
+            self._from_host[key] = held.copy_(numbers)
+
+    def _computed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor | None:
+        """What an operation returns on the host; None where that takes what the host does not know."""
+        given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+        is_counted = func.overloadpacket is _ATEN.arange
+        if not (given or is_counted) or not _is_whole(output) or output.numel() > _MOST_NUMBERS:
+            return None
+        if any(not _is_whole(one) or self._known(one) is None for one in given):
+            return None
+        args, kwargs = tree_map_only(Tensor, self._known, (args, kwargs))
+        if kwargs.get("device") is not None:
+            kwargs = {**kwargs, "device": torch.device("cpu")}
+        numbers: Tensor = func(*args, **kwargs)
+        return numbers
 
     def _known(self, x: Tensor) -> Tensor | None:
         """The values of a tensor on the host, where they are known."""
@@ -161,8 +184,9 @@ _Named = dict[str, Any]
 _Numbers = Callable[[Tensor], Tensor | None]
 
 
-def _is_integer(x: Tensor) -> bool:
-    return x.dtype in (torch.int32, torch.int64)
+def _is_whole(x: Tensor) -> bool:
+    """Whether a tensor has integers or booleans."""
+    return x.dtype in (torch.bool, torch.int32, torch.int64)
 
 
 def _copied(args: _Arguments, kwargs: _Named) -> tuple[Tensor] | None:

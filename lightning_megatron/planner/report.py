@@ -19,7 +19,7 @@ from lightning_megatron.planner.flops import (
 )
 from lightning_megatron.planner.hardware import GIGA, TERA, Products
 from lightning_megatron.planner.model_parts import Model
-from lightning_megatron.planner.run import Run
+from lightning_megatron.planner.run import Run, RunSettings
 from lightning_megatron.planner.search import Found, Rejected
 from lightning_megatron.planner.trainable import trained_parameters
 from lightning_megatron.transformer import cost
@@ -99,7 +99,7 @@ def _peak_text(found: Estimate) -> str:
     return f"dense peak in {_PRODUCTS[found.timed_as]}, {found.gpu.peak_flops(found.timed_as) / TERA:,.4g} TFLOP/s"
 
 
-def layout_text(run: Run) -> str:
+def layout_text(run: RunSettings) -> str:
     """A layout in the notation of `--layout`."""
     sizes = run.sizes
     parts = [f"tp={sizes.tp}", f"pp={sizes.pp}"]
@@ -117,7 +117,7 @@ def layout_text(run: Run) -> str:
     return ",".join(parts)
 
 
-def cut_text(run: Run) -> str:
+def cut_text(run: RunSettings) -> str:
     """Microbatches of a step and the schedule, in words."""
     if run.balanced is None:
         text = f"data parallel {run.sizes.dp}: {run.num_microbatches} microbatches of {run.micro_batch_size} a rank"
@@ -128,7 +128,7 @@ def cut_text(run: Run) -> str:
     return f"{text}, schedule {schedule_text(run)}{more}"
 
 
-def cut_record(run: Run) -> dict[str, Any]:
+def cut_record(run: RunSettings) -> dict[str, Any]:
     """Microbatches of a step as JSON."""
     if run.balanced is None:
         return {"micro_batch_size": run.micro_batch_size, "num_microbatches": run.num_microbatches}
@@ -141,7 +141,7 @@ def cut_record(run: Run) -> dict[str, Any]:
     }
 
 
-def sizes_record(run: Run) -> dict[str, int]:
+def sizes_record(run: RunSettings) -> dict[str, int]:
     """Sizes of the axes as JSON."""
     return {name: run.sizes.of(name) for name in ("world", "tp", "pp", "vp", "cp", "dp", "ep", "etp", "edp")}
 
@@ -152,7 +152,7 @@ def _widths(step: BalancedBatch) -> dict[int, int]:
     return dict(sorted(sizes.items()))
 
 
-def schedule_text(run: Run) -> str:
+def schedule_text(run: RunSettings) -> str:
     """Name of a schedule, and whether forwards overlap backwards."""
     return run.schedule.name + (", forwards beside backwards" if run.is_overlapped else "")
 

@@ -35,13 +35,10 @@ from lightning_megatron.transformer.recompute import RecomputeConfig
 PRECISIONS = ("bf16-mixed", "bf16-true", "16-mixed", "32-true")
 
 
-@hashed_once
 @dataclass(frozen=True, kw_only=True)
-class Run:
-    """A training run: model, layout, batch, precision and strategy settings."""
+class RunSettings:
+    """Layout, batch, precision and strategy settings of a training run, whatever it trains."""
 
-    model: Model
-    """Architecture of the model."""
     lengths: SequenceLengths
     """Lengths of samples."""
     sizes: Sizes
@@ -74,14 +71,6 @@ class Run:
     """Documents of a batch and the ranks that run them, under dynamic context parallelism; None: without."""
     held_tokens: int = 0
     """Tokens of all microbatches of a rank, where they differ; 0: microbatches are equal."""
-    trained: Trainable = ALL
-    """Weights that are trained."""
-    framework: FrameworkProfile = OURS
-    """Training framework that runs it."""
-
-    @cached_property
-    def model_parts(self) -> ModelParts:
-        return trainable_parts_of(self.model, self.lengths, self.trained)
 
     @cached_property
     def num_microbatches(self) -> int:
@@ -104,6 +93,31 @@ class Run:
             group_size=self.group_size,
             is_overlapped=self.is_overlapped,
         )
+
+    @property
+    def sets_gradients_aside(self) -> bool:
+        """Whether the sum of earlier batches' gradients is held apart from those of the current batch: under a
+        schedule each batch is divided by its own number of tokens."""
+        return self.num_accumulated > 1 and (
+            self.sizes.pp > 1 or self.num_microbatches > 1 or self.cuts_by_rows or self.balanced is not None
+        )
+
+
+@hashed_once
+@dataclass(frozen=True, kw_only=True)
+class Run(RunSettings):
+    """A training run of one of the package's models."""
+
+    model: Model
+    """Architecture of the model."""
+    trained: Trainable = ALL
+    """Weights that are trained."""
+    framework: FrameworkProfile = OURS
+    """Training framework that runs it."""
+
+    @cached_property
+    def model_parts(self) -> ModelParts:
+        return trainable_parts_of(self.model, self.lengths, self.trained)
 
     @cached_property
     def stages(self) -> tuple[tuple[Stage, ...], ...]:
@@ -182,14 +196,6 @@ class Run:
         return {"auto": self.stepped_bytes, "float32": 4, "bfloat16": 2}[self.optimizer.grad_dtype]
 
     @property
-    def sets_gradients_aside(self) -> bool:
-        """Whether the sum of earlier batches' gradients is held apart from those of the current batch: under a
-        schedule each batch is divided by its own number of tokens."""
-        return self.num_accumulated > 1 and (
-            self.sizes.pp > 1 or self.num_microbatches > 1 or self.cuts_by_rows or self.balanced is not None
-        )
-
-    @property
     def num_tokens(self) -> int:
         """Number of tokens of an optimizer step."""
         if self.balanced is not None:
@@ -207,7 +213,7 @@ def context_fields(context: ContextConfig, cp: int) -> dict[str, Any]:
     }
 
 
-def faults_of(run: Run) -> list[str]:
+def faults_of(run: RunSettings) -> list[str]:
     """Errors of a run on any machine, one sentence for each rule that it breaks."""
     sizes, batch, micro = run.sizes, run.global_batch_size, run.micro_batch_size
     found = []
@@ -226,7 +232,7 @@ def faults_of(run: Run) -> list[str]:
     facts = Facts(
         sizes=sizes,
         num_microbatches=max(run.num_microbatches, 1),
-        model=run.model,
+        model=run.model if isinstance(run, Run) else None,
         sequence_length=run.lengths.sequence,
         decoder_sequence_length=run.lengths.decoder_sequence or None,
         schedule=run.schedule,
@@ -235,9 +241,10 @@ def faults_of(run: Run) -> list[str]:
         precision=run.precision,
         context=run.context,
     )
-    if run.trained.lora is not None and run.fp8 is not None and run.fp8.engine == "transformer_engine":
-        found.append("lora and the fp8 engine 'transformer_engine' do not go together; use the engine 'torch'")
-    found += _packing_faults(run)
+    if isinstance(run, Run):
+        if run.trained.lora is not None and run.fp8 is not None and run.fp8.engine == "transformer_engine":
+            found.append("lora and the fp8 engine 'transformer_engine' do not go together; use the engine 'torch'")
+        found += _packing_faults(run)
     # This machine need not have what the run needs.
     lacking = [] if run.fp8 is None else engine_faults(run.fp8)
     return found + [fault for fault in faults(facts) if fault not in lacking]

@@ -854,7 +854,7 @@ def test_a_recipe_is_read_as_fit_reads_it(
         {"trainer.strategy.init_args.optimizer.kind": "sharded"},
     ):
         file = changed(tmp_path, "gpt_1t.yaml", **changes)
-        module, data, links, callbacks = PRETRAINING["gpt"]
+        module, data, links, callbacks, _ = PRETRAINING["gpt"]
         with pytest.raises(UsageError) as fit:
             RecipeCLI(module, data, links=links, callbacks=callbacks, args=["fit", "--config", file])
         assert shown(capsys, file, "--gpu", "h100") == f"error: {fit.value}\n"

@@ -1,0 +1,175 @@
+"""A LightningModule on the ranks of a dry run: built and cut on the meta device, as the strategy does."""
+
+import argparse
+import warnings
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+
+from lightning_megatron.any_module.cut_experts import expert_modules
+from lightning_megatron.any_module.pipelined_modules import pipelined_modules
+from lightning_megatron.any_module.plan import ModelPlan
+from lightning_megatron.cli.plan_file import table_of
+from lightning_megatron.cli.plan_recipe import run_of_causal_recipe
+from lightning_megatron.cli.plan_request import PlanRequest
+from lightning_megatron.cli.usage import UsageError
+from lightning_megatron.comm.p2p import Payload, TensorMeta
+from lightning_megatron.hf.unchanged import on_meta
+from lightning_megatron.lightning_modules import CausalModule
+from lightning_megatron.mesh import Mesh, ambient
+from lightning_megatron.pipeline.scheduled import ScheduledCall
+from lightning_megatron.planner.dry_rank import Batch, call_context, lower_weights
+from lightning_megatron.planner.dry_run import global_rank
+from lightning_megatron.planner.fake_process_group import fake_mesh
+from lightning_megatron.planner.memory_tracker import MemoryTracker
+from lightning_megatron.planner.run import RunSettings
+from lightning_megatron.tensor.weight_gradients import WeightGradients
+from lightning_megatron.trainer.setup.early_model_checks import model_faults
+from lightning_megatron.trainer.setup.model_checks import share_recomputation
+from lightning_megatron.trainer.setup.pipelined_models import cut_plain_networks
+from lightning_megatron.trainer.step.user_step import loss_of
+from lightning_megatron.transformer.recompute import RecomputeConfig, part_faults, recomputable_parts
+
+META = torch.device("meta")
+_NO_TRAINER = "You are trying to `self.log"
+
+
+def read_causal_run(options: argparse.Namespace) -> tuple[PlanRequest[RunSettings], str]:
+    """The run that a recipe of `CausalModule` and the options ask for, and the folder of its model.
+
+    Raises UsageError with their errors.
+    """
+    path = Path(options.config)
+    try:
+        request, folder = run_of_causal_recipe(path, table_of(path), options)
+    except ValueError as error:
+        raise UsageError(str(error).splitlines()) from error
+    run, faults = request.run, []
+    if run.fp8 is not None or options.fp8:
+        faults.append("a dry run knows no FP8 of models of transformers; leave it out to run the rest")
+    if options.decoder_sequence_length is not None:
+        faults.append("--decoder-sequence-length is that of a T5, and the model is causal; leave it out")
+    if request.dynamic is not None or options.document_lengths is not None:
+        faults.append("documents are balanced over ranks for the package's GPT alone; leave out dynamic_context")
+    if faults:
+        raise UsageError(faults)
+    if options.recompute is not None:
+        request = replace(request, run=replace(run, recompute=RecomputeConfig(granularity=options.recompute)))
+    return request, folder
+
+
+def causal_module(folder: str, run: RunSettings, plan: ModelPlan | None) -> "DryModule":
+    """The model of transformers in a folder, as `CausalModule` trains it. Raises UsageError with all its errors."""
+
+    def batch(num_samples: int, device: torch.device) -> Batch:
+        tokens, labels = torch.zeros((2, num_samples, run.lengths.sequence), dtype=torch.int64, device=device)
+        return {"tokens": tokens, "labels": labels, "loss_mask": torch.ones(labels.shape, device=device)}
+
+    def make() -> CausalModule:
+        module = CausalModule(folder, from_scratch=True)
+        # `configure_model` would draw its weights.
+        module.model = on_meta(module.config, {"dtype": torch.float32}, folder)
+        return module
+
+    module = DryModule(make, batch, run, plan)
+    if faults := module.faults():
+        raise UsageError(faults)
+    return module
+
+
+class DryModule:
+    """What the training step of a LightningModule trains, on any rank of a run.
+
+    `make` makes the module, `make_batch` a batch of so many samples on a device.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], pl.LightningModule],
+        make_batch: Callable[[int, torch.device], Batch],
+        run: RunSettings,
+        plan: ModelPlan | None,
+    ) -> None:
+        self._make, self.batch, self._run, self._plan = make, make_batch, run, plan
+
+    def faults(self) -> list[str]:
+        """Errors of the module on the run's ranks that show before it is cut."""
+        sizes, module = self._run.sizes, self._made(META)
+        if any(True for _ in expert_modules(module)):
+            return [f"the experts of {type(module).__name__} are chosen by numbers, which a dry run does not have"]
+        if faults := part_faults(self._run.recompute, recomputable_parts(module)):
+            return faults
+        uses_schedule = sizes.pp > 1 or self._run.num_microbatches > 1
+        return model_faults(module, sizes, uses_schedule=uses_schedule, plan=self._plan)
+
+    def build(self, mesh: Mesh, device: torch.device) -> pl.LightningModule:
+        """A module that holds the part of this rank."""
+        try:
+            with ambient(mesh):
+                module = self._made(device)
+                cut_plain_networks(module, mesh, self._plan)
+            if self._run.precision == "bf16-true":
+                module.to(torch.bfloat16)
+            share_recomputation(module, self._run.recompute, mesh)
+        except ValueError as error:
+            raise UsageError(str(error).splitlines()) from error
+        return module.train()
+
+    def _made(self, device: torch.device) -> pl.LightningModule:
+        try:
+            with device:
+                module = self._make()
+                module.configure_model()
+        except ValueError as error:
+            raise UsageError(str(error).splitlines()) from error
+        return module.to(device)
+
+    def names_by_rank(self, own: nn.Module) -> list[list[str]]:
+        """Names of the parameters on each rank of pp, of which this one has the module `own`."""
+        return self._stages[0]
+
+    def output_metas(self, own: nn.Module) -> dict[int, TensorMeta]:
+        """Shapes of the tensors that each stage but the last sends to the next."""
+        return self._stages[1]
+
+    @cached_property
+    def _stages(self) -> tuple[list[list[str]], dict[int, TensorMeta]]:
+        """The names of all ranks of pp and what stages send, from a forward through one after the other."""
+        run, sizes, metas = self._run, self._run.sizes, {}
+        with ExitStack() as stack, MemoryTracker(META), torch.no_grad():
+            meshes = [stack.enter_context(fake_mesh(sizes, global_rank(run, i, 0)))[0] for i in range(sizes.pp)]
+            modules = [self.build(mesh, META) for mesh in meshes]
+            payload: Payload | None = None
+            for stage in range(sizes.num_stages - 1):
+                index = sizes.pp_rank_of(stage)
+                module, models = modules[index], list(pipelined_modules(modules[index]).values())
+                lower_weights(module, run)
+                batch = self.batch(run.micro_batch_size, META)
+
+                def enter(microbatch: int, module: nn.Module = module, batch: Batch = batch) -> Tensor:
+                    with call_context(run, META):
+                        return self.loss(module, batch)
+
+                opened = WeightGradients().opened
+                call = ScheduledCall(models, meshes[index], enter, Tensor.backward, [0], opened)
+                for model in models:
+                    model.driver = call
+                payload = call.forward(stage, 0, payload)
+                assert payload is not None
+                metas[stage] = TensorMeta.of(payload)
+        return [[name for name, _ in module.named_parameters()] for module in modules], metas
+
+    def loss(self, own: nn.Module, batch: Batch) -> Tensor:
+        """The loss of a batch [], from the training step."""
+        assert isinstance(own, pl.LightningModule)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", _NO_TRAINER)
+            loss = loss_of(own.training_step(batch, 0))
+        assert loss is not None
+        return loss

@@ -1,0 +1,262 @@
+"""A dry run of a model of transformers, as it is, against real ranks that train it and against torch's own counts."""
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, MixtralConfig, PreTrainedConfig, Qwen3Config
+
+from lightning_megatron.cli.dry_module import META, DryModule, causal_module
+from lightning_megatron.cli.main import main
+from lightning_megatron.lightning_modules import CausalModule
+from lightning_megatron.mesh import Mesh, Sizes
+from lightning_megatron.optim.config import OptimizerConfig
+from lightning_megatron.planner.dry_run import DryRun, dry_run
+from lightning_megatron.planner.memory_tracker import OTHERS, MemoryTracker
+from lightning_megatron.planner.model_parts import SequenceLengths
+from lightning_megatron.planner.run import RunSettings
+from lightning_megatron.transformer.recompute import RecomputeConfig
+from tests.harness.ranks import run_on_ranks
+from tests.trainer.layouts import Layout, make_trainer
+
+RECIPE = str(Path(__file__).resolve().parents[2] / "recipes" / "configs" / "hf_toy.yaml")
+TOKENS, ROWS, NUM_MICROBATCHES = 64, 2, 2
+DISTRIBUTED = OptimizerConfig(kind="distributed")
+SMALL: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+}
+QWEN = Qwen3Config(**SMALL, tie_word_embeddings=True)
+GROUPED = Qwen3Config(**{**SMALL, "num_key_value_heads": 2})
+WINDOWS = Gemma2Config(**SMALL, sliding_window=16, attn_implementation="sdpa")
+GPT2 = GPT2Config(
+    vocab_size=512,
+    n_embd=64,
+    n_layer=4,
+    n_head=4,
+    n_positions=128,
+    bos_token_id=0,
+    eos_token_id=0,
+    attn_pdrop=0.0,
+    resid_pdrop=0.0,
+    embd_pdrop=0.0,
+)
+
+
+def folder_of(config: PreTrainedConfig, path: Path) -> str:
+    """A folder with a configuration and nothing else."""
+    config.save_pretrained(path)
+    return str(path)
+
+
+def run_of(layout: Layout, precision: str = "32-true", **changes: Any) -> RunSettings:
+    sizes = Sizes(world=layout.world, tp=layout.tp, pp=layout.pp, vp=layout.vp, sequence_parallel=layout.sp)
+    return RunSettings(
+        lengths=SequenceLengths(sequence=TOKENS),
+        sizes=sizes,
+        global_batch_size=sizes.dp * NUM_MICROBATCHES * ROWS,
+        micro_batch_size=ROWS,
+        precision=precision,
+        optimizer=layout.optimizer,
+        **changes,
+    )
+
+
+def found_by(folder: str, run: RunSettings, rank: int = 0) -> DryRun:
+    return dry_run(run, rank, full_model=causal_module(folder, run, None))
+
+
+class Held(L.Callback):
+    """Measures what a rank holds in its second step, by kind, and the step's peak."""
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        self.tracker, self.bytes_by_kind, self.peak_bytes = MemoryTracker(torch.device("cpu")), dict[str, int](), 0
+        self.tracker.__enter__()
+        self.name(trainer)
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.name(trainer)
+            self.tracker.begin()
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self.peak_bytes = self.tracker.peak_bytes
+        self.bytes_by_kind = {kind: sum(sizes.values()) for kind, sizes in self.kinds(trainer).items()}
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        self.tracker.__exit__(None, None, None)
+
+    def name(self, trainer: L.Trainer) -> None:
+        for kind, tensors in self.tensors(trainer).items():
+            self.tracker.name(kind, iter(tensors))
+
+    def kinds(self, trainer: L.Trainer) -> dict[str, dict[int, int]]:
+        """Bytes of storages by kind, none of them twice, rounded up as by CUDA's allocator."""
+        seen: set[int] = set()
+        found: dict[str, dict[int, int]] = {}
+        for kind, tensors in self.tensors(trainer).items():
+            storages = {one.untyped_storage()._cdata: one.untyped_storage().nbytes() for one in tensors}
+            found[kind] = {key: -(-size // 512) * 512 for key, size in storages.items() if key not in seen}
+            seen |= storages.keys()
+        return found
+
+    def tensors(self, trainer: L.Trainer) -> dict[str, list[Tensor]]:
+        gradients = trainer.strategy._run.dp_comm.gradients  # type: ignore[attr-defined]
+        [optimizer] = trainer.optimizers
+        # Beside a GPU the host has the number of the step.
+        state = [one for values in optimizer.state.values() for one in values.values() if one.dim()]
+        return {
+            "weights": [param.parameter.data for param in gradients.params],
+            "gradients": [bucket.gradient for bucket in gradients.buckets],
+            "master weights": [shard.tensor.data for shard in gradients.param_shards],
+            "moments": state,
+        }
+
+
+def trained(folder: str, layout: Layout, precision: str) -> tuple[int, dict[str, int], int]:
+    """Global rank, and what it held in its second step: by kind, and at its peak."""
+    torch.manual_seed(0)
+    held, module = Held(), CausalModule(folder, from_scratch=True)
+    rows = ROWS * NUM_MICROBATCHES
+    ids = torch.randint(0, 512, (2 * rows, TOKENS), generator=torch.Generator().manual_seed(1))
+    loader = DataLoader([{"tokens": x, "labels": x, "loss_mask": torch.ones(TOKENS)} for x in ids], batch_size=rows)
+    trainer = make_trainer(
+        layout, max_epochs=1, precision=precision, callbacks=[held], limit_val_batches=0, gradient_clip_val=1.0
+    )
+    trainer.fit(module, loader, loader)
+    return trainer.strategy.global_rank, held.bytes_by_kind, held.peak_bytes  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("layout", "precision"),
+    [
+        (Layout(world=2, tp=2, sp=True, microbatches=NUM_MICROBATCHES), "32-true"),
+        (Layout(world=2, pp=2, microbatches=NUM_MICROBATCHES), "32-true"),
+        (Layout(world=2, microbatches=NUM_MICROBATCHES, optimizer=DISTRIBUTED), "bf16-mixed"),
+    ],
+)
+def test_a_rank_holds_the_bytes_of_a_real_one(layout: Layout, precision: str, tmp_path: Path) -> None:
+    folder = folder_of(QWEN, tmp_path)
+    run = run_of(layout, precision)
+    for rank, by_kind, peak_bytes in run_on_ranks(2, trained, folder, layout, precision, init=False):
+        dry = found_by(folder, run, rank)
+        kinds = {kind: size for kind, size in dry.peak_by_kind.items() if kind != OTHERS}
+        assert kinds == {kind: size for kind, size in by_kind.items() if size}
+        # The numbers of the optimizer's step, one for each weight, are on the host beside a GPU.
+        assert dry.peak_bytes == pytest.approx(peak_bytes, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("config", "precision"),
+    [
+        (QWEN, "32-true"),
+        (GPT2, "32-true"),
+        (WINDOWS, "32-true"),
+        (GPT2, "bf16-mixed"),
+        (WINDOWS, "bf16-mixed"),
+        # In 32 bits GPUs have no kernel for groups, and CPUs do.
+        (GROUPED, "bf16-mixed"),
+        (GROUPED, "bf16-true"),
+    ],
+)
+def test_tensors_without_numbers_take_the_memory_of_real_ones(
+    config: PreTrainedConfig, precision: str, tmp_path: Path
+) -> None:
+    folder, run = folder_of(config, tmp_path), run_of(Layout(optimizer=DISTRIBUTED), precision)
+    module = causal_module(folder, run, None)
+    drawn = DryModule(partial(CausalModule, folder, from_scratch=True), module.batch, run, None)
+    dry = dry_run(run, 0, full_model=module)
+    real = dry_run(run, 0, full_model=drawn, device=torch.device("cpu"))
+    # Beside a GPU the host has the number of each weight's step.
+    on_host = 512 * sum(1 for _ in module.build(Mesh.single(), META).parameters())
+    assert dry.peak_bytes == pytest.approx(real.peak_bytes - on_host, rel=0.001)
+    assert dry.flops == real.flops
+
+
+def flops_of_torch(config: PreTrainedConfig, attention: str) -> float:
+    """FLOPs of a step of the plain model by torch's counter, which knows nothing of fused attention on a CPU."""
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    ids = torch.zeros(ROWS, TOKENS, dtype=torch.long)
+    with FlopCounterMode(display=False) as counter:
+        for _ in range(NUM_MICROBATCHES):
+            model(input_ids=ids, labels=ids).loss.backward()
+    return float(counter.get_total_flops())
+
+
+def test_ranks_multiply_what_the_plain_model_does(tmp_path: Path) -> None:
+    products, with_scores = (flops_of_torch(QWEN, attention) for attention in ("sdpa", "eager"))
+    folder = folder_of(QWEN, tmp_path)
+    for layout in (Layout(), Layout(world=2, tp=2, sp=True), Layout(world=2, pp=2), Layout(world=4, tp=2, pp=2)):
+        ranks = [found_by(folder, run_of(layout), rank) for rank in range(layout.world)]
+        assert sum(one.flops["products"] for one in ranks) == products > 0
+        # A causal query needs half of the pairs.
+        assert sum(one.flops["attention"] for one in ranks) == (with_scores - products) / 2 > 0
+
+
+def test_recomputed_layers_take_less_and_multiply_more(tmp_path: Path) -> None:
+    folder = folder_of(QWEN, tmp_path)
+    layout = Layout(world=2, pp=2)
+    plain, again = (
+        found_by(folder, run_of(layout, "bf16-mixed", recompute=RecomputeConfig(granularity=kind)), 1)
+        for kind in ("none", "full")
+    )
+    assert again.peak_bytes < plain.peak_bytes
+    # Of three products of a linear the forward's runs twice, but for that of a layer's last linear.
+    assert 5 / 4 < again.flops["products"] / plain.flops["products"] < 4 / 3
+
+
+@pytest.mark.parametrize("schedule", ["zb_h1", "interleaved"])
+def test_schedules_run_it(schedule: Any, tmp_path: Path) -> None:
+    folder = folder_of(QWEN, tmp_path)
+    layout = Layout(world=2, pp=2, vp=2 if schedule == "interleaved" else 1)
+    plain = [found_by(folder, run_of(Layout(world=2, pp=2)), rank).flops for rank in range(2)]
+    assert [found_by(folder, run_of(layout, schedule_name=schedule), rank).flops for rank in range(2)] == plain
+
+
+def test_a_recipe_runs_dry_from_a_configuration_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = folder_of(QWEN, tmp_path)
+    assert main(["dry-run", RECIPE, "--model", folder, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["sizes"]["tp"] == found["sizes"]["pp"] == 2
+    whole = sum(one.numel() for one in AutoModelForCausalLM.from_config(QWEN).parameters())
+    first, last = found["ranks"]
+    # The tied table, cut over tp, is on both stages.
+    assert first["parameters"] + last["parameters"] > whole / 2
+    assert {one["kind"] for one in first["messages"]} >= {"send", "all-gather", "reduce-scatter"}
+
+
+@pytest.mark.parametrize(
+    ("config", "args", "words"),
+    [
+        (MixtralConfig(**SMALL, num_local_experts=4), (), "experts of CausalModule are chosen by numbers"),
+        (GPT2, (), "tensor_model_parallel_size (2) cuts nothing of CausalModule"),
+        (QWEN, ("--layout", "pp=4,vp=2", "--world-size", "4"), "cannot be pipelined over 8 stages"),
+        (QWEN, ("--fp8",), "knows no FP8 of models of transformers"),
+        (QWEN, ("--recompute", "selective"), "recompute part 'core_attention' cannot act"),
+        (QWEN, ("--recompute", "full", "--layout", "mbs=2"), "recompute granularity ('full') needs a model of parts"),
+        (None, (), "has no configuration that this version of transformers reads"),
+    ],
+)
+def test_what_does_not_run_dry_is_told(
+    config: PreTrainedConfig | None,
+    args: tuple[str, ...],
+    words: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = str(tmp_path) if config is None else folder_of(config, tmp_path)
+    assert main(["dry-run", RECIPE, "--model", folder, *args]) == 2
+    assert words in capsys.readouterr().err
