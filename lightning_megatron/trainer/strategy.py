@@ -471,7 +471,7 @@ class MegatronStrategy(ParallelStrategy):
             is_synced = self._layer_sync is not None
             is_cut = bool(self.microbatch_size) or self.num_microbatches > 1
             if is_cut or (self.mesh.dp.size > 1 and not is_synced):
-                model_checks.warn_of_batch_statistics(module, is_synced=is_synced)
+                model_checks.warn_of_batch_statistics(module, self.mesh, is_synced=is_synced)
             self._reset_optimizers_and_schedulers()
             self.setup_optimizers(trainer)
             has_master_weights = optimizers.has_master_weights(self.optimizer, self._plugin)

@@ -160,20 +160,23 @@ def require_untied_outside(module: nn.Module, mesh: Mesh) -> None:
         )
 
 
-def warn_of_batch_statistics(module: nn.Module, *, is_synced: bool) -> None:
-    """Warns of layers that normalise over the rows they see, where a global batch is run in several parts."""
-    names = [
+def warn_of_batch_statistics(module: nn.Module, mesh: Mesh, *, is_synced: bool) -> None:
+    """Warns, once, of layers of any stage that normalise over the rows they see, where a global batch is run in several
+    parts. Collective over pp."""
+    own = [
         name
         for name, child in module.named_modules()
         # One in evaluation has the statistics that it kept.
         if isinstance(child, nn.modules.batchnorm._BatchNorm) and (child.training or child.running_mean is None)
     ]
+    # The rank that warns holds the last stage alone.
+    names = list(dict.fromkeys(name for names in collectives.gather_objects(own, mesh.pp) for name in names))
     if names:
         parts = "microbatch" if is_synced else "microbatch of each data-parallel rank"
         rank_zero_warn(
             f"batch norms ({', '.join(names)}) normalise each {parts} by itself: one device would take the statistics "
             "of all rows. Use num_microbatches=1 with sync_batchnorm=True, or a norm that takes each row by itself "
-            "(LayerNorm, GroupNorm, RMSNorm). What else couples rows, as in-batch negatives, is computed by parts too",
+            "(LayerNorm, GroupNorm, RMSNorm)",
             category=UserWarning,
         )
 

@@ -161,6 +161,15 @@ class Normed(Small):
         return super().logits(inputs) + self.norm(self.before(inputs)).mean()
 
 
+class FirstNorm(Small):
+    """A batch norm at the beginning of the chain, whose stage is not that of rank 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        assert isinstance(self.net, nn.Sequential)
+        self.net[0] = nn.BatchNorm1d(8)
+
+
 class More(Small):
     """Returns more than its loss."""
 
@@ -224,6 +233,8 @@ def test_what_would_be_wrong_is_refused(layout: Layout, kind: type[L.LightningMo
             ],
         ),
         (TP2, Normed, []),
+        (PP2, FirstNorm, ["batch norms (net.0) normalise each microbatch of each data-parallel rank"]),
+        (COLLECTIVE, FirstNorm, ["batch norms (net.0) normalise each microbatch of each data-parallel rank"]),
         (PP2, More, ["training_step returned 'classes' beside the loss"]),
     ],
 )
