@@ -16,7 +16,7 @@ from lightning_megatron.testing.layout_name import DEFAULT, WORDS
 from lightning_megatron.testing.proof import LIMIT_SECONDS, ROWS, STEPS, CertifyError, certified
 from lightning_megatron.testing.subject import MakeSubject
 from lightning_megatron.testing.tiny import TinyTwin
-from lightning_megatron.testing.user_file import FromFiles
+from lightning_megatron.testing.user_file import FromFiles, absolute
 
 _EPILOG = f"""\
 MODULE is a class or a function in a file of yours, called without arguments, as in module.py:MyModule, or
@@ -125,10 +125,4 @@ def _subject(options: argparse.Namespace) -> MakeSubject:
         if options.data is not None:
             raise UsageError([f"--data ({options.data}) is for a module of your own; {options.module} names its data"])
         return FromRecipe(path=Path(options.module).resolve(), trainer=trainer)
-    return FromFiles(module=_absolute(options.module), data=options.data and _absolute(options.data), trainer=trainer)
-
-
-def _absolute(spec: str) -> str:
-    """Processes of a fork server may stand in another folder."""
-    where, colon, name = spec.rpartition(":")
-    return f"{Path(where).resolve()}{colon}{name}" if where.endswith(".py") else spec
+    return FromFiles(module=absolute(options.module), data=options.data and absolute(options.data), trainer=trainer)

@@ -1,6 +1,7 @@
 """`lightning-megatron model-plan`: how a network that knows nothing of ranks would be cut."""
 
 import argparse
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,11 @@ from lightning_megatron.cli.usage import UsageError
 from lightning_megatron.hf.meta_model import meta_model
 from lightning_megatron.hub import CONFIG_FILES, model_folder
 from lightning_megatron.mesh import Sizes
+from lightning_megatron.testing.processes import Task, run_processes
+from lightning_megatron.testing.proof import LIMIT_SECONDS
 from lightning_megatron.testing.subject import SubjectError, require_module
-from lightning_megatron.testing.user_file import called
+from lightning_megatron.testing.telling import telling
+from lightning_megatron.testing.user_file import absolute, called
 from lightning_megatron.trainer.setup.pipelined_models import attends_by_name, plan_of
 
 _EPILOG = """\
@@ -57,22 +61,29 @@ def run_model_plan(options: argparse.Namespace) -> None:
     sizes = Sizes(world=ranks, etp=max(1, options.tp) if options.ep > 1 else 1, **own)
     if faults := sizes.faults():
         raise UsageError(faults)
-    try:
-        module = _module_of(options.model)
+    # What a user's file does, it does in a process of its own, which it may end.
+    task = Task.of(partial(_report, absolute(options.model), sizes))
+    [ended] = run_processes([task], limit_seconds=LIMIT_SECONDS)
+    if ended.failure:
+        raise UsageError([line for line in f"{options.model}: {ended.failure}".splitlines() if line.strip()])
+    print(ended.result)
+
+
+def _report(model: str, sizes: Sizes) -> str:
+    """The report of a model. Raises SubjectError where there is none."""
+    with telling("it cannot be made or cut"):
+        module = _module_of(model)
         plan = plan_of(module, None)
         if faults := plan.faults(module):
-            raise UsageError(faults)
-        networks = dict(module.named_children())
+            raise SubjectError("\n".join(faults))
         texts = [
             f"{name} ({type(child).__name__})\n{report_of(name, child, plan, sizes)}"
             + _attention(name, child, plan, sizes)
-            for name, child in networks.items()
+            for name, child in module.named_children()
         ]
-    except (SubjectError, ValueError) as error:
-        raise UsageError(str(error).splitlines()) from error
     if not texts:
-        raise UsageError([f"{options.model} holds no network; build it in __init__ or configure_model"])
-    print("\n\n".join(texts))
+        raise SubjectError("it holds no network; build it in __init__ or configure_model")
+    return "\n\n".join(texts)
 
 
 def _attention(name: str, network: nn.Module, plan: ModelPlan, sizes: Sizes) -> str:
@@ -87,7 +98,10 @@ def _attention(name: str, network: nn.Module, plan: ModelPlan, sizes: Sizes) -> 
 def _module_of(model: str) -> pl.LightningModule:
     if ":" not in model:
         module = pl.LightningModule()
-        module.model = meta_model(Path(model_folder(model, CONFIG_FILES)))
+        try:
+            module.model = meta_model(Path(model_folder(model, CONFIG_FILES)))
+        except ValueError as error:
+            raise SubjectError(str(error)) from error
         return module
     found = require_module(called(model))
     found.configure_model()

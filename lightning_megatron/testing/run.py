@@ -26,6 +26,7 @@ from lightning_megatron.testing.quantities import CALLBACK, INITIAL, LOGGED, LOS
 from lightning_megatron.testing.recorder import Recorder, Sink, SinkLogger, load_parts
 from lightning_megatron.testing.sinks import ComparisonSink, Reference, ReferenceSink
 from lightning_megatron.testing.subject import MakeSubject, Subject, SubjectError
+from lightning_megatron.testing.telling import PACKAGE, telling, told
 from lightning_megatron.trainer.config import ConfigurationError
 from lightning_megatron.trainer.setup.checks import architecture_of
 from lightning_megatron.trainer.setup.memory_checks import memory_faults
@@ -34,7 +35,6 @@ from lightning_megatron.trainer.step.microbatches import rows_of
 SEED = 0
 BATCHES, REFERENCE = "batches.pt", "reference.pt"
 """Files in the folder of a certificate: its global batches, and what one device did."""
-_PACKAGE = Path(__file__).resolve().parents[1]
 # Of waiting for another rank in a collective.
 _COLLECTIVE_SECONDS = 60.0
 
@@ -195,16 +195,12 @@ def run_one_device(plan: Plan) -> Facts:
 
     Raises SubjectError where the module does not train there.
     """
-    try:
+    with telling("the module or its data cannot be made"):
         architecture = architecture_of(_made(plan).module)
-    except SubjectError:
-        raise
-    except Exception as error:
-        raise SubjectError(f"the module or its data cannot be made: {told(error)}") from error
     # Up to four processes hold a model at once.
     if faults := memory_faults(architecture, Sizes(), num_processes=4, precision="64-true"):
         raise SubjectError(f"{'; '.join(faults)}; --tiny trains its small twin")
-    try:
+    with telling("the module does not train on one device"):
         batches = _read_batches(plan)
         torch.save(batches, plan.folder / BATCHES)
         try:
@@ -234,10 +230,6 @@ def run_one_device(plan: Plan) -> Facts:
             held=reference.held,
             notes=_made(plan).notes,
         )
-    except SubjectError:
-        raise
-    except Exception as error:
-        raise SubjectError(f"the module does not train on one device: {told(error)}") from error
 
 
 def _read_batches(plan: Plan) -> list[Any]:
@@ -308,7 +300,7 @@ def run_rank(plan: Plan, layout: Layout, precision: str, place: Place) -> RankRe
         except (Exception, SystemExit) as raised:
             error = raised
     ended_seconds = time.monotonic()
-    own = str(_PACKAGE)
+    own = str(PACKAGE)
     return RankReport(
         rank=place.rank,
         deviations=sink.deviations,
@@ -326,17 +318,4 @@ def _is_refusal(error: BaseException) -> bool:
     frames = traceback.extract_tb(error.__traceback__)
     raised_in = Path(frames[-1].filename) if frames else Path()
     is_told = isinstance(error, (ValueError, RuntimeError)) and not isinstance(error, DifferingCopiesError)
-    return is_told and _PACKAGE in raised_in.parents
-
-
-def told(error: BaseException) -> str:
-    """An error in a line, with the place in the user's code where it was raised."""
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if "site-packages" not in frame.filename and _PACKAGE not in Path(frame.filename).parents
-    ]
-    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    # What cannot be compiled has no frame of its own, and names its file itself.
-    line = f": {error.text.strip()}" if isinstance(error, SyntaxError) and error.text else where
-    return f"{type(error).__name__}: {error}{line}"
+    return is_told and PACKAGE in raised_in.parents

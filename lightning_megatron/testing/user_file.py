@@ -26,6 +26,12 @@ class FromFiles:
         return Subject(module=require_module(called(self.module)), data=data, trainer=self.trainer)
 
 
+def absolute(spec: str) -> str:
+    """The same name for processes of a fork server, which may stand in another folder."""
+    where, colon, name = spec.rpartition(":")
+    return f"{Path(where).resolve()}{colon}{name}" if where.endswith(".py") else spec
+
+
 def called(spec: str) -> Any:
     """What the class or function makes, called without arguments. Raises SubjectError where that cannot be."""
     found = named(spec)

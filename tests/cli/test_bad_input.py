@@ -20,6 +20,7 @@ from lightning_megatron.trainer.setup import memory_checks
 from tests.checkpoint.folders import WORLD
 from tests.cli.test_checkpoint import META, TENSORS
 from tests.cli.test_recipe import ALONE, AUTO, folder, run
+from tests.harness.sample import every_nth
 
 assert folder, "the fixture of a recipe's folder is used here"
 # A bad input that is not stopped takes all of it.
@@ -312,6 +313,34 @@ def test_a_manifest_beyond_all_bounds_is_refused(
 
 def test_an_empty_path_is_not_the_folder_of_today(capfd: pytest.CaptureFixture[str]) -> None:
     assert "the path is empty" in message_of(capfd, lambda: main(("checkpoint", "prune", "")))
+
+
+# --- files of a user's ------------------------------------------------------------------------------------------------
+
+USER_FILES = {
+    "raises": ("raise KeyError('weights')\n", "KeyError: 'weights'"),
+    "is no UTF-8": ("a = '\udcff'\n", "can't decode byte 0xff"),
+    "has zero bytes": ("a = 1\0\n", "null bytes"),
+    "ends the process": ("import sys\nsys.exit(0)\n", "SystemExit: 0"),
+    "ends it at once": ("import os\nos._exit(0)\n", "ended by exit code 0 without a word"),
+    "is interrupted": ("raise KeyboardInterrupt\n", "KeyboardInterrupt"),
+    "calls itself": ("def Module():\n    return Module()\n", "RecursionError"),
+    "makes nothing": ("def Module():\n    pass\n", "what was made is a NoneType"),
+    "fails late": (
+        "import lightning\nclass Module(lightning.LightningModule):\n    def __init__(self):\n        1 / 0\n",
+        "ZeroDivisionError",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", every_nth(USER_FILES, 3))
+@pytest.mark.parametrize("command", ["model-plan", "certify"])
+def test_a_file_of_a_users_that_fails_ends_in_one_way(
+    command: str, what: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    written, words = USER_FILES[what]
+    Path("fails_here.py").write_bytes(written.encode(errors="surrogateescape"))
+    assert words in message_of(capfd, lambda: main((command, "fails_here.py:Module")))
 
 
 # --- schedules and tokens ---------------------------------------------------------------------------------------------
