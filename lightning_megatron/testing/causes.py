@@ -177,7 +177,7 @@ def _batch(of: Evidence) -> Found:
 
 
 def _loss(of: Evidence) -> Found:
-    theirs, parts = of.first.theirs, of.layout.num_parts
+    theirs, parts, kind = of.first.theirs, of.layout.num_parts, ""
     if of.facts.is_random:
         return _RANDOM
     if of.moved_buffers and not of.facts.batch_norms:
@@ -205,7 +205,8 @@ def _loss(of: Evidence) -> Found:
                 "num_microbatches=1 and no data-parallel ranks for such a step, or gather what couples rows "
                 "(self.all_gather with sync_grads=True over data-parallel ranks)",
             )
-    if of.divides_weights and (not of.may_be_rows or of.has_different_copies):
+    # A mean over rows is the same however rows are divided.
+    if of.divides_weights and (not of.may_be_rows or kind == "mean" or of.has_different_copies):
         where = "pipeline stage" if of.layout.pp > 1 else "tensor-parallel rank"
         return (
             f"the loss has a term over self.parameters() or something else that a {where} has only a part of"
