@@ -28,7 +28,7 @@ from lightning_megatron.data.megatron_files import megatron_paths, token_dtype
 from lightning_megatron.data.prepare import write_tokens
 from lightning_megatron.data.sources import files_of
 from lightning_megatron.data.tokenizer import SMALLEST_VOCABULARY
-from lightning_megatron.rules.limits import limit_faults
+from lightning_megatron.rules.limits import MOST_PROCESSES, limit_faults
 
 _EPILOG = """\
 An interrupted run resumes when the same command is started again. The files do not depend on the number of workers, and
@@ -209,6 +209,9 @@ def _faults(options: argparse.Namespace) -> tuple[list[str], Tokenizer | None]:
     for name, least in (("workers", 0), ("max_document_bytes", 1)):
         if (value := getattr(options, name)) < least:
             faults.append(f"--{name.replace('_', '-')} ({value}) must be at least {least}")
+    faults += limit_faults({"--workers": options.workers}, MOST_PROCESSES)
+    if options.output.name in ("", ".."):
+        faults.append(f"--output ({options.output}) is a folder; name the files in it, as in {options.output}/corpus")
     if options.format == "arrow" and options.split_sentences:
         faults.append("--split-sentences is for --format megatron, whose files tell sentences apart; leave one out")
     if len(set(options.text_column)) < len(options.text_column):

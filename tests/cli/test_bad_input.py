@@ -370,3 +370,18 @@ def test_ranks_that_are_no_numbering_are_refused(number: str) -> None:
 def test_a_vocabulary_that_no_memory_holds_is_not_trained(capfd: pytest.CaptureFixture[str]) -> None:
     args = ("prepare-data", "--path", "tiny.yaml", "--train-vocab-size", "1000000000000", "--output", "x")
     assert "--train-vocab-size" in message_of(capfd, lambda: main(args))
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ("--workers=999999999999", "--workers (999999999999) must be at most 1,024"),
+        ("--output=", "--output (.) is a folder; name the files in it, as in ./corpus"),
+        ("--output=..", "--output (..) is a folder"),
+    ],
+)
+def test_tokens_are_not_written_by_any_number_of_workers_or_without_a_name(
+    option: str, words: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    args = ("prepare-data", "--path", "tiny.yaml", "--train-vocab-size", "300", "--output", "x", option)
+    assert words in message_of(capfd, lambda: main(args))
