@@ -13,15 +13,17 @@ gloo.md`), so two CPU ranks swap tensors and add, and more of them scatter sums 
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypeVar, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _get_object_coll_device
 
+from lightning_megatron.comm.tree_axis import TreeAxis
 from lightning_megatron.mesh import Axis
 
+T = TypeVar("T")
 Op = Literal["sum", "max", "min"]
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 _LOCALLY: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
@@ -73,9 +75,15 @@ def all_reduce(x: Tensor, axis: Axis, op: Op = "sum", *, wait: Literal[True] = T
 @overload
 def all_reduce(x: Tensor, axis: Axis, op: Op = "sum", *, wait: Literal[False]) -> Pending: ...
 def all_reduce(x: Tensor, axis: Axis, op: Op = "sum", *, wait: bool = True) -> Tensor | Pending:
-    """All-reduce: sum, maximum or minimum of `x` over the ranks of the axis, on each of them."""
+    """All-reduce: sum, maximum or minimum of `x` over the ranks of the axis, or `TreeAxis`, on each of them."""
     if axis.size == 1:
         return x if wait else Pending(x)
+    if isinstance(axis, TreeAxis):
+        # What the parent gets of a family counts; to its children it comes from the first rank.
+        total = all_reduce(all_reduce(x, axis.below, op), axis.above, op)
+        total = total.clone() if axis.is_first else total
+        broadcast_(broadcast_(total, axis.above), axis.below)
+        return total if wait else Pending(total)
     pending = all_reduce_(x.clone(memory_format=torch.contiguous_format), axis, op, wait=False)
     return pending.wait() if wait else pending
 
@@ -255,18 +263,30 @@ def broadcast_(x: Tensor, axis: Axis, source: int = 0) -> Tensor:
 
 
 def broadcast_object(value: Any, axis: Axis, source: int = 0) -> Any:
-    """A picklable value of the rank `source` on the axis; for set-up and logging, not for steps on a GPU."""
+    """A picklable value of the rank `source` on the axis; for set-up and logging, not for steps on a GPU.
+
+    On a `TreeAxis` it is that of the first rank.
+    """
     if axis.size == 1:
         return value
+    if isinstance(axis, TreeAxis):
+        assert source == 0, f"rank {source} broadcasts over a tree, whose first rank does"
+        return broadcast_object(broadcast_object(value, axis.above), axis.below)
     box = [value]
     dist.broadcast_object_list(box, group=group_of(axis), group_src=group_rank(axis, source))
     return box[0]
 
 
-def gather_objects(value: Any, axis: Axis) -> list[Any]:
-    """Picklable values of all ranks, in the order of the axis, on each of them; small ones by a single message."""
+def gather_objects(value: T, axis: Axis) -> list[T]:
+    """Picklable values of all ranks, in the order of the axis, on each of them; small ones by a single message.
+
+    What a rank gets grows with the axis: over the world prefer `merge_objects`, or `gather_on_first`.
+    """
     if axis.size == 1:
         return [value]
+    if isinstance(axis, TreeAxis):
+        found: list[T] = broadcast_object(gather_on_first(value, axis), axis)
+        return found
     group, data = group_of(axis), pickle.dumps(value)
     message = len(data).to_bytes(_LENGTH_BYTES, "little") + data[: _SMALL_BYTES - _LENGTH_BYTES]
     own = torch.frombuffer(bytearray(message.ljust(_SMALL_BYTES, b"\0")), dtype=torch.uint8)
@@ -282,6 +302,69 @@ def gather_objects(value: Any, axis: Axis) -> list[Any]:
     return [by_group_rank[group_rank(axis, rank)] for rank in range(axis.size)]
 
 
+def merge_objects(value: T, axis: Axis, merge: Callable[[list[T]], T]) -> T:
+    """The values of all ranks of the axis, or `TreeAxis`, merged into one, on each of them.
+
+    `merge` must not depend on which ranks it has merged before, and raises nothing: not all ranks call it.
+    """
+    if not isinstance(axis, TreeAxis):
+        return merge(gather_objects(value, axis))
+    merged = merge(gather_on_first(value, axis.below))
+    gather_on_first(merged, axis.above)
+    result: T = broadcast_object(merged, axis)
+    return result
+
+
+def gather_on_first(value: T, axis: Axis) -> list[T]:
+    """Picklable values of all ranks of the axis, or `TreeAxis`, in its order, on the first rank; nothing on others.
+
+    It goes over host memory.
+    """
+    if axis.size == 1:
+        return [value]
+    if isinstance(axis, TreeAxis):
+        held = {rank: one for part in gather_on_first({axis.rank: value}, axis.below) for rank, one in part.items()}
+        gather_on_first(held, axis.above)
+        return [held[rank] for rank in range(axis.size)] if axis.is_first else []
+    # One by one, for torch's own pads all to the largest: in a tree some ranks have far more below them than others.
+    if not axis.is_first:
+        _send_object(value, axis, target=0)
+        return []
+    return [value, *(_receive_object(axis, source=rank) for rank in range(1, axis.size))]
+
+
+def scatter_objects(values: Sequence[T], axis: Axis) -> T:
+    """The value for this rank of those that the first rank has for all of the axis, or `TreeAxis`, in its order.
+
+    It goes over host memory.
+    """
+    if axis.size == 1:
+        return values[0]
+    if isinstance(axis, TreeAxis):
+        held: dict[int, T] = dict(enumerate(values)) if axis.is_first else scatter_objects([], axis.above)
+        parts: list[dict[int, T]] = [{} for _ in range(axis.below.size)]
+        for rank, one in held.items():
+            parts[axis.member_towards(rank)][rank] = one
+        return scatter_objects(parts, axis.below)[axis.rank]
+    if not axis.is_first:
+        own: T = _receive_object(axis, source=0)
+        return own
+    for rank in range(1, axis.size):
+        _send_object(values[rank], axis, target=rank)
+    return values[0]
+
+
+def _send_object(value: Any, axis: Axis, *, target: int) -> None:
+    data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    send(torch.tensor(len(data)), axis, target=target)
+    send(data, axis, target=target)
+
+
+def _receive_object(axis: Axis, *, source: int) -> Any:
+    length = int(receive_(torch.zeros((), dtype=torch.int64), axis, source=source))
+    return pickle.loads(receive_(torch.empty(length, dtype=torch.uint8), axis, source=source).numpy().tobytes())
+
+
 def send(x: Tensor, axis: Axis, *, target: int) -> None:
     """Sends a contiguous tensor to the rank `target` on the axis, which calls `receive_`; not for steps."""
     dist.send(x, group=group_of(axis), group_dst=group_rank(axis, target))
@@ -293,9 +376,35 @@ def receive_(x: Tensor, axis: Axis, *, source: int) -> Tensor:
     return x
 
 
+def carries_to_first(axis: Axis, source: int) -> bool:
+    """Whether a message of the rank `source` to the first rank of the axis, or `TreeAxis`, begins, passes or ends
+    here."""
+    return axis.rank in ((0, source) if not isinstance(axis, TreeAxis) else axis.way_to_first(source))
+
+
+def carry_to_first_(x: Tensor, axis: Axis, *, source: int) -> Tensor:
+    """Overwrites `x`, which must be contiguous, with that of the rank `source`, on the first rank and on the way.
+
+    The ranks call it of which `carries_to_first` says so.
+    """
+    if isinstance(axis, TreeAxis):
+        if axis.rank != source:
+            receive_(x, axis.below, source=axis.member_towards(source))
+        if not axis.is_first:
+            send(x, axis.above, target=0)
+    elif source != 0:
+        if axis.is_first:
+            receive_(x, axis, source=source)
+        else:
+            send(x, axis, target=0)
+    return x
+
+
 def barrier(axis: Axis) -> None:
-    """Waits until every rank of the axis has called this."""
-    if axis.size > 1:
+    """Waits until every rank of the axis, or `TreeAxis`, has called this."""
+    if isinstance(axis, TreeAxis):
+        all_reduce(torch.zeros(()), axis)
+    elif axis.size > 1:
         dist.barrier(group=group_of(axis))
 
 
