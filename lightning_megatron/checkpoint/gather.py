@@ -1,7 +1,7 @@
 """Gathering of sharded tensors in the host memory of the first rank, for a checkpoint that is one file.
 
 The ranks agree who sends which box, as they agree who writes it in a directory; then the first rank receives one box
-after the other. No other rank holds more than its own pieces.
+after the other. No other rank holds more than its own pieces, and one box on its way.
 """
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_megatron.checkpoint.save_plan import SavePlanner
 from lightning_megatron.checkpoint.state import Pieces, as_pieces
-from lightning_megatron.comm.collectives import gather_objects, receive_, send
+from lightning_megatron.comm.collectives import carries_to_first, carry_to_first_, gather_objects, gather_on_first
 from lightning_megatron.mesh import Axis
 from lightning_megatron.sharding import Box
 
@@ -21,23 +21,20 @@ def gather_on_first_rank(pieces: Pieces, world: Axis) -> dict[str, Tensor]:
     """
     planner = SavePlanner(world)
     chunks = planner.chunks(pieces)
-    by_rank = gather_objects([(chunk.name, chunk.box) for chunk in chunks], world)
+    by_rank = gather_objects([(chunk.name, chunk.box, chunk.tensor.dtype) for chunk in chunks], world)
     shapes = {name: (tuple(held[0].global_shape), held[0].tensor.dtype) for name, held in as_pieces(pieces).items()}
     # No rank sends a tensor without elements.
-    without = gather_objects({name: one for name, one in shapes.items() if 0 in one[0]}, world)
-    if not world.is_first:
-        for chunk in chunks:
-            send(_bytes_of(chunk.tensor.cpu()), world, target=0)
-        return {}
+    without = gather_on_first({name: one for name, one in shapes.items() if 0 in one[0]}, world)
     named = {name: one for empties in without for name, one in empties.items()} | dict(planner.tensors)
     full = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in named.items()}
-    for chunk in chunks:
-        part_of(full[chunk.name], chunk.box).copy_(chunk.tensor)
-    for rank, boxes in enumerate(by_rank[1:], start=1):
-        for name, box in boxes:
-            received = torch.empty(box.sizes, dtype=full[name].dtype)
-            receive_(_bytes_of(received), world, source=rank)
-            part_of(full[name], box).copy_(received)
+    own = iter(chunks)
+    for rank, boxes in enumerate(by_rank):
+        for name, box, dtype in boxes if carries_to_first(world, rank) else []:
+            tensor = next(own).tensor.cpu() if rank == world.rank else torch.empty(box.sizes, dtype=dtype)
+            # Of a tensor that is not contiguous a copy, which is what the first rank then takes.
+            flat = carry_to_first_(_bytes_of(tensor), world, source=rank)
+            if world.is_first:
+                part_of(full[name], box).copy_(flat.view(dtype).view(box.sizes))
     return full
 
 

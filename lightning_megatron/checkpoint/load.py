@@ -28,7 +28,7 @@ from lightning_megatron.checkpoint.manifest import read_entries
 from lightning_megatron.checkpoint.save_plan import ShardedTensorProxy, chunk_metadata
 from lightning_megatron.checkpoint.state import Piece, Pieces, as_pieces
 from lightning_megatron.checkpoint.tensor_entry import Chunk, TensorEntry
-from lightning_megatron.comm.collectives import gather_objects
+from lightning_megatron.comm.collectives import all_reduce, gather_objects, merge_objects
 from lightning_megatron.comm.raise_on_all_ranks import read_on_first_rank
 from lightning_megatron.mesh import Axis
 
@@ -88,19 +88,19 @@ def load(
         and name not in report.misshapen
         and (full := [piece for piece in held if not piece.is_empty])
     }
+    fault: BaseException | None = None
     try:
         with _no_warning_of_one_process():
+            # Each rank plans what it reads by the manifest, which all have: torch's ranks need not agree on it.
             state_dict_loader.load(
                 proxies,
                 storage_reader=_ChunkReader(path, entries),
                 planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-                process_group=world.group,
-                no_dist=world.size == 1,
+                no_dist=True,
             )
     except CheckpointException as error:
-        is_damaged = all(isinstance(cause, DamagedError) for cause, _ in error.failures.values())
-        kind = DamagedError if is_damaged else RuntimeError
-        raise kind(f"checkpoint {path} could not be read: {_causes(error)}") from error
+        ((fault, _),) = error.failures.values()
+    _raise_of_any(fault, path, world)
     return report
 
 
@@ -134,10 +134,15 @@ def _no_warning_of_one_process() -> Iterator[None]:
         yield
 
 
-def _causes(error: CheckpointException) -> str:
-    """Text of the errors of all ranks."""
-    by_rank = sorted(error.failures.items())
-    return "; ".join(f"rank {rank}: {type(cause).__name__}: {cause}" for rank, (cause, _) in by_rank)
+def _raise_of_any(fault: BaseException | None, path: Address, world: Axis) -> None:
+    """Raises what ranks ran into, on all of them. Collective."""
+    if not int(all_reduce(torch.tensor(int(fault is not None)), world, "max")):
+        return
+    own = None if fault is None else (isinstance(fault, DamagedError), f"{type(fault).__name__}: {fault}")
+    by_rank = {rank: one for rank, one in enumerate(gather_objects(own, world)) if one is not None}
+    kind = DamagedError if all(is_damaged for is_damaged, _ in by_rank.values()) else RuntimeError
+    words = "; ".join(f"rank {rank}: {text}" for rank, (_, text) in by_rank.items())
+    raise kind(f"checkpoint {path} could not be read: {words}") from fault
 
 
 def _compare(
@@ -147,23 +152,29 @@ def _compare(
     names = sorted(entries)
     # A tensor without elements is never written.
     shapes = {name: tuple(held[0].global_shape) for name, held in requested.items() if held}
-    missing = [name for name, shape in shapes.items() if name not in entries and 0 not in shape]
+    missing = {name for name, shape in shapes.items() if name not in entries and 0 not in shape}
     misshapen = {
         name: f"{entries[name].shape} there, {shape} asked for"
         for name, shape in shapes.items()
         if name in entries and entries[name].shape != shape
     }
-    # One byte a name, because thousands of ranks gather it.
+    # One byte a name, because it comes from thousands of ranks.
     is_requested = bytes(name in requested for name in names)
-    by_rank = gather_objects((missing, misshapen, is_requested), world)
-    requested_by_any = [any(marks) for marks in zip(*(flags for *_, flags in by_rank), strict=True)]
+    all_missing, all_misshapen, requested_by_any = merge_objects((missing, misshapen, is_requested), world, _merged)
     unexpected = [name for name, known in zip(names, requested_by_any, strict=True) if not known and among(name)]
-    all_misshapen = {name: how for _, one, _ in by_rank for name, how in one.items()}
     return LoadReport(
-        missing=tuple(sorted({name for one, _, _ in by_rank for name in one})),
-        unexpected=tuple(unexpected),
-        misshapen=dict(sorted(all_misshapen.items())),
+        missing=tuple(sorted(all_missing)), unexpected=tuple(unexpected), misshapen=dict(sorted(all_misshapen.items()))
     )
+
+
+def _merged(found: list[tuple[set[str], dict[str, str], bytes]]) -> tuple[set[str], dict[str, str], bytes]:
+    """What any of the ranks misses, has in another shape and asks for."""
+    missing: set[str] = set()
+    misshapen: dict[str, str] = {}
+    for one, other, _ in found:
+        missing |= one
+        misshapen |= other
+    return missing, misshapen, bytes(map(any, zip(*(marks for *_, marks in found), strict=True)))
 
 
 class _ChunkReader(StorageReader):

@@ -7,6 +7,7 @@ stages; `merge_rest` joins what all ranks know.
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_megatron.checkpoint.state import Piece, Slot, split_optimizer_name
 from lightning_megatron.checkpoint.tensor_entry import TensorEntry
-from lightning_megatron.comm.collectives import gather_objects
+from lightning_megatron.comm.collectives import merge_objects
 from lightning_megatron.mesh import Axis
 from lightning_megatron.sharding import shard_of
 
@@ -55,20 +56,41 @@ def merge_rest(rest: Rest, world: Axis) -> Rest:
 
     Raises ValueError where ranks disagree about a hyperparameter or a state.
     """
-    by_rank = gather_objects(rest, world)
-    counts = [len(one["groups"]) for one in by_rank]
-    if len(set(counts)) > 1:
-        raise ValueError(
-            f"an optimizer has {counts} param groups on ranks 0 to {world.size - 1}; every rank must make the same "
-            "groups in the same order, empty ones too"
-        )
-    groups = [_merged_group(index, [one["groups"][index] for one in by_rank]) for index in range(counts[0])]
-    state: dict[str, Any] = {}
-    for one in by_rank:
-        for name, values in one["state"].items():
+    merged = merge_objects(_PartlyMerged(world.rank, rest), world, _merged)
+    if merged.fault:
+        raise ValueError(merged.fault)
+    return merged.rest
+
+
+@dataclass(frozen=True)
+class _PartlyMerged:
+    """The merged rest of some ranks, the first of them, and the first fault that was found."""
+
+    rank: int
+    rest: Rest
+    fault: str = ""
+
+
+def _merged(parts: list[_PartlyMerged]) -> _PartlyMerged:
+    first = parts[0]
+    try:
+        if faults := [part.fault for part in parts if part.fault]:
+            raise ValueError(faults[0])
+        counts = {part.rank: len(part.rest["groups"]) for part in parts}
+        if len(set(counts.values())) > 1:
+            raise ValueError(
+                f"an optimizer has {list(counts.values())} param groups on ranks {', '.join(map(str, counts))}; every "
+                "rank must make the same groups in the same order, empty ones too"
+            )
+        by_rank = [{part.rank: part.rest["groups"][index] for part in parts} for index in range(counts[first.rank])]
+        groups = [_merged_group(index, one) for index, one in enumerate(by_rank)]
+        state: dict[str, Any] = {}
+        for name, values in (item for part in parts for item in part.rest["state"].items()):
             if not _same(state.setdefault(name, values), values):
                 raise ValueError(f"ranks disagree about the optimizer's state of {name!r}: {state[name]} and {values}")
-    return {"groups": groups, "state": state}
+    except ValueError as error:
+        return _PartlyMerged(first.rank, first.rest, str(error))
+    return _PartlyMerged(first.rank, {"groups": groups, "state": state})
 
 
 def rebuild_optimizer(
@@ -156,16 +178,17 @@ def _blank_state(stepped: Tensor, slot: Slot, saved: Mapping[str, TensorEntry]) 
     }
 
 
-def _merged_group(index: int, by_rank: list[dict[str, Any]]) -> dict[str, Any]:
-    merged = dict(by_rank[0])
-    for rank, group in enumerate(by_rank):
+def _merged_group(index: int, by_rank: dict[int, dict[str, Any]]) -> dict[str, Any]:
+    first = min(by_rank)
+    merged = dict(by_rank[first])
+    for rank, group in by_rank.items():
         for key in sorted(merged.keys() | group.keys() - {"params"}):
             if key != "params" and not _same(merged.get(key), group.get(key)):
                 raise ValueError(
-                    f"param group {index} has {key} = {merged.get(key)!r} on rank 0 and {group.get(key)!r} on rank "
-                    f"{rank}; every rank must make the same groups in the same order, empty ones too"
+                    f"param group {index} has {key} = {merged.get(key)!r} on rank {first} and {group.get(key)!r} on "
+                    f"rank {rank}; every rank must make the same groups in the same order, empty ones too"
                 )
-    merged["params"] = list(dict.fromkeys(name for group in by_rank for name in group["params"]))
+    merged["params"] = list(dict.fromkeys(name for group in by_rank.values() for name in group["params"]))
     return merged
 
 

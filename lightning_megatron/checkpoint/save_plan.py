@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from lightning_megatron.checkpoint.state import Piece, Pieces, as_pieces
-from lightning_megatron.comm.collectives import all_reduce, gather_objects
+from lightning_megatron.comm.collectives import all_reduce, gather_on_first, scatter_objects
 from lightning_megatron.comm.raise_on_all_ranks import raise_on_all_ranks
 from lightning_megatron.mesh import Axis
 from lightning_megatron.sharding import Box
@@ -104,7 +104,7 @@ class SavePlanner:
         self._local: SavePlan | None = None
         self._keys: list[ChunkKey] = []
         self.tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]] = {}
-        """Shape and dtype of every tensor that any rank writes by the last plan."""
+        """Shape and dtype of every tensor that any rank writes by the last plan, on the first rank."""
 
     def chunks(self, held: Pieces) -> list[ChunkToWrite]:
         """The chunks that this rank writes, each of a bounded size. Collective.
@@ -116,8 +116,9 @@ class SavePlanner:
         proxies, planner, local = raise_on_all_ranks(lambda: _local_plan(held, world), world)
         is_known = torch.tensor(int(self._local is not None and self._local.items == local.items))
         if not int(all_reduce(is_known, world, "min")):
-            by_rank = gather_objects(local, world)
-            self._keys, self.tensors = raise_on_all_ranks(lambda: _global_plan(planner, by_rank, world.rank), world)
+            by_rank = gather_on_first(local, world)
+            keys, self.tensors = raise_on_all_ranks(lambda: _global_plan(planner, by_rank), world)
+            self._keys = scatter_objects(keys, world)
             self._local = local
         pieces = {(name, piece.box.offsets): piece for name, proxy in proxies.items() for piece in proxy.pieces}
         return [ChunkToWrite(key[0], pieces[key].box, pieces[key].tensor.detach()) for key in self._keys]
@@ -157,10 +158,12 @@ def _local_plan(held: Pieces, world: Axis) -> tuple[dict[str, ShardedTensorProxy
 
 
 def _global_plan(
-    planner: DefaultSavePlanner, by_rank: list[SavePlan], rank: int
-) -> tuple[list[ChunkKey], dict[str, tuple[tuple[int, ...], torch.dtype]]]:
-    """The chunks that the rank writes, and shape and dtype of every tensor. Raises ValueError where the boxes of all
-    ranks do not make full tensors."""
+    planner: DefaultSavePlanner, by_rank: list[SavePlan]
+) -> tuple[list[list[ChunkKey]], dict[str, tuple[tuple[int, ...], torch.dtype]]]:
+    """The chunks that each rank writes, and shape and dtype of every tensor; nothing of no plans. Raises ValueError
+    where the boxes of all ranks do not make full tensors."""
+    if not by_rank:
+        return [], {}
     try:
         plans, metadata = planner.create_global_plan(by_rank)
     except (ValueError, AssertionError) as error:
@@ -170,8 +173,9 @@ def _global_plan(
         for name, found in metadata.state_dict_metadata.items()
         if isinstance(found, TensorStorageMetadata)
     }
-    keys = []
-    for item in plans[rank].items:
-        assert item.index.offset is not None
-        keys.append((item.index.fqn, tuple(item.index.offset)))
-    return keys, tensors
+    return [[_key_of(item) for item in plan.items] for plan in plans], tensors
+
+
+def _key_of(item: WriteItem) -> ChunkKey:
+    assert item.index.offset is not None
+    return item.index.fqn, tuple(item.index.offset)

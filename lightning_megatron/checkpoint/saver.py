@@ -29,7 +29,7 @@ from lightning_megatron.checkpoint.save_plan import ChunkKey, ChunkToWrite, Save
 from lightning_megatron.checkpoint.state import Pieces
 from lightning_megatron.checkpoint.tensor_entry import Chunk, TensorEntry
 from lightning_megatron.checkpoint.torch_index import INDEX_FILE, REST_FILE, IndexExtras, index_bytes
-from lightning_megatron.comm.collectives import all_reduce, broadcast_object, gather_objects
+from lightning_megatron.comm.collectives import all_reduce, broadcast_object, gather_on_first
 from lightning_megatron.comm.raise_on_all_ranks import raise_on_all_ranks
 from lightning_megatron.mesh import Axis
 
@@ -268,12 +268,12 @@ def _write(
     except Exception as error:
         fault = error
     try:
-        by_rank = gather_objects((written, _error_text(fault)), world)
+        by_rank = gather_on_first((written, _error_text(fault)), world)
         faults = [f"rank {rank}: {words}" for rank, (_, words) in enumerate(by_rank) if words]
         if world.is_first:
             if not faults:
                 try:
-                    _finish(contents, [own for own, _ in by_rank])
+                    _finish(contents, [own for own, _ in by_rank if own is not None])
                 except Exception as error:
                     fault, faults = error, [f"rank {world.rank}: {_error_text(error)}"]
             if faults:

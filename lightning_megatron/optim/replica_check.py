@@ -72,6 +72,9 @@ def differing_copies(gradients: Gradients, mesh: Mesh) -> list[str]:
         for index, is_same in zip(indices, (least == most).tolist(), strict=True):
             if not is_same:
                 differing.add(f"{params[index].name} on ranks {', '.join(map(str, axis.ranks))}")
+    # That any rank has found something is one number, which all tell each other first.
+    if not int(collectives.all_reduce(torch.tensor(len(differing), device=gradients.device), mesh.world, "max")):
+        return []
     return sorted({line for lines in collectives.gather_objects(sorted(differing), mesh.world) for line in lines})
 
 

@@ -38,6 +38,7 @@ from lightning_megatron.any_module.plan import ModelPlan
 from lightning_megatron.checkpoint import CheckpointConfig, read_meta
 from lightning_megatron.comm import collectives, differentiable
 from lightning_megatron.comm.raise_on_all_ranks import read_on_first_rank
+from lightning_megatron.comm.tree_axis import FAN_OUT
 from lightning_megatron.config_dataclass import type_faults
 from lightning_megatron.context.balance import DynamicContextConfig
 from lightning_megatron.context.config import ContextConfig
@@ -207,7 +208,8 @@ class MegatronStrategy(ParallelStrategy):
         self.timeout_seconds = timeout_seconds
         self._groups = Groups(timeout_seconds)
         self._num_nodes = 1
-        # Made by the first run and reused by the later ones.
+        # The world over host memory, and all other connections: made by the first run and reused by the later ones.
+        self._host: Axis | None = None
         self._connections: Connections | None = None
         # It lives from `setup_environment` to `teardown`.
         self._run: ActiveRun | None = None
@@ -273,6 +275,7 @@ class MegatronStrategy(ParallelStrategy):
             self._groups,
             self.root_device,
             self.checkpoint,
+            host=self._host,
             routes_documents=self.dynamic_context is not None,
         )
 
@@ -389,7 +392,7 @@ class MegatronStrategy(ParallelStrategy):
         if self.sizes.world > 1 and module is not None and module.trainer.state.fn == TrainerFn.FITTING:
             run.first_steps = FirstSteps(self.mesh.axis("pp+cp+tp"))
         run.preemption = Preemption(self.checkpoint, vote, self._saver, self.cluster_environment)
-        initial_sync.sync_seed(self.mesh)
+        initial_sync.sync_seed(self._saver.world)
         if module is not None:
             run.loader_sync = LoaderSync(self.mesh) if self.mesh.dp.size > 1 else None
             if is_overridden("configure_model", module):
@@ -414,7 +417,11 @@ class MegatronStrategy(ParallelStrategy):
                 options["store"] = store
             _init_dist_connection(environment, backend, timeout=self._groups.timeout, **options)
             world = Axis("world", len(ranks), self.global_rank, ranks, dist.group.WORLD)
-            return FailureWatch.started(address, world, vote, self.timeout_seconds, end_ranks)
+            if self._host is None:
+                # The CPU's own groups talk over host memory; of many ranks one such group would connect each with each.
+                is_group = device.type == "cpu" and world.size <= FAN_OUT + 1
+                self._host = world if is_group else self._groups.tree_over_host(world)
+            return FailureWatch.started(address, world, vote, self.timeout_seconds, end_ranks, tree=self._host)
         except BaseException:
             # Nobody watches yet: they would wait for this rank until their time-out.
             end_ranks(ranks)
@@ -777,7 +784,7 @@ class MegatronStrategy(ParallelStrategy):
         module = self._require_module()
         # A module that is only connected has no Trainer, and no progress.
         if "optimizer_states" in checkpoint and module._trainer is not None:
-            run_state.save_into(checkpoint, module.trainer, self.mesh, self._last_fit.resume_state)
+            run_state.save_into(checkpoint, module.trainer, self.mesh, self._saver.world, self._last_fit.resume_state)
             checkpoint[run_history.KEY] = list(self._last_fit.history)
         local_checkpoint = None if self._run is None else self._run.local_checkpoint
         if local_checkpoint is not None and local_checkpoint.is_own(filepath):
@@ -934,7 +941,7 @@ class MegatronStrategy(ParallelStrategy):
     @override
     def __getstate__(self) -> dict[str, Any]:
         # Process groups, threads and processes stay where they are.
-        of_this_process: dict[str, Any] = {"_connections": None, "_run": None, "_last_fit": FitRecord()}
+        of_this_process: dict[str, Any] = {"_connections": None, "_host": None, "_run": None, "_last_fit": FitRecord()}
         if isinstance(self._launcher, CheckingLauncher):
             of_this_process["_launcher"] = None
         return super().__getstate__() | of_this_process

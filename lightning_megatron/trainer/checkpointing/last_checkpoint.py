@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
@@ -72,10 +73,11 @@ def require_alike(path: str | None, world: Axis) -> None:
 
     Each rank looks before it knows of the others. That their paths differ does no harm: the first rank's counts.
     """
+    num_without = int(collectives.all_reduce(torch.tensor(int(path is None)), world))
+    if num_without in (0, world.size):
+        return
     paths = collectives.gather_objects(path, world)
     without = [str(rank) for rank, one in enumerate(paths) if one is None]
-    if not without or len(without) == world.size:
-        return
     found = next(f"{one} (rank {rank})" for rank, one in enumerate(paths) if one is not None)
     raise ConfigurationError(
         f"ckpt_path leads to {found}, but to nothing on ranks {', '.join(without)}; all ranks go on from one "

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from lightning_megatron.any_module.pipelined_modules import pipelined_modules
-from lightning_megatron.comm.collectives import gather_objects
+from lightning_megatron.comm.collectives import merge_objects
 from lightning_megatron.mesh import Axis
 from lightning_megatron.pipeline.module import PipelineModule
 
@@ -22,7 +22,8 @@ def names_on_ranks(module: nn.Module, world: Axis) -> TensorNames:
 
     A rank has every tensor of its stages, but its optimizer may step only some of them.
     """
-    return dict.fromkeys(gather_objects(tuple(module.state_dict(keep_vars=True)), world)).keys()
+    own = [tuple(module.state_dict(keep_vars=True))]
+    return merge_objects(own, world, lambda lists: list(dict.fromkeys(names for one in lists for names in one)))
 
 
 def in_module_order(names: Iterable[str], module: nn.Module, on_ranks: TensorNames) -> list[str]:

@@ -1,6 +1,6 @@
-"""Server of the failure watch, in a thread of the first rank: it hears what happens to any rank, and tells them all.
+"""Server of the failure watch, in a thread of a rank: it hears what happens to any rank, and tells them all.
 
-    a rank connects         and proves that it knows the token of the run; once all have come, nobody else can
+    a rank connects         and proves that it knows the server's token; once all have come, nobody else can
     it says something       at least ten times in timeout_seconds, be it nothing but that it is there
     it raises               and says so: a failure
     its connection closes   without a word before: its process is gone
@@ -8,6 +8,10 @@
 
 The first failure, or the ranks that are lost, are told to every rank, and so are the votes to stop. What is sent grows
 with the number of ranks and not with their pairs.
+
+The server in the first rank judges. Where ranks are many, those that are parents in a tree have servers for their
+children: such a server hands on what it hears to the one above, as a rank's own word, and what is told from there to
+its children (`relay`).
 """
 
 import hmac
@@ -17,9 +21,10 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from lightning.pytorch.utilities import rank_zero_warn
 
@@ -43,6 +48,8 @@ _GREETING_BYTES = 4096
 # Connections of strangers that are held open beside those of ranks, until all ranks have come.
 _MOST_STRANGERS = 64
 _BACKLOG = 4096
+# What wakes the server: its end, or a message from above.
+_END, _HANDED = b"!", b"."
 
 
 def beat_seconds(timeout_seconds: float) -> float:
@@ -58,7 +65,7 @@ class Invitation:
     port: int
     token: bytes
     process: Process
-    """The first rank."""
+    """Process with the server."""
 
     def proof(self, challenge: bytes, greeting: bytes) -> bytes:
         """Shows that who sends the greeting knows the token; it serves for one challenge only."""
@@ -76,20 +83,41 @@ class _Peer:
     """Whether it has come to its end, and said so."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Report:
+    """What another server last said of a rank that is silent."""
+
+    process: Process
+    heard_seconds: float
+    said_seconds: float
+
+
 class FailureServer:
     """Hears every rank, and tells each one what ends the run."""
 
-    def __init__(self, addresses: Sequence[str], num_ranks: int, timeout_seconds: float) -> None:
-        """Listens at the first of the addresses that is this machine's."""
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        num_ranks: int,
+        timeout_seconds: float,
+        *,
+        own_rank: int = 0,
+        ranks: Iterable[int] | None = None,
+    ) -> None:
+        """Listens at the first of the addresses that is this machine's, for connections of `ranks`; None: of all."""
         host, self._listener = _listener(addresses)
         port = self._listener.getsockname()[1]
-        self.invitation = Invitation(host=host, port=port, token=secrets.token_bytes(32), process=Process.own(0))
+        own = Process.own(own_rank)
+        self.invitation = Invitation(host=host, port=port, token=secrets.token_bytes(32), process=own)
         self._timeout_seconds = timeout_seconds
         self._started_seconds = time.monotonic()
         self._strangers: dict[socket.socket, _Peer] = {}
         self._peers: dict[int, _Peer] = {}
         self._num_ranks = num_ranks
-        self._missing = set(range(num_ranks))
+        self._missing = set(range(num_ranks) if ranks is None else ranks)
+        self._reports: dict[int, _Report] = {}
+        self._hand_up: Callable[[Message], None] | None = None
+        self._handed_down: deque[Message] = deque()
         self._gone: list[Process] = []
         self._failure: tuple[int, str] | None = None
         # When what is known is told; it never is while all is well.
@@ -107,12 +135,21 @@ class FailureServer:
         """Begins to serve."""
         self._listener.setblocking(False)
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
-        self._selector.register(self._waking, selectors.EVENT_READ, self._begin_to_end)
+        self._selector.register(self._waking, selectors.EVENT_READ, self._wake_up)
         self._thread.start()
+
+    def relay(self, hand_up: Callable[[Message], None]) -> None:
+        """Makes this the server of a rank that is not the first, before it starts: `hand_up` sends to the one above."""
+        self._hand_up = hand_up
+
+    def hand_down(self, message: Message) -> None:
+        """Tells the ranks that are connected here what the server above has told."""
+        self._handed_down.append(message)
+        self._wake.send(_HANDED)
 
     def stop(self) -> None:
         """Ends the server; ranks that are still connected go on without. Returns within seconds."""
-        self._wake.send(b"!")
+        self._wake.send(_END)
         self._thread.join(2 * _HANG_UP_SECONDS)
 
     def _sockets(self) -> list[socket.socket]:
@@ -132,8 +169,7 @@ class FailureServer:
                 self._tell({})
             if now_seconds >= next_look_seconds:
                 next_look_seconds = now_seconds + min(pause_seconds, _LOOK_SECONDS)
-                if self._silent(now_seconds, self._timeout_seconds):
-                    self._tell_soon()
+                self._look(now_seconds)
             if now_seconds >= self._tell_seconds:
                 self._tell_cause(now_seconds)
         self._hang_up()
@@ -150,9 +186,13 @@ class FailureServer:
                 key.data()
         return self._is_ending
 
-    def _begin_to_end(self) -> None:
-        self._selector.unregister(self._waking)
-        self._is_ending = True
+    def _wake_up(self) -> None:
+        is_ending = _END in self._waking.recv(1 << 10)
+        while self._handed_down:
+            self._tell(self._handed_down.popleft())
+        if is_ending:
+            self._selector.unregister(self._waking)
+            self._is_ending = True
 
     def _accept(self) -> None:
         with suppress(OSError):
@@ -181,8 +221,7 @@ class FailureServer:
             self._drop(peer)
             if not peer.has_left:
                 peer.has_left = True
-                self._gone.append(peer.process)
-                self._tell_soon()
+                self._lose(peer.process)
 
     def _hear_stranger(self, peer: _Peer) -> None:
         """Lets in who proves to be a rank that has not come yet. Nothing that others say is read any further."""
@@ -221,14 +260,47 @@ class FailureServer:
         self._selector.unregister(peer.channel.socket)
         peer.channel.close()
 
-    def _act(self, rank: int, message: Message) -> None:
-        if "failure" in message:
+    def _lose(self, process: Process) -> None:
+        if self._hand_up is not None:
+            self._hand_up({"gone": asdict(process)})
+            return
+        self._gone.append(process)
+        self._tell_soon()
+
+    def _look(self, now_seconds: float) -> None:
+        """Sees who is silent for too long; of the ranks of another server that one says who may soon be."""
+        if self._hand_up is None:
+            if self._silent(now_seconds, self._timeout_seconds):
+                self._tell_soon()
+        elif silent := self._silent(now_seconds, self._suspicious_seconds):
+            seconds = [now_seconds - self._heard_seconds(process.rank) for process in silent]
+            self._hand_up({"silent": list(map(asdict, silent)), "seconds": seconds})
+
+    @property
+    def _suspicious_seconds(self) -> float:
+        return min(self._timeout_seconds, max(self._timeout_seconds / 2, 3 * beat_seconds(self._timeout_seconds)))
+
+    def _act(self, peer_rank: int, message: Message) -> None:
+        """Acts on what a rank says, or what the server in it has heard of the rank that is named in the message."""
+        rank = message.setdefault("of", peer_rank)
+        if rank == peer_rank and ("failure" in message or "bye" in message):
             self._peers[rank].has_left = True
+        if "bye" in message or message.keys() == {"of"}:
+            return
+        if self._hand_up is not None:
+            self._hand_up(message)
+        elif "failure" in message:
             if self._failure is None:
                 self._failure = rank, message["failure"]
             self._tell_soon()
-        elif "bye" in message:
-            self._peers[rank].has_left = True
+        elif "gone" in message:
+            self._lose(Process(**message["gone"]))
+        elif "silent" in message:
+            now_seconds = time.monotonic()
+            for process, seconds in zip(message["silent"], message["seconds"], strict=True):
+                self._reports[process["rank"]] = _Report(
+                    process=Process(**process), heard_seconds=now_seconds - seconds, said_seconds=now_seconds
+                )
         elif "meet" in message:
             met = self._meetings.setdefault(message["meet"], set())
             met.add(rank)
@@ -271,9 +343,7 @@ class FailureServer:
             return Cause(text="; ".join([*sentences, f"then rank {rank} failed: {last_line}"]), lost=lost)
         text = f"rank {rank} failed:\n{text}"
         # A collective that timed out has waited for somebody.
-        if suspects := self._silent(
-            now_seconds, max(self._timeout_seconds / 2, 3 * beat_seconds(self._timeout_seconds))
-        ):
+        if suspects := self._silent(now_seconds, self._suspicious_seconds):
             text = f"{text.rstrip()}\n{self._silence(suspects, now_seconds)}\n"
         return Cause(text=text, rank=rank)
 
@@ -284,10 +354,18 @@ class FailureServer:
     def _silent(self, now_seconds: float, limit_seconds: float) -> list[Process]:
         """Ranks, of those that have not left, that have said nothing for so long."""
         there = [peer.process for peer in self._peers.values() if not peer.has_left]
-        ranks = [*filter(None, there), *(Process(rank=rank) for rank in sorted(self._missing))]
+        elsewhere = [
+            report.process
+            for report in self._reports.values()
+            # Of a rank that has spoken meanwhile nothing more is said.
+            if now_seconds - report.said_seconds <= 3 * _LOOK_SECONDS
+        ]
+        ranks = [*filter(None, there), *(Process(rank=rank) for rank in sorted(self._missing)), *elsewhere]
         return [process for process in ranks if now_seconds - self._heard_seconds(process.rank) >= limit_seconds]
 
     def _heard_seconds(self, rank: int) -> float:
+        if rank in self._reports:
+            return self._reports[rank].heard_seconds
         return self._peers[rank].channel.heard_seconds if rank in self._peers else self._started_seconds
 
     def _hang_up(self) -> None:

@@ -1,7 +1,8 @@
 """Watch that ends all ranks within seconds of one rank's failure or loss, with its cause as far as anybody knows it.
 
-Each rank holds a connection to a server in the first rank (`failure_server`) from a thread of its own. A rank that
-raises sends its traceback; of a rank that is lost the server tells. The first rank's loss each rank notices by itself.
+Each rank holds a connection to a server (`failure_server`) from a thread of its own: to that in the first rank, or,
+where ranks are many, to that in its parent of a tree. A rank that raises sends its traceback; of a rank that is lost
+the server tells. Of the loss of the rank with the server those that are connected to it judge by themselves.
 A rank whose main thread is stuck in a collective would otherwise learn of it by a time-out half an hour later, or
 never.
 
@@ -25,6 +26,7 @@ from dataclasses import asdict
 from typing import NoReturn
 
 from lightning_megatron.comm import collectives
+from lightning_megatron.comm.tree_axis import TreeAxis
 from lightning_megatron.mesh import Axis
 from lightning_megatron.trainer.fault_tolerance.failure_server import FailureServer, Invitation, beat_seconds
 from lightning_megatron.trainer.fault_tolerance.lost_ranks import Cause, Process, gone_sentence, silent_sentence
@@ -56,7 +58,7 @@ class FailureWatch:
     def __init__(
         self,
         channel: MessageChannel,
-        first: Process,
+        above: Process,
         global_rank: int,
         vote: StopVote,
         timeout_seconds: float,
@@ -64,16 +66,18 @@ class FailureWatch:
         server: FailureServer | None = None,
         end_lost: EndLost = end_none,
     ) -> None:
-        """Takes over the connection to the server, which the first rank also ends; see `started`.
+        """Takes over the connection to the server in the process `above`, and this rank's own `server`; see `started`.
 
         `end_lost` ends what is left of lost ranks, where they are this process's own children.
         """
         self._channel = channel
-        self._first = first
+        self._above = above
         self._rank = global_rank
         self._vote = vote
         self._timeout_seconds = timeout_seconds
         self._server = server
+        # A server that hands on what is told; the first rank's is told nothing, for it judges.
+        self._relay = server if above.rank != global_rank else None
         self._end_lost = end_lost
         self._cause: Cause | None = None
         # When the cause became known.
@@ -90,6 +94,8 @@ class FailureWatch:
         self._waking.setblocking(False)
         self._selector = selectors.DefaultSelector()
         self._thread = threading.Thread(target=self._watch, name="failure-watch", daemon=True)
+        if self._relay is not None:
+            self._relay.relay(self._post)
         close_in_forks(self, FailureWatch._sockets)
 
     @staticmethod
@@ -99,29 +105,41 @@ class FailureWatch:
         vote: StopVote,
         timeout_seconds: float,
         end_lost: EndLost = end_none,
+        *,
+        tree: Axis | None = None,
     ) -> "FailureWatch":
         """A watch that has begun. Collective over the world.
 
         `address` is that of the first rank's machine, None where all ranks are on one machine: the loopback then.
+        `tree` is the world over host memory, whose parents get servers where it is a `TreeAxis`.
         """
         # As others know it: a machine may have given its own name to its loopback.
         known_as = (
             _LOOPBACK if address is None else collectives.broadcast_object(_resolved(address), world, world.size - 1)
         )
-        server = FailureServer(known_as, world.size, timeout_seconds) if world.rank == 0 else None
-        invitation = collectives.broadcast_object(None if server is None else server.invitation, world)
-        if server is not None:
-            server.start()
+        above, below = _families(tree if tree is not None else world)
+        server = None
+        if world.is_first or below.size > 1:
+            addresses = known_as if world.is_first or address is None else _own_addresses(known_as)
+            ranks = below.ranks if world.is_first else below.ranks[1:]
+            server = FailureServer(addresses, world.size, timeout_seconds, own_rank=world.rank, ranks=ranks)
+        own = None if server is None else server.invitation
+        invitation = collectives.broadcast_object(own, above)
+        collectives.broadcast_object(own, below)
         try:
+            if server is not None and world.is_first:
+                server.start()
             channel = _connected(invitation, world.rank, timeout_seconds)
         except BaseException:
-            if server is not None:
+            if server is not None and world.is_first:
                 server.stop()
             raise
         watch = FailureWatch(
             channel, invitation.process, world.rank, vote, timeout_seconds, server=server, end_lost=end_lost
         )
         watch.start()
+        if server is not None and not world.is_first:
+            server.start()
         return watch
 
     def start(self) -> None:
@@ -154,7 +172,7 @@ class FailureWatch:
         self._is_settled.wait(_GRACE_SECONDS)
         cause = self._cause
         if cause is None and (silent := self._silent_seconds()) > 2 * beat_seconds(self._timeout_seconds):
-            cause = Cause(text=silent_sentence([self._first], silent, self._timeout_seconds))
+            cause = Cause(text=silent_sentence([self._above], silent, self._timeout_seconds))
         if cause is None or cause.rank == self._rank or self._is_printed:
             return None
         self._is_printed = True
@@ -170,6 +188,9 @@ class FailureWatch:
         return meeting.wait(_GRACE_SECONDS)
 
     def _post(self, message: Message) -> None:
+        if self._stop.is_set():
+            # The rank's own server may still hear of others.
+            return
         self._outbox.append(message)
         self._wake.send(b"!")
 
@@ -217,18 +238,20 @@ class FailureWatch:
                 self._learn(Cause(text=message["cause"], rank=message["rank"], lost=message["lost"]))
             elif "stop" in message:
                 self._vote.hear(message)
+                self._hand_down(message)
             elif "met" in message:
                 self._meetings[message["met"]].set()
+                self._hand_down(message)
             is_left |= "bye" in message
         if not self._channel.is_open or is_left:
             self._channel.is_open = False
             self._selector.unregister(self._channel.socket)
             if not is_left:
-                self._learn(Cause(text=gone_sentence([self._first]), lost=[self._first.rank]))
+                self._learn(Cause(text=gone_sentence([self._above]), lost=[self._above.rank]))
             self._is_settled.set()
-        elif self._server is None and self._silent_seconds() >= self._timeout_seconds:
-            text = silent_sentence([self._first], self._silent_seconds(), self._timeout_seconds)
-            self._learn(Cause(text=text, lost=[self._first.rank]))
+        elif self._above.rank != self._rank and self._silent_seconds() >= self._timeout_seconds:
+            text = silent_sentence([self._above], self._silent_seconds(), self._timeout_seconds)
+            self._learn(Cause(text=text, lost=[self._above.rank]))
 
     def _silent_seconds(self) -> float:
         return time.monotonic() - self._channel.heard_seconds
@@ -238,10 +261,15 @@ class FailureWatch:
             return
         self._cause = cause
         self._known_seconds = time.monotonic()
+        self._hand_down({"cause": cause.text, "rank": cause.rank, "lost": list(cause.lost)})
         if cause.lost:
             # None of them says so itself, and whoever started this rank may end it before it does.
             self._print(f"ends because {cause.text}")
         self._is_settled.set()
+
+    def _hand_down(self, message: Message) -> None:
+        if self._relay is not None:
+            self._relay.hand_down(message)
 
     def _end_process(self) -> NoReturn:
         if self._is_failing:
@@ -266,6 +294,25 @@ class FailureWatch:
                 pass
         self._channel.close()
         self._selector.close()
+
+
+def _families(world: Axis) -> tuple[Axis, Axis]:
+    """The ranks whose parent is this rank's, and those whose parent it is, both with the parent as their first."""
+    if isinstance(world, TreeAxis):
+        return world.above, world.below
+    alone = Axis.alone(world.rank)
+    return (alone, world) if world.is_first else (world, alone)
+
+
+def _own_addresses(others: Sequence[str]) -> list[str]:
+    """Addresses of this machine from which it talks to the others; no message is sent to learn them."""
+    own = []
+    for other in others:
+        family = socket.AF_INET6 if ":" in other else socket.AF_INET
+        with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as sock:
+            sock.connect((other, 9))
+            own.append(str(sock.getsockname()[0]))
+    return own or list(others)
 
 
 def _resolved(address: str) -> list[str]:

@@ -19,7 +19,7 @@ import signal
 import threading
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn, Self, TypeVar
 
 import lightning.pytorch as pl
 import torch
@@ -32,11 +32,13 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
 from lightning_megatron.checkpoint import CheckpointConfig
-from lightning_megatron.comm.collectives import gather_objects
+from lightning_megatron.comm.collectives import merge_objects
 from lightning_megatron.trainer.checkpointing.checkpoint_saver import CheckpointSaver
 from lightning_megatron.trainer.checkpointing.local_checkpoint import LocalCheckpoint
 from lightning_megatron.trainer.fault_tolerance.stop_vote import StopVote
 from lightning_megatron.trainer.resume.run_state import is_validation_due
+
+T = TypeVar("T")
 
 _FAILED_SAVE = "a checkpoint could not be written"
 
@@ -145,11 +147,11 @@ class Preemption(Checkpoint):
         reason = self._vote.reason_to_stop(self._stop_point)
         if reason is None:
             return
-        points = gather_objects(self._stop_point, self._saver.world)
-        if len(set(points)) > 1:
+        own = {self._stop_point}
+        if len(points := merge_objects(own, self._saver.world, _union)) > 1:
             raise RuntimeError(
-                f"the ranks were to stop together ({reason}), and are after {points} batches and validations; give all "
-                "data-parallel ranks the same number of batches"
+                f"the ranks were to stop together ({reason}), and are after {sorted(points)} batches and "
+                "validations; give all data-parallel ranks the same number of batches"
             )
         if reason == _FAILED_SAVE:
             self.is_leaving = True
@@ -164,7 +166,7 @@ class Preemption(Checkpoint):
 
     def _end(self, trainer: pl.Trainer) -> None:
         """Leaves if any rank has been asked to; else the script goes on after the run."""
-        reasons = {name for names in gather_objects(self._vote.reasons, self._saver.world) for name in names}
+        reasons = merge_objects(set(self._vote.reasons), self._saver.world, _union)
         if names := sorted(reasons & {number.name for number in self._signals - self._requeue}):
             self._exit(trainer, names[0], "it had come to its end")
 
@@ -200,6 +202,10 @@ def _requeue_signal(environment: ClusterEnvironment | None) -> set[signal.Signal
     if isinstance(environment, SLURMEnvironment) and environment.auto_requeue and environment.requeue_signal:
         return {environment.requeue_signal}
     return set()
+
+
+def _union(sets: list[set[T]]) -> set[T]:
+    return set().union(*sets)
 
 
 def _path(trainer: pl.Trainer) -> str | None:

@@ -43,22 +43,26 @@ KEY = "lightning_megatron_resume"
 
 
 def save_into(
-    checkpoint: dict[str, Any], trainer: pl.Trainer, mesh: Mesh, resume_state: "ResumeState | None" = None
+    checkpoint: dict[str, Any],
+    trainer: pl.Trainer,
+    mesh: Mesh,
+    world: Axis,
+    resume_state: "ResumeState | None" = None,
 ) -> None:
-    """Adds to Lightning's dictionary what `ResumeState` goes on from. Collective over the world."""
+    """Adds to Lightning's dictionary what `ResumeState` goes on from. Collective over the world, in host memory."""
     if resume_state is not None and not resume_state.has_started:
         # What was loaded holds still. Counters, loaders and generators are on their way there.
         checkpoint[KEY], checkpoint["loops"]["fit_loop"] = resume_state.saved, resume_state.loops
         return
-    checkpoint[KEY] = snapshot(trainer, mesh)
+    checkpoint[KEY] = snapshot(trainer, mesh, world)
     loop_state = checkpoint["loops"]["fit_loop"]["state_dict"]
     # Plain Lightning counts the states of loaders that have one of their own, and writes no key where none has.
     if states := [state for state in loop_state.pop("combined_loader", []) if state]:
         loop_state["combined_loader"] = states
 
 
-def snapshot(trainer: pl.Trainer, mesh: Mesh) -> dict[str, Any]:
-    """State that a `ResumeState` goes on from, as plain data and copies. Collective over the world."""
+def snapshot(trainer: pl.Trainer, mesh: Mesh, world: Axis) -> dict[str, Any]:
+    """State that a `ResumeState` goes on from, as plain data and copies. Collective over the world, in host memory."""
     progress: Any = trainer.fit_loop.epoch_loop.batch_progress
     trained = progress.current.processed
     # A batch has been read and not been trained on: a hook before its step saves, or the step failed.
@@ -79,14 +83,14 @@ def snapshot(trainer: pl.Trainer, mesh: Mesh) -> dict[str, Any]:
     models = pipelined_modules(trainer.lightning_module)
     return {
         "layout": _layout(mesh),
-        "places": _distinct(positions, mesh.dp),
+        "places": _distinct(positions, mesh.dp.rank, world),
         "trained": 0 if is_at_end else trained,
         "is_validation_due": is_due,
         "is_taken": is_taken,
         "is_at_end": is_at_end,
         "ends_epoch_first": is_at_end and (is_due or (not is_within_batch and epochs.processed < epochs.started)),
         "is_within_batch": is_within_batch,
-        "generators": _distinct(rng_state.states(), mesh.world),
+        "generators": _distinct(rng_state.states(), world.rank, world),
         "seeds": {name: model.draws.seed for name, model in models.items()},
     }
 
@@ -322,16 +326,31 @@ def _layout(mesh: Mesh) -> dict[str, int]:
     return {"world": mesh.world.size, "dp": mesh.dp.size, "pp": mesh.pp.size, "tp": mesh.tp.size}
 
 
-def _distinct(value: Any, axis: Axis) -> dict[str, Any]:
-    """The values of all ranks of an axis, each once, and the index of each rank's."""
-    digests = collectives.gather_objects(batch_digest(value), axis)
-    firsts = list(dict.fromkeys(digests))
-    is_first = digests.index(digests[axis.rank]) == axis.rank
-    found = collectives.gather_objects(value if is_first else None, axis)
-    return {
-        "values": [found[digests.index(digest)] for digest in firsts],
-        "of_rank": [firsts.index(digest) for digest in digests],
-    }
+# A value, and the ranks that have it as ranges from a first one to a last: most often one, of all ranks.
+_Held = tuple[Any, list[tuple[int, int]]]
+
+
+def _distinct(value: Any, rank: int, world: Axis) -> dict[str, Any]:
+    """The values of all ranks of some axis, each once, and the index of each rank's; `rank` is that on the axis."""
+    own: dict[str, _Held] = {batch_digest(value): (value, [(rank, rank)])}
+    held = sorted(collectives.merge_objects(own, world, _joined).values(), key=lambda one: one[1][0])
+    of_rank = {rank: i for i, (_, ranges) in enumerate(held) for a, b in ranges for rank in range(a, b + 1)}
+    return {"values": [one for one, _ in held], "of_rank": [of_rank[rank] for rank in range(len(of_rank))]}
+
+
+def _joined(found: list[dict[str, _Held]]) -> dict[str, _Held]:
+    """The values of several ranks, by digest, each once."""
+    joined: dict[str, _Held] = {}
+    for digest, (value, ranges) in (item for one in found for item in one.items()):
+        known = joined.get(digest, (value, []))[1]
+        merged: list[tuple[int, int]] = []
+        for first, last in sorted(known + ranges):
+            if merged and first <= merged[-1][1] + 1:
+                merged[-1] = merged[-1][0], max(last, merged[-1][1])
+            else:
+                merged.append((first, last))
+        joined[digest] = value, merged
+    return joined
 
 
 def _value_of(distinct: Mapping[str, Any], rank: int) -> Any:

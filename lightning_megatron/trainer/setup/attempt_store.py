@@ -20,6 +20,8 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 _PREFIX = "lightning_megatron/attempt"
 _POLL_SECONDS = 0.02
+# A look at the tickets reads all of them: of thousands of ranks rather every few seconds.
+_POLL_SECONDS_A_RANK = 2e-4
 
 
 def attempt_store(rank: int, num_ranks: int, timeout: timedelta) -> Store | None:
@@ -48,7 +50,7 @@ def _answered(store: Store, num_ranks: int, timeout: timedelta) -> str:
                 f"not all {num_ranks} ranks have come within {timeout.total_seconds():g} s (timeout_seconds): see why "
                 "a process has not started, or raise timeout_seconds"
             )
-        time.sleep(_POLL_SECONDS)
+        time.sleep(max(_POLL_SECONDS, num_ranks * _POLL_SECONDS_A_RANK))
     return name
 
 

@@ -40,15 +40,18 @@ class Connections:
         device: torch.device,
         config: CheckpointConfig,
         *,
+        host: Axis | None = None,
         routes_documents: bool,
     ) -> "Connections":
-        """The connections of a rank. Collective over the world."""
+        """The connections of a rank; `host` is the world over host memory, None where there is one process.
+
+        Collective over the world.
+        """
         mesh = Mesh.build(sizes, global_rank, groups.on_device)
         ranks = tuple(sizes.pp_rank_of(stage) for stage in range(sizes.num_stages))
         lanes = build_lanes(mesh.pp, hops(ranks), groups.on_device, groups.on_host)
         connect_lanes(mesh.pp, lanes, device)
-        on_host = mesh.world if device.type == "cpu" else groups.over_host(mesh.world)
-        saver = CheckpointSaver(on_host, groups.over_host(mesh.world), config)
+        saver = CheckpointSaver(host or mesh.world, groups.tree_over_host(mesh.world), config)
         routing = groups.over_host(mesh.axis("dp+cp")) if routes_documents else None
         return Connections(mesh=mesh, lanes=lanes, saver=saver, document_routing=routing, groups=groups, device=device)
 

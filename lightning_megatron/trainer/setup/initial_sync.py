@@ -20,19 +20,18 @@ from lightning_megatron.mesh import Axis, Mesh
 from lightning_megatron.sharding import Shard
 
 
-def sync_seed(mesh: Mesh) -> None:
+def sync_seed(world: Axis) -> None:
     """Gives all ranks the first rank's seed, of which initial values and dropout masks are functions, and the states of
-    its generators: a loader then shuffles as it would on one device."""
+    its generators: a loader then shuffles as it would on one device. Collective, in host memory."""
     own = torch.initial_seed()
-    first = collectives.broadcast_object(own, mesh.world)
-    differ = any(collectives.gather_objects(own != first, mesh.world))
-    if differ:
+    first = collectives.broadcast_object(own, world)
+    if int(collectives.all_reduce(torch.tensor(int(own != first)), world, "max")):
         rank_zero_warn(
             "ranks were seeded differently; all now use the seed of rank 0. Seed them alike: seed_everything"
         )
     if own != first:
         torch.manual_seed(first)
-    sync_generators(mesh.world)
+    sync_generators(world)
 
 
 def sync_generators(world: Axis) -> None:

@@ -5,6 +5,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from lightning_megatron.comm.tree_axis import tree_over
 from lightning_megatron.mesh import Axis
 
 # A week: far more than any rank is to wait for another.
@@ -43,6 +44,10 @@ class Groups:
             list(ranks), timeout=self.timeout, backend="gloo", use_local_synchronization=True
         )
         return group
+
+    def tree_over_host(self, axis: Axis) -> Axis:
+        """The ranks of an axis, which talk over host memory by a tree; where they are few, over a group of its own."""
+        return tree_over(axis, self.on_host)
 
     def over_host(self, axis: Axis) -> Axis:
         """The ranks of an axis, over a group of its own that talks over host memory."""

@@ -27,6 +27,7 @@ from tests.harness.ranks import RankFailed, run_on_ranks
 from tests.harness.sample import every_nth
 from tests.trainer.layouts import Layout, make_trainer
 from tests.trainer.modules import Data, Small
+from tests.trainer.trees import talk_by_tree
 
 TIMEOUT_SECONDS = 4.0
 # What a rank may take on top of the time-out until it has ended.
@@ -78,7 +79,8 @@ def fit(lost: SecondBatch, world: int, **options: Any) -> None:
     make_trainer(Layout(world=world), strategy=strategy, callbacks=[lost], **options).fit(Small(), Data(24, batch=6))
 
 
-def fit_until_signal(number: int, rank: int, folder: Path, others_are_busy: bool) -> None:
+def fit_until_signal(number: int, rank: int, folder: Path, others_are_busy: bool, fan_out: int) -> None:
+    talk_by_tree(fan_out)
     fit(GetsSignal(number, rank, folder, others_are_busy=others_are_busy), WORLD)
 
 
@@ -129,14 +131,20 @@ class Ends:
         monkeypatch.setattr(ranks, "GRACE_SECONDS", LONG_SECONDS)
 
 
+# With one child each, rank 1 has the server of rank 2.
 @pytest.mark.parametrize(
-    ("number", "rank", "others_are_busy"),
+    ("number", "rank", "others_are_busy", "fan_out"),
     every_nth(
         [
-            (signal.SIGKILL, 0, True),
-            (signal.SIGKILL, 1, False),
-            (signal.SIGSTOP, 1, True),
-            (signal.SIGSTOP, 0, False),
+            (signal.SIGKILL, 0, True, 8),
+            (signal.SIGKILL, 1, False, 8),
+            (signal.SIGKILL, 1, True, 1),
+            (signal.SIGKILL, 2, True, 1),
+            (signal.SIGSTOP, 1, True, 8),
+            (signal.SIGSTOP, 0, False, 8),
+            (signal.SIGSTOP, 2, False, 1),
+            (signal.SIGSTOP, 0, True, 1),
+            (signal.SIGSTOP, 1, True, 1),
         ],
         2,
     ),
@@ -145,13 +153,14 @@ def test_a_lost_rank_ends_the_others_and_is_named(
     number: signal.Signals,
     rank: int,
     others_are_busy: bool,
+    fan_out: int,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     ends = Ends(rank, tmp_path / "lost", monkeypatch)
     with pytest.raises(RankFailed):
-        run_on_ranks(WORLD, fit_until_signal, number, rank, tmp_path, others_are_busy, init=False)
+        run_on_ranks(WORLD, fit_until_signal, number, rank, tmp_path, others_are_busy, fan_out, init=False)
     lost_seconds = (tmp_path / "lost").stat().st_mtime
     printed = capfd.readouterr().out
     what = "was killed or crashed" if number == signal.SIGKILL else r"has not answered for \d+ s \(timeout_seconds=4\)"

@@ -3,25 +3,13 @@
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 
-from lightning_megatron.checkpoint import CheckpointConfig
 from lightning_megatron.mesh import Sizes
-from lightning_megatron.optim.reductions import stage_axes
-from lightning_megatron.trainer.setup import connections, fp8_layers
-from lightning_megatron.trainer.setup.connections import Connections
-from lightning_megatron.trainer.setup.process_groups import Groups
 from tests.harness.sample import every_nth
+from tests.trainer.setup.recorded_groups import Made, groups_of, without_messages
 
-Made = tuple[str, tuple[int, ...]]
-"""Device or host, and the members of a group."""
-
-# A device that is not the CPU, and has no memory to write to.
-DEVICE = torch.device("meta")
 SMALL = [
     Sizes(),
     Sizes(world=5),
@@ -35,8 +23,8 @@ SMALL = [
     Sizes(world=1024, tp=8, pp=16, vp=2, ep=8, etp=1),
 ]
 LARGE = [
-    Sizes(world=16_384, tp=8, pp=16, vp=2, cp=2, ep=8),
     Sizes(world=3_072, tp=8, pp=12),
+    Sizes(world=16_384, tp=8, pp=16, vp=2, cp=2, ep=8),
     Sizes(world=4_096, tp=8, pp=8, vp=4, cp=8, cp_ulysses=8, ep=64),
     Sizes(world=10_000, tp=4, pp=5, cp=5),
     Sizes(world=16_384, tp=8, pp=16, vp=2, ep=64, etp=1, context_groups=(2, 4, 8), placement="v"),
@@ -49,31 +37,6 @@ LARGE = [
 def name_of(sizes: Sizes) -> str:
     counts = ("tp", "pp", "vp", "cp", "cp_ulysses", "ep", "etp")
     return "-".join([str(sizes.world), *(f"{name}{size}" for name in counts if (size := sizes.of(name)) > 1)])
-
-
-class Recorder(Groups):
-    """Groups of one rank that are made by nobody, each a line of what was asked for."""
-
-    def __init__(self) -> None:
-        super().__init__(60)
-        self.made: list[Made] = []
-
-    def on_device(self, ranks: tuple[int, ...]) -> Any:
-        self.made.append(("device", ranks))
-
-    def on_host(self, ranks: tuple[int, ...]) -> Any:
-        self.made.append(("host", ranks))
-
-
-def groups_of(sizes: Sizes, rank: int) -> list[Made]:
-    """The groups that a rank makes in a run: its connections, for weights that first and last stage share, for FP8."""
-    groups = Recorder()
-    own = Connections.opened(sizes, rank, groups, DEVICE, CheckpointConfig(), routes_documents=True)
-    assert own.device_mesh is None or sizes.world > 1
-    names = [["embedding"] * (stage in (0, sizes.pp - 1)) + ["part"] * (stage == 1) for stage in range(sizes.pp)]
-    stage_axes(names, own.mesh, groups.on_device)
-    groups.on_device(fp8_layers.ranks_of_stage(own.mesh))
-    return groups.made
 
 
 def num_turns(world: int, groups_of_rank: Callable[[int], list[Made]]) -> int:
@@ -95,9 +58,7 @@ def num_turns(world: int, groups_of_rank: Callable[[int], list[Made]]) -> int:
 
 @pytest.fixture(autouse=True)
 def _without_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dist, "send", lambda x, group, group_dst: None)
-    monkeypatch.setattr(dist, "recv", lambda x, group, group_src: None)
-    monkeypatch.setattr(connections.DeviceMesh, "from_group", lambda *args, **kwargs: "mesh")
+    without_messages(monkeypatch)
 
 
 @pytest.mark.parametrize("sizes", SMALL + every_nth(LARGE, len(LARGE)), ids=name_of)
