@@ -82,6 +82,7 @@ def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
             r"is called 'net\.no'",
         ),
         (networks.Built, Layout(world=2, pp=2), ModelPlan(layers=("net.norm",)), "is a LayerNorm; it must be"),
+        (networks.Built, Layout(world=2, pp=2), ModelPlan(layers=("net.no",)), r"'net\.no'\) is no module of Built"),
     ],
 )
 def test_a_plan_that_does_not_fit_starts_no_process(

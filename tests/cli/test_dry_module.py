@@ -8,6 +8,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+import yaml
 from torch import Tensor
 from torch.utils.data import DataLoader
 from torch.utils.flop_counter import FlopCounterMode
@@ -224,6 +225,22 @@ def test_schedules_run_it(schedule: Any, tmp_path: Path) -> None:
     layout = Layout(world=2, pp=2, vp=2 if schedule == "interleaved" else 1)
     plain = [found_by(folder, run_of(Layout(world=2, pp=2)), rank).flops for rank in range(2)]
     assert [found_by(folder, run_of(layout, schedule_name=schedule), rank).flops for rank in range(2)] == plain
+
+
+def test_a_plan_in_a_recipe_is_one_of_its_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = yaml.safe_load(Path(RECIPE).read_text())
+    held, folder, file = [], folder_of(QWEN, tmp_path), tmp_path / "recipe.yaml"
+    for plan in ({}, {"styles": {"model.model.layers.*.mlp.up_proj": "replicate"}}):
+        recipe["trainer"]["strategy"]["init_args"]["plan"] = plan
+        file.write_text(yaml.safe_dump(recipe))
+        assert main(["dry-run", str(file), "--model", folder, "--json"]) == 0
+        held.append(json.loads(capsys.readouterr().out)["ranks"][0]["parameters"])
+    # Two layers keep the halves of three linears that other ranks have without the plan.
+    assert held[1] - held[0] == 2 * 3 * 64 * 160 / 2
+    recipe["trainer"]["strategy"]["init_args"]["plan"] = {"layers": ["model.model.no"]}
+    file.write_text(yaml.safe_dump(recipe))
+    assert main(["dry-run", str(file), "--model", folder]) == 2
+    assert "plan layers ('model.model.no') is no module of CausalModule" in capsys.readouterr().err
 
 
 def test_a_recipe_runs_dry_from_a_configuration_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

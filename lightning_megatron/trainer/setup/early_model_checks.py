@@ -37,7 +37,11 @@ def model_faults(
 ) -> list[str]:
     """Errors of a module that is made and not yet cut, on ranks of these sizes."""
     plan = plan_of(module, plan)
-    found = plan.faults(module) + expert_faults(module, sizes) + mesh_faults(module, Mesh.imagine(0, sizes))
+    misfits = plan.faults(module)
+    found = misfits + expert_faults(module, sizes) + mesh_faults(module, Mesh.imagine(0, sizes))
+    if misfits:
+        # What the plan names may not be there.
+        return found
     # One that was built for other ranks than its run has is told so already.
     if not pipelined_modules(module) and not any(True for _ in sharded_parameters(module)):
         found += unused_axis_faults(module, sizes, cut_axes(module, plan, sizes))
