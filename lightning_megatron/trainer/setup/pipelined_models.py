@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
 from lightning_megatron.any_module.cut_experts import (
@@ -94,6 +95,11 @@ def _cut_networks(module: pl.LightningModule, mesh: Mesh, given: ModelPlan | Non
             from lightning_megatron.hf.context_attention import take_over
 
             attention = take_over(network, layers, mesh.cp)
+        if not plan.layers:
+            rank_zero_info(
+                f"layers of {name} that are cut: {len(layers)}, from {layers[0]} to {layers[-1]}; "
+                "ModelPlan(layers=...) names others"
+            )
         is_on_features = on_features.get(name, lambda weight: False)
         CutModel(network, layers, ends=ends, mesh=mesh, attention=attention, is_on_features=is_on_features)
         return True
