@@ -1,13 +1,16 @@
-"""`--ckpt_path` of a directory restores hyper-parameters by MegatronCLI; LightningCLI, which does not, is told of."""
+"""`--ckpt_path` of a directory restores hyper-parameters by MegatronCLI, and of a file by LightningCLI too; where that
+does not, it is told."""
 
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
 
-from lightning_megatron.checkpoint import pieces_of_module, save
+from lightning_megatron import MegatronStrategy
+from lightning_megatron.checkpoint import CheckpointConfig, pieces_of_module, save
 from lightning_megatron.cli import MegatronCLI
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.trainer import ConfigurationError
@@ -22,6 +25,12 @@ TEST = (
     "--trainer.limit_test_batches=1",
     "--trainer.enable_progress_bar=false",
 )
+QUIET: dict[str, Any] = {
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
 
 
 class Mine(BoringModel):
@@ -67,6 +76,17 @@ def test_the_module_is_built_as_that_of_the_checkpoint(folder: Path) -> None:
     path = saved(folder / "b.ckpt", {"depth": 9, "rate": 0.25, **note})
     found = built(MegatronCLI, None, f"--model={__name__}.Other", f"--ckpt_path={path}")
     assert (found["depth"], found["rate"], found["width"]) == (9, 0.25, 3)
+
+
+@pytest.mark.parametrize("kind", [LightningCLI, MegatronCLI])
+def test_a_file_restores_hyper_parameters_under_either(kind: type[LightningCLI], folder: Path) -> None:
+    strategy = MegatronStrategy(checkpoint=CheckpointConfig(kind="file"))
+    trainer = L.Trainer(strategy=strategy, accelerator="cpu", devices=1, max_steps=1, limit_val_batches=0, **QUIET)
+    trainer.fit(Mine(rate=0.5, names=("x", "y"), width=7))
+    trainer.save_checkpoint(folder / "a.ckpt")
+    assert (folder / "a.ckpt").is_file()
+    found = built(kind, Mine, "--trainer.strategy.checkpoint.kind=file", f"--ckpt_path={folder / 'a.ckpt'}")
+    assert (found["rate"], list(found["names"]), found["width"]) == (0.5, ["x", "y"], 7)
 
 
 def test_lightnings_own_warns_of_what_differs(folder: Path) -> None:
