@@ -1,6 +1,9 @@
 """Training goes on while a checkpoint is written, and however it ends, what is in flight lands or is reported."""
 
+import ctypes
+import gc
 import os
+import sys
 import threading
 import time
 from contextlib import AbstractContextManager
@@ -24,7 +27,7 @@ from lightning_megatron.checkpoint.state import Piece
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.trainer.fault_tolerance import failure_watch
 from tests.harness.ranks import run_on_ranks
-from tests.harness.sample import every_nth
+from tests.harness.sample import WHOLE, every_nth
 from tests.trainer.checkpointing.test_checkpoint_dict import Language, Texts
 from tests.trainer.fits import Parts, weights
 from tests.trainer.layouts import PLAIN, Layout, make_trainer
@@ -463,3 +466,54 @@ def test_a_save_begins_when_the_one_before_is_in_place(tmp_path: Path) -> None:
     run_on_ranks(2, slowly_saved, tmp_path, init=False, timeout=40)
     steps = {path.name: read_meta(path)["global_step"] for path in tmp_path.iterdir()}
     assert steps == {"step=1.ckpt": 1, "step=2.ckpt": 2}
+
+
+# Of a run with a save every so many steps; whole, the run of a day in small.
+SAVE_EVERY = 25
+NUM_STEPS = 2300 if os.environ.get(WHOLE) else 300
+MOST_GROWTH_BYTES = 4 * 2**20
+
+
+class Memory(Callback):
+    """Notes what the process holds after each save; `leaks` keeps something of every step."""
+
+    def __init__(self, *, leaks: bool) -> None:
+        self.leaks, self.kept = leaks, list[Tensor]()
+        self.held_bytes: list[int] = []
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if self.leaks:
+            self.kept.append(torch.zeros(100_000))
+        if trainer.global_step % SAVE_EVERY == 0:
+            trainer.strategy.wait_for_checkpoint()
+            gc.collect()
+            ctypes.CDLL(None).malloc_trim(0)
+            self.held_bytes.append(int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"))
+
+
+def growth_bytes(layout: Layout, folder: Path, num_steps: int, leaks: bool) -> int:
+    """By how much the process grows between a third of the run, when all has been made once, and its end."""
+    memory = Memory(leaks=leaks)
+    trainer = make_trainer(
+        layout,
+        callbacks=[saver(folder, every_n_train_steps=SAVE_EVERY, save_top_k=1), memory],
+        enable_checkpointing=True,
+        max_epochs=-1,
+        max_steps=num_steps,
+        limit_val_batches=0,
+    )
+    trainer.fit(Small(), Data(16))
+    assert len(memory.held_bytes) == num_steps // SAVE_EVERY
+    return memory.held_bytes[-1] - memory.held_bytes[len(memory.held_bytes) // 3]
+
+
+@pytest.mark.matrix
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is read from Linux's /proc")
+@pytest.mark.parametrize("layout", every_nth([PP2, DP2, ONE], 3), ids=lambda layout: f"pp{layout.pp} of {layout.world}")
+def test_a_run_with_many_saves_does_not_grow(layout: Layout, tmp_path: Path) -> None:
+    args = (layout, tmp_path / "kept", NUM_STEPS, False)
+    found = run_on_ranks(layout.world, growth_bytes, *args, init=False, timeout=300)
+    assert max(found) < MOST_GROWTH_BYTES, found
+    # What of each step stays would be seen in fewer.
+    leaking = run_on_ranks(layout.world, growth_bytes, layout, tmp_path / "leaking", 100, True, init=False)
+    assert min(leaking) > 3 * MOST_GROWTH_BYTES, leaking

@@ -234,3 +234,16 @@ def test_what_is_no_number_is_refused_in_lightnings_words(value: Any) -> None:
             make_trainer(layout, max_steps=1).fit(LogsTables(value), Data())
         texts.append(str(refused.value))
     assert texts[0] == texts[1]
+
+
+def refused_by_log(value: Any) -> str:
+    with pytest.raises((ValueError, MisconfigurationException), match="odd") as refused:
+        make_trainer(Layout(world=2, tp=2), max_steps=1).fit(LogsTables(value), Data())
+    return str(refused.value)
+
+
+def test_what_is_no_number_is_refused_over_tensor_parallel_ranks_too() -> None:
+    value = {"a": {"b": None}}
+    with pytest.raises((ValueError, MisconfigurationException)) as wanted:
+        make_trainer(PLAIN, max_steps=1).fit(LogsTables(value), Data())
+    assert run_on_ranks(2, refused_by_log, value, init=False) == [str(wanted.value)] * 2
