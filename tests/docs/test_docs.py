@@ -322,3 +322,15 @@ def test_the_certificate_shown_has_every_layout_and_variant() -> None:
         columns = [cell.strip().partition(",")[0] for cell in rows[0][2:]]
         assert list(dict.fromkeys(columns)) == list(heads)
         assert all(re.fullmatch(r" \d?e[+-]\d+ | 0e\+00 | – ", cell) for row in rows[2:] for cell in row[2:])
+
+
+def test_every_line_of_what_users_write_is_shown_by_a_test() -> None:
+    page = (ROOT / "docs/what_users_write.md").read_text()
+    lines = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")]
+    rows = [cells for cells in lines if cells[-1] != "shown by"]
+    assert len(rows) > 35 and all(len(cells) == 3 for cells in rows)
+    for what, _, tests in rows:
+        for place in INLINE.findall(tests):
+            file, _, name = place.partition("::")
+            assert re.search(rf"^def {name}\(", (ROOT / file).read_text(), re.MULTILINE) and name, (what, place)
+        assert INLINE.findall(tests), what
