@@ -44,6 +44,8 @@ of any name, or its folder.
 example:  lightning-megatron plan llama3_70b --gpu h100 --num-gpus 64
           lightning-megatron plan recipes/configs/gpt_1t.yaml --gpu a100-80gb --layout recipe --tokens 450e9
 """
+# Families with units for float8 that read no scales of blocks.
+_WITHOUT_BLOCK_SCALES = ("ada", "hopper")
 
 
 def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
@@ -87,6 +89,8 @@ def run_plan(options: argparse.Namespace) -> None:
     request = read_run(options)
     if request.run.fp8 is not None and not gpu.fp8_tflops:
         raise UsageError([f"GPU {options.gpu!r} has no units for FP8; leave FP8 out, or plan for another"])
+    if request.run.fp8 is not None and request.run.fp8.scaling == "mxfp8" and gpu.family in _WITHOUT_BLOCK_SCALES:
+        raise UsageError([f"GPU {options.gpu!r} has no units for MXFP8; use scaling 'current', or plan for another"])
     if faults := out_faults(options.out):
         raise UsageError(faults)
     if options.layout is not None:

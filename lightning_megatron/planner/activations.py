@@ -231,7 +231,7 @@ def layer_bytes(run: Run, part: ModelPart, recompute: RecomputeConfig) -> float:
         if config.attention_dropout > 0:
             pairs = streams * sequence * layer.memory / sizes.cp * config.num_attention_heads / tp
             saved += pairs * (pair_bytes(run) - 5 - width)
-    return saved - (_fp8_saving(run, layer, recompute, is_copied) if run.fp8 is not None else 0.0)
+    return saved - (_fp8_saving(run, layer, recompute, is_copied) if run.saves_float8 else 0.0)
 
 
 def _wider_norms(run: Run, part: ModelPart, tokens: int, recompute: RecomputeConfig) -> float:

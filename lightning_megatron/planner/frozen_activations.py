@@ -118,7 +118,7 @@ def _frozen_bytes(run: Run, part: ModelPart) -> float:
     of_adapters = sum(
         _adapter_input_bytes(run, layer, adapter, tokens, inputs.get(adapter.name)) for adapter in part.adapters
     )
-    if run.fp8 is not None:
+    if run.saves_float8:
         inputs |= {name: size / width for name, size in inputs.items() if name in _FP8}
         # Linears save their own casts of tensors that kernels save.
         inputs[linears.PROJECTION] = attended / width

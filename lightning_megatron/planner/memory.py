@@ -25,6 +25,7 @@ from lightning_megatron.planner.run import Run
 from lightning_megatron.planner.split_backward import SplitBackwardStep, split_backward_bytes, split_backward_steps
 from lightning_megatron.planner.trainable import backward_part
 from lightning_megatron.planner.transient_memory import work_bytes
+from lightning_megatron.precision.mx import BLOCK
 from lightning_megatron.transformer import cost
 from lightning_megatron.transformer.config import TransformerConfig
 
@@ -163,7 +164,8 @@ def _buffers(run: Run, stages: tuple[Stage, ...]) -> float:
     buffers = WORKSPACE_BYTES
     if run.fp8 is not None:
         # Weights are cast once a step, and transposed.
-        buffers += 2 * sum(held[part] * count for part, count in parts if part.layer is not None)
+        with_scales = 1.0 if run.saves_float8 else 1 + 1 / BLOCK
+        buffers += 2 * with_scales * sum(held[part] * count for part, count in parts if part.layer is not None)
     if run.framework.shards_weights == "always":
         # The current layer, the next one in flight, and the layer's gradients before they are scattered.
         buffers += 3 * run.bytes_per_element * max(held.values())

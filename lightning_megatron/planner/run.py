@@ -181,6 +181,11 @@ class Run(RunSettings):
         return self.plain_products if self.fp8 is None else "fp8"
 
     @property
+    def saves_float8(self) -> bool:
+        """Whether linears save and send what they multiply in float8: with scales of blocks they cast it later."""
+        return self.fp8 is not None and self.fp8.scaling != "mxfp8"
+
+    @property
     def bytes_per_element(self) -> int:
         """Bytes of an activation element."""
         return 2 if self.is_half else 4

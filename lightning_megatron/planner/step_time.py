@@ -177,6 +177,9 @@ def _part_passes(
     pairs = constants.traffic * work.num_pairs / gpu.memory_bytes_per_second
     grouped = constants.traffic * run.bytes_per_element * work.num_grouped_pairs / gpu.memory_bytes_per_second
     casts = constants.cast_traffic * work.cast_bytes / gpu.memory_bytes_per_second if is_fp8 else 0.0
+    if is_fp8 and not run.saves_float8:
+        # Each tensor once along either dim.
+        casts *= 2
     moved += constants.traffic * work.adapter_bytes / gpu.memory_bytes_per_second
     # Frozen weights have no master weights and stay in float32; each product casts its own.
     lowered = _CAST_BYTES * work.num_frozen / gpu.memory_bytes_per_second if run.is_mixed else 0.0
@@ -224,7 +227,7 @@ def _messages(run: Run, work: LayerWork, gpu: Gpu, constants: Constants) -> dict
     waited: dict[str, float] = {}
     if work.num_tensor_messages:
         # Half of the messages are gathers, whose tensors are cast before if they are inputs of FP8 products.
-        is_cast = run.fp8 is not None and run.sizes.sequence_parallel and work.num_layers > 0
+        is_cast = run.saves_float8 and run.sizes.sequence_parallel and work.num_layers > 0
         width = (1 + 1 / run.bytes_per_element) / 2 if is_cast else 1.0
         each = gather_seconds(width * work.tensor_bytes / work.num_tensor_messages, groups["tp"], gpu, constants)
         waited["tp"] = work.num_tensor_messages * each

@@ -190,7 +190,7 @@ def waiting_bytes(run: Run, part: ModelPart, *, is_attention: bool = False) -> f
     tokens = run.tokens_of(layer)
     hidden, query = config.hidden_size, config.num_attention_heads * config.head_dim
     keys, gates = config.num_query_groups * config.head_dim, 2 if config.is_gated else 1
-    width = run.bytes_per_element if run.fp8 is None else 1
+    width = 1 if run.saves_float8 else run.bytes_per_element
 
     def pair(inner_in: float, inner_out: float) -> float:
         """Elements of a column-parallel linear and the row-parallel one after it."""

@@ -29,7 +29,8 @@ class Operand(NamedTuple):
     values: Tensor
     """The tensor itself, or the bytes (uint8) of its float8 values: collectives know no float8."""
     inverse_scale: Tensor | None
-    """Factor by which float8 values are multiplied, float32 []; None for the tensor itself."""
+    """Factor by which float8 values are multiplied, float32 [], or bytes (E8M0) of the factors of their blocks, uint8;
+    None for the tensor itself."""
 
     def without_graph(self) -> "Operand":
         """The operand for a split-off weight gradient: a saved tensor would keep its graph alive, and with it the

@@ -30,13 +30,14 @@ UNITS = (10, 0)
 
 def cast_blocks(x_MK: Tensor, dtype: torch.dtype) -> Operand:
     """Bytes of the float8 values [M, K] and of the scales [M, K/32] of blocks along the last dim."""
-    blocks = x_MK.float().unflatten(-1, (-1, BLOCK))
-    exponents = _exponents(blocks.abs().amax(-1), largest(dtype))
+    blocks = x_MK.unflatten(-1, (-1, BLOCK))
+    exponents = _exponents(torch.linalg.vector_norm(blocks, torch.inf, dim=-1, dtype=torch.float32), largest(dtype))
     # Blocks of zeros have exponent 0, and numbers so small that they are zeros in float8 under any scale.
     factors = torch.where(exponents == 0, 1.0, torch.exp2(_BIAS - exponents.float()))
     factors = torch.where(exponents == _NAN, torch.nan, factors)
     limit = largest(dtype)
-    values = (blocks * factors.unsqueeze(-1)).clamp_(-limit, limit).to(dtype)
+    # In the dtype of the numbers: powers of two round nothing that is not zero in float8.
+    values = (blocks * factors.unsqueeze(-1).to(x_MK.dtype)).clamp_(-limit, limit).to(dtype)
     # Row-major also where the numbers are those of a transposed tensor.
     return Operand(values.contiguous().flatten(-2).view(torch.uint8), exponents.to(torch.uint8).contiguous())
 

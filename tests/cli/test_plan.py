@@ -166,6 +166,13 @@ def test_transformer_engine_s_precision_is_planned_where_it_is_not_installed(
     assert "no units for FP8" in shown(capsys, file, "--gpu", "a100", "--layout", "recipe")
 
 
+def test_mxfp8_is_planned_for_gpus_with_its_units(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    changes: dict[str, Any] = {"trainer.strategy.init_args.fp8": {"scaling": "mxfp8"}}
+    file = changed(tmp_path, "gpt2_124m.yaml", **changes)
+    assert record(capsys, file, "--gpu", "b200", "--layout", "recipe")["fp8"] is True
+    assert "no units for MXFP8; use scaling 'current'" in shown(capsys, file, "--gpu", "h100", "--layout", "recipe")
+
+
 def test_fused_layers_without_float8_are_planned_as_no_fp8(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fp8 = {"engine": "transformer_engine", "scaling": "none"}
     plans = []

@@ -329,6 +329,18 @@ RUNS = {
         micro_batch_size=4,
     ),
     "FP8": run_of(replace(GPT, num_layers=4), Sizes(world=2, pp=2), samples=4, fp8=Fp8Config(), schedule_name="gpipe"),
+    "MXFP8": run_of(
+        replace(GPT, num_layers=4),
+        Sizes(world=4, pp=2, tp=2, sequence_parallel=True),
+        fp8=Fp8Config(scaling="mxfp8", format="e4m3"),
+    ),
+    "MXFP8, frozen but for adapters": run_of(
+        LLAMA,
+        Sizes(world=2, pp=2),
+        trained=Trainable(lora=LoraConfig(rank=16)),
+        fp8=Fp8Config(scaling="mxfp8"),
+        micro_batch_size=2,
+    ),
     "window": run_of(replace(LLAMA, sliding_window=512), Sizes(world=2, pp=2)),
     "dropout": run_of(DROPS, Sizes(world=4, pp=2, tp=2, sequence_parallel=True)),
     "features dropped in the MLP": run_of(replace(LLAMA, ffn_dropout=0.1), Sizes(world=2, pp=2), micro_batch_size=2),
@@ -387,6 +399,9 @@ RUNS = {
         optimizer=DISTRIBUTED,
     ),
     "experts in FP8": run_of(MIXTRAL, Sizes(world=8, ep=4, pp=2), optimizer=DISTRIBUTED, fp8=Fp8Config()),
+    "experts in MXFP8": run_of(
+        MIXTRAL, Sizes(world=8, ep=4, pp=2), optimizer=DISTRIBUTED, fp8=Fp8Config(scaling="mxfp8")
+    ),
     "experts in FP8 on one rank": run_of(
         replace(
             MIXTRAL,
@@ -486,7 +501,7 @@ def factors_of(name: str) -> dict[str, Hashable]:
         "precision": run.precision,
         "recompute": run.recompute.granularity,
         "trained": (run.trained.lora is not None, bool(run.trained.frozen)),
-        "fp8": run.fp8 is not None,
+        "fp8": run.fp8.scaling if run.fp8 is not None else None,
         "packed": run.lengths.are_packed,
     }
 

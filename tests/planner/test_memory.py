@@ -104,6 +104,10 @@ def test_fp8_keeps_less_of_a_layer_and_a_copy_of_its_weights() -> None:
     assert plain.activations - cast.activations == pytest.approx(5 * 12 * 5 * token_bytes, rel=0.01)
     weights = 2 * parameters_of_rank(run_of(), 3)[0]
     assert cast.buffers - plain.buffers == pytest.approx(weights, rel=0.01)
+    # With scales of blocks linears save what they save in 16 bits, and a weight has a byte of scale for 32.
+    blocks = rank_memory(run_of(fp8=Fp8Config(scaling="mxfp8"), framework=MEGATRON), 3)
+    assert blocks.activations == plain.activations
+    assert blocks.buffers - plain.buffers == pytest.approx(weights * 33 / 32, rel=0.01)
 
 
 def test_weights_that_dp_ranks_share_are_held_once() -> None:

@@ -323,6 +323,8 @@ def test_what_is_gathered_for_products_in_fp8_travels_in_one_byte() -> None:
     sizes = Sizes(world=8, tp=8, sequence_parallel=True)
     wide, narrow = (step_time(run_of(sizes=sizes, fp8=fp8), H100, free).exposed["tp"] for fp8 in (None, Fp8Config()))
     assert narrow / wide == pytest.approx((3 / 4 * 320 + 2) / 322)
+    blocks = step_time(run_of(sizes=sizes, fp8=Fp8Config(scaling="mxfp8")), H100, free)
+    assert blocks.exposed["tp"] == wide
     whole = Sizes(world=8, tp=8)
     wide, narrow = (step_time(run_of(sizes=whole, fp8=fp8), H100, free).exposed["tp"] for fp8 in (None, Fp8Config()))
     assert narrow == wide

@@ -191,13 +191,15 @@ def test_experts_without_rows_get_gradients_of_zero(sizes: tuple[int, ...], monk
 
 
 @pytest.mark.gpu
-def test_transformer_engine_itself_trains_as_torchs_engine_does() -> None:
+@pytest.mark.parametrize("granularity", ["none", "full"])
+def test_transformer_engine_itself_trains_as_torchs_engine_does(granularity: Any) -> None:
     pytest.importorskip("transformer_engine.pytorch", exc_type=ImportError)
     config = replace(GPT2, hidden_size=64, num_attention_heads=4)
     losses = []
     for uses_engine in (False, True):
         model = GPTModel(config, mesh=Mesh.single(), seed=3).cuda().bfloat16()
         layers = twin(model) if uses_engine else None
+        runner(granularity, model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         tokens = torch.randint(64, (4, 17), generator=torch.Generator().manual_seed(1)).cuda()
         for _ in range(5):
