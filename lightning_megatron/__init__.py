@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from lightning_megatron.moe.config import AuxLoss, MoEConfig, RouterConfig
     from lightning_megatron.optim.config import LossScaleConfig, OptimizerConfig
     from lightning_megatron.precision.fp8 import Fp8Config
+    from lightning_megatron.precision.kernels import KernelConfig
     from lightning_megatron.trainer import (
         ConfigurationError,
         MegatronStrategy,
@@ -43,6 +44,7 @@ __all__ = [
     "DynamicContextConfig",
     "ExpertCapacity",
     "Fp8Config",
+    "KernelConfig",
     "LossScaleConfig",
     "MegatronStrategy",
     "MoEConfig",

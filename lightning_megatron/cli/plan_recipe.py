@@ -36,6 +36,7 @@ from lightning_megatron.planner.presets import PRESETS
 from lightning_megatron.planner.run import Run, RunSettings, context_fields
 from lightning_megatron.planner.trainable import Trainable
 from lightning_megatron.precision.fp8 import Fp8Config
+from lightning_megatron.precision.kernels import KernelConfig
 from lightning_megatron.rules.cross_config import Facts
 from lightning_megatron.rules.cross_config import faults as rule_faults
 from lightning_megatron.rules.limits import MOST, MOST_OF_A_KIND, limit_faults, model_limit_faults
@@ -67,6 +68,7 @@ _SETTINGS: dict[str, type] = {
     "context": ContextConfig,
     "dynamic_context": DynamicContextConfig,
     "fp8": Fp8Config,
+    "kernels": KernelConfig,
     "plan": ModelPlan,
 }
 
@@ -179,7 +181,7 @@ def _request(
         has_layout=arguments is not None,
         faults=tuple(fault for fault in rule_faults(cut) if fault not in sizes.faults()),
         notes=(*notes, *([ONE_A_ROW] if is_packed else [])),
-        unplanned=_unplanned(pipeline),
+        unplanned=_unplanned(pipeline, settings["kernels"]),
         dynamic=settings["dynamic_context"],
         plan=settings["plan"],
         cut=cut,
@@ -384,8 +386,11 @@ def _is_packed(config: Namespace) -> bool:
     return data.get("packing") == "documents" or bool(data.get("separates_documents"))
 
 
-def _unplanned(pipeline: PipelineConfig) -> dict[str, str]:
+def _unplanned(pipeline: PipelineConfig, kernels: KernelConfig) -> dict[str, str]:
     """Options of the strategy that change memory or time and are not planned, and what each does."""
-    if pipeline.mode != "collective":
-        return {}
-    return {"pipeline mode 'collective'": "keeps the activations of all microbatches"}
+    found = {}
+    if pipeline.mode == "collective":
+        found["pipeline mode 'collective'"] = "keeps the activations of all microbatches"
+    if kernels.loss_chunk_tokens:
+        found[f"kernels loss_chunk_tokens ({kernels.loss_chunk_tokens})"] = "keeps the logits of so many tokens alone"
+    return found

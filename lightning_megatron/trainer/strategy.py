@@ -50,6 +50,7 @@ from lightning_megatron.pipeline.schedule_spec import Schedule
 from lightning_megatron.pipeline.step_hooks import StepHook
 from lightning_megatron.planner.balanced_batch import BalancedBatch
 from lightning_megatron.precision.fp8 import Fp8Config
+from lightning_megatron.precision.kernels import KernelConfig
 from lightning_megatron.rules import cross_config
 from lightning_megatron.tensor.whole_linear import lend
 from lightning_megatron.trainer.checkpointing import (
@@ -129,6 +130,7 @@ class MegatronStrategy(ParallelStrategy):
         loss_scale: LossScaleConfig | None = None,
         fp8: Fp8Config | None = None,
         recompute: RecomputeConfig | None = None,
+        kernels: KernelConfig | None = None,
         plan: ModelPlan | None = None,
         checkpoint: CheckpointConfig | None = None,
         timeout_seconds: float = 1800.0,
@@ -163,6 +165,8 @@ class MegatronStrategy(ParallelStrategy):
             fp8: How linear layers multiply in FP8; None multiplies in the precision of the Trainer.
             recompute: Activation checkpointing: which activations are recomputed in the backward instead of saved;
                 None is RecomputeConfig().
+            kernels: Ways to compute that take the place of torch's own, such as a loss in chunks of tokens; None is
+                KernelConfig().
             plan: How a network that knows nothing of parallelism is cut: its layers and the style of its linears;
                 None is what the module's hook `model_plan` returns, or finds the layers, and takes the styles that a
                 model of transformers brings along.
@@ -203,6 +207,7 @@ class MegatronStrategy(ParallelStrategy):
         self.loss_scale = loss_scale if loss_scale is not None else LossScaleConfig()
         self._fp8 = fp8
         self.recompute = recompute if recompute is not None else RecomputeConfig()
+        self.kernels = kernels if kernels is not None else KernelConfig()
         self.plan = plan
         self.checkpoint = checkpoint if checkpoint is not None else CheckpointConfig()
         self.timeout_seconds = timeout_seconds
@@ -466,6 +471,7 @@ class MegatronStrategy(ParallelStrategy):
         model_checks.share_recomputation(module, self.recompute, self.mesh)
         model_checks.require_used_axes(module, self.mesh)
         pipelined = pipelined_modules(module)
+        model_checks.share_kernels(module, self.kernels)
         if self.dynamic_context is not None and trainer.state.fn == TrainerFn.FITTING:
             model_checks.require_spreading(module)
             run.document_prefetch = self._make_document_prefetch(trainer, self.dynamic_context)

@@ -10,7 +10,10 @@ from lightning_megatron.any_module.pipelined_modules import names_inside, pipeli
 from lightning_megatron.any_module.tensor_styles import ColwiseLinear
 from lightning_megatron.comm import collectives
 from lightning_megatron.mesh import Mesh, Sizes
+from lightning_megatron.models.heads import LanguageModelHead
+from lightning_megatron.models.language_model import LanguageModel
 from lightning_megatron.moe.experts import Experts
+from lightning_megatron.precision.kernels import KernelConfig
 from lightning_megatron.sharding import sharded_parameters
 from lightning_megatron.trainer.config import ConfigurationError
 from lightning_megatron.transformer import recompute
@@ -209,3 +212,16 @@ def share_recomputation(module: nn.Module, config: RecomputeConfig, mesh: Mesh) 
     recompute.set_recomputed(module, config)
     for model in models:
         model.runner = recompute.RecomputeRunner(config, tp=mesh.tp, sp=mesh.sp)
+
+
+def share_kernels(module: nn.Module, config: KernelConfig) -> None:
+    """Sets how the models of a module compute what `config` names. Raises ConfigurationError where none can do so."""
+    models = pipelined_modules(module).values()
+    if config.loss_chunk_tokens and not any(isinstance(model, LanguageModel) for model in models):
+        raise ConfigurationError(
+            f"kernels loss_chunk_tokens ({config.loss_chunk_tokens}) is for this package's language models, whose "
+            f"heads compute the loss, and {type(module).__name__} has none; leave it out"
+        )
+    for head in module.modules():
+        if isinstance(head, LanguageModelHead):
+            head.chunk_tokens = config.loss_chunk_tokens

@@ -5,10 +5,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_megatron import ConfigurationError
+from lightning_megatron import ConfigurationError, KernelConfig, MegatronStrategy
 from lightning_megatron.mesh import Mesh, Sizes
 from lightning_megatron.models import BertModel, GPTConfig, GPTModel, LlavaModel, T5Model
-from lightning_megatron.trainer.setup.model_checks import require_spreading
+from lightning_megatron.models.heads import LanguageModelHead
+from lightning_megatron.trainer.setup.model_checks import require_spreading, share_kernels
 from lightning_megatron.trainer.setup.pipelined_models import cut_plain_networks
 from tests.harness.ranks import run_on_ranks
 from tests.models import small_llava, test_bert, test_t5
@@ -119,3 +120,47 @@ def test_dynamic_context_parallelism_is_refused_for_what_is_no_gpt_by_the_name_o
             require_spreading(Holder(model))
     with pytest.raises(ConfigurationError, match="it holds no model of parts"):
         require_spreading(torch.nn.Linear(2, 2))
+
+
+def losses_of(layout: Layout, chunk_tokens: int) -> list[Tensor]:
+    """The weights after an epoch, under a loss in chunks of so many tokens."""
+    torch.manual_seed(1)
+    strategy = layout.strategy()
+    assert isinstance(strategy, MegatronStrategy)
+    strategy.kernels = KernelConfig(loss_chunk_tokens=chunk_tokens)
+    module = Late()
+    loader = torch.utils.data.DataLoader(torch.arange(72).remainder(32).view(8, 9), batch_size=4)
+    make_trainer(layout, strategy=strategy, max_epochs=1, limit_val_batches=0).fit(module, loader)
+    heads = [one for one in module.modules() if isinstance(one, LanguageModelHead)]
+    assert all(head.chunk_tokens == chunk_tokens for head in heads)
+    return [one.detach().clone() for one in module.parameters()]
+
+
+class Late(TooEarly):
+    """Builds its model where the ranks are known."""
+
+    def __init__(self) -> None:
+        L.LightningModule.__init__(self)
+
+    def configure_model(self) -> None:
+        self.model = GPTModel(CONFIG)
+
+
+def both(layout: Layout) -> float:
+    """The largest difference that chunks of 5 tokens make, relative to what training changed."""
+    whole, chunked = losses_of(layout, 0), losses_of(layout, 5)
+    return max(float((a - b).abs().max()) for a, b in zip(whole, chunked, strict=True))
+
+
+@pytest.mark.parametrize(
+    "layout", [Layout(world=2, tp=2, sp=True), Layout(world=2, pp=2, microbatches=2)], ids=["tp2-sp", "pp2"]
+)
+def test_a_loss_in_chunks_trains_the_same(layout: Layout) -> None:
+    assert max(run_on_ranks(2, both, layout, init=False)) < 1e-12
+
+
+def test_a_loss_in_chunks_is_for_language_models_of_this_package() -> None:
+    with pytest.raises(ConfigurationError, match=r"loss_chunk_tokens \(5\) is for this package's language models"):
+        share_kernels(torch.nn.Linear(2, 2), KernelConfig(loss_chunk_tokens=5))
+    with pytest.raises(ValueError, match=r"loss_chunk_tokens \(-1\) must be at least 0"):
+        KernelConfig(loss_chunk_tokens=-1)
