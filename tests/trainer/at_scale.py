@@ -370,6 +370,7 @@ Collectives over all devices in the same run, each with the bytes of a rank. Non
 | the plan of a first save, on the first rank alone | the chunks of the checkpoint |
 | documents under dynamic context parallelism: one group of gloo over dp x cp | dp x cp, on each rank |
 | what user's hooks do to gradients is compared in each step (`HookCheck`), over devices | the world, 512 bytes a rank |
+| numbers of batches at the start, shapes where experts gather all tokens, over devices | dp, 512 bytes a rank |
 | a checkpoint that is one file: every rank knows whose boxes come | the chunks of the checkpoint |
 """
 
