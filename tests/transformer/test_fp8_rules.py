@@ -39,6 +39,15 @@ def test_a_cut_size_must_leave_each_rank_whole_tiles() -> None:
     assert "the rows of the query-key-value weight (96)" in rows and "use 64 or 128" in rows
 
 
+def test_blocks_of_mxfp8_want_tiles_of_32() -> None:
+    config = Fp8Config(scaling="mxfp8")
+    assert fp8_faults(config, model(), Sizes(world=2, tp=2)) == []
+    heads, rows = fp8_faults(config, model(), Sizes(world=4, tp=4))
+    assert "num_attention_heads x head_dim (64) must be a multiple of 32 x tensor_model_parallel_size" in heads
+    assert "the rows of the query-key-value weight (192)" in rows
+    assert fp8_faults(Fp8Config(), model(), Sizes(world=4, tp=4)) == []
+
+
 def test_some_layer_must_be_left_for_fp8() -> None:
     config = Fp8Config(num_first_layers_bf16=3, num_last_layers_bf16=1)
     [error] = fp8_faults(config, model(), Sizes())

@@ -17,6 +17,7 @@ from lightning_megatron.checkpoint.manifest import require_checkpoint
 from lightning_megatron.checkpoint.safe_metadata import faults_of
 from lightning_megatron.data.batch_ramp import BatchRamp
 from lightning_megatron.mesh import Sizes
+from lightning_megatron.precision.fp8 import device_faults
 from lightning_megatron.rules import cross_config
 from lightning_megatron.rules.limits import MOST_PROCESSES, limit_faults
 from lightning_megatron.trainer.checkpointing.hyper_parameters import plain
@@ -134,6 +135,8 @@ def faults(trainer: pl.Trainer, arguments: tuple[Any, ...]) -> list[str]:
     found += _iterator_faults(
         trainer, is_cut=num_microbatches > 1 or microbatch_size > 0 or strategy.dynamic_context is not None
     )
+    if strategy.fp8 is not None:
+        found += device_faults(strategy.fp8, strategy.root_device)
     if context.kernel == "flex" and (device := strategy.root_device.type) != "cuda":
         found.append(f"kernel ('flex') of ContextConfig is one of CUDA, and this run is on {device}; use 'fused'")
     if strategy.root_device.type == "cuda":

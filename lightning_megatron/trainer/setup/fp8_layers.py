@@ -12,7 +12,7 @@ from lightning_megatron.any_module.plan import ModelPlan
 from lightning_megatron.comm import collectives
 from lightning_megatron.mesh import Mesh, NewGroup
 from lightning_megatron.pipeline.module import PipelineModule
-from lightning_megatron.precision.fp8 import Fp8Config, device_faults
+from lightning_megatron.precision.fp8 import Fp8Config
 from lightning_megatron.trainer.config import ConfigurationError
 from lightning_megatron.transformer.fp8_layers import (
     Fp8Layers,
@@ -34,8 +34,8 @@ def use_fp8(
     new_group: NewGroup,
 ) -> Fp8Layers:
     """The layers that multiply in FP8 from here on. Collective over the world; raises ConfigurationError, on all ranks
-    of a model replica, where the device or the models cannot."""
-    faults = device_faults(config, device)
+    of a model replica, where the models cannot."""
+    faults = []
     own = {name: model for name, model in pipelined.items() if not isinstance(model, CutModel)}
     # As nothing is cut of a module that holds a model of this package, nothing else of it multiplies in FP8.
     others = {} if own else _linears_of_networks(module, plan, config)

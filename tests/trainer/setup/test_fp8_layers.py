@@ -300,6 +300,15 @@ def test_an_engine_that_is_absent_is_reported_before_training_with_the_extra(mon
         trainer.fit(Language(), loader())
 
 
+def test_a_gpu_without_the_units_is_refused_before_processes_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MegatronStrategy, "root_device", torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    # A second process is wanted, and none is started.
+    trainer = trainer_of(2, {}, fp8=MXFP8)
+    with pytest.raises(ConfigurationError, match=r"10\.0 or more .*has 9\.0; use scaling='current'"):
+        trainer.fit(Language(WIDE), loader())
+
+
 def test_fp8_without_a_transformer_layer_is_refused() -> None:
     trainer = trainer_of(1, {}, fp8=Fp8Config())
     with pytest.raises(ConfigurationError, match="no model with transformer layers"):
