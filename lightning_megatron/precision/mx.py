@@ -4,10 +4,10 @@ of what they make.
     scale = 2^ceil(log2(amax / largest)), one byte (E8M0: the exponent + 127)    values = round(x / scale)
 
 A block's amax is that of its 32 numbers, so no rank asks another one. Scales are rounded up: by the floor of the MX
-specification the largest numbers of a block would saturate. Bytes are those of torchao's cast in its mode RCEIL, which
-are those of Transformer Engine. A GPU that has the units multiplies float8 and scales. Elsewhere operands are decast,
+specification the largest numbers of a block would saturate. Bytes are those of torchao's cast in its mode RCEIL, whose
+rule is Transformer Engine's. A GPU that has the units multiplies float8 and scales. Elsewhere operands are decast,
 which rounds nothing, and multiplied in float32: each product of two of them is exact, and their sum is float32's.
-Sources: OCP Microscaling Formats 1.0, sections 5.2, 5.4.1 and 6.3; Mishra et al., arXiv 2506.08027, section 3.
+Sources: OCP Microscaling Formats 1.0, section 6.3; Mishra et al., arXiv 2506.08027.
 """
 
 import torch

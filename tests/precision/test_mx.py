@@ -20,7 +20,7 @@ both_formats = pytest.mark.parametrize("dtype", [E4M3, E5M2])
 # Of the largest: sums of at most 96 float32 products in another order.
 TOLERANCE = 1e-5
 # Bits of exponent and mantissa, the exponent's bias, and the number of finite magnitudes: e4m3 has a NaN and no
-# infinity, e5m2 is as IEEE has it. Source: OCP Microscaling Formats 1.0, section 5.3.1.
+# infinity, e5m2 is as IEEE has it. Source: OCP Microscaling Formats 1.0.
 FORMATS = {E4M3: (4, 3, 7, 127), E5M2: (5, 2, 15, 124)}
 
 
