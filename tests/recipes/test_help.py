@@ -4,7 +4,7 @@ import inspect
 import pydoc
 import re
 import runpy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass, make_dataclass
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
@@ -116,9 +116,11 @@ def test_a_field_without_a_docstring_is_found() -> None:
 # help() of Python
 
 
-def configurations_of(kind: type, seen: set[type]) -> set[type]:
-    """Adds the dataclasses that a class takes, those that they hold, and their base classes."""
-    constructors = [base.__init__ for base in kind.__mro__ if base.__module__.startswith("lightning_megatron")]
+def configurations_of(kind: Callable[..., Any], seen: set[type]) -> set[type]:
+    """Adds the dataclasses that a class or a function takes, those that they hold, and their base classes."""
+    constructors: list[Any] = [kind]
+    if isinstance(kind, type):
+        constructors = [base.__init__ for base in kind.__mro__ if base.__module__.startswith("lightning_megatron")]
     hints = [hint for constructor in constructors for hint in get_type_hints(constructor).values()]
     for config in {base for hint in hints for found in dataclasses_in(hint) for base in found.__mro__[:-1]} - seen:
         seen.add(config)
