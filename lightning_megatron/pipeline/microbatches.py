@@ -95,61 +95,28 @@ def map_tensors(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return tree_map(changed, batch)
 
 
-def arranged(batch: Any, places: Sequence[int]) -> Any:
-    """A copy of rows of a batch, in the order of `places`. Raises ValueError when its tensors differ in their first
-    dim."""
-    index = torch.tensor(places, dtype=torch.long)
-    return _of_rows(
-        batch,
-        num_rows(batch),
-        of_tensor=lambda tensor: tensor.index_select(0, index.to(tensor.device)),
-        of_list=lambda values: [values[place] for place in places],
-        of_ragged=lambda ragged: Ragged.of([ragged.narrow(place, 1).values for place in places]),
-    )
-
-
 def _narrowed(batch: Any, rows: int, start: int, size: int) -> Any:
-    def of_tensor(tensor: Tensor) -> Tensor:
-        part = tensor.narrow(0, start, size)
-        # A step may change its batch in place: rows of other microbatches do not count that as a change of their own.
-        return part if part.requires_grad else part.data
-
-    return _of_rows(
-        batch,
-        rows,
-        of_tensor=of_tensor,
-        of_list=lambda values: values[start : start + size],
-        of_ragged=lambda ragged: ragged.narrow(start, size),
-    )
-
-
-def _of_rows(
-    batch: Any,
-    rows: int,
-    *,
-    of_tensor: Callable[[Tensor], Tensor],
-    of_list: Callable[[list[Any]], list[Any]],
-    of_ragged: Callable[[Ragged], Ragged],
-) -> Any:
-    """The batch with each thing changed that has an entry for each row."""
-
     def is_row_list(value: Any) -> bool:
         return isinstance(value, list) and len(value) == rows and not any(isinstance(v, Tensor) for v in value)
 
-    def change(value: Any) -> Any:
+    def cut(value: Any) -> Any:
         if is_row_list(value):
-            return of_list(value)
+            return value[start : start + size]
         if isinstance(value, Ragged):
-            return of_ragged(value)
+            return value.narrow(start, size)
         entries = _entries(value)
         if entries is not None:
-            return _with_entries(value, change_all(entries))
-        return of_tensor(value) if isinstance(value, Tensor) and value.dim() > 0 else value
+            return _with_entries(value, cut_all(entries))
+        if not isinstance(value, Tensor) or value.dim() == 0:
+            return value
+        part = value.narrow(0, start, size)
+        # A step may change its batch in place: rows of other microbatches do not count that as a change of their own.
+        return part if part.requires_grad else part.data
 
-    def change_all(values: Any) -> Any:
-        return tree_map(change, values, is_leaf=is_row_list)
+    def cut_all(values: Any) -> Any:
+        return tree_map(cut, values, is_leaf=is_row_list)
 
-    return change_all(batch)
+    return cut_all(batch)
 
 
 def combine(outputs: Sequence[Any], weights: Sequence[Tensor]) -> Any:

@@ -532,7 +532,6 @@ class MegatronStrategy(ParallelStrategy):
             log_dtype=torch.promote_types(compute_dtype(str(self.precision_plugin.precision)), torch.float32),
             prefetch=run.document_prefetch,
             loaders=run.loader_sync,
-            scales_tensors=self._plugin.fp8_layers is not None,
         )
         prefetch = run.document_prefetch
         if prefetch is not None and prefetch.cost is None:

@@ -87,7 +87,7 @@ class ScheduledStep:
     def _guarded(self, num_microbatches: int) -> Iterator[None]:
         """Finds, while the schedule runs, what a step must not do that sees a part of the model or of the batch."""
         with ExitStack() as stack:
-            stack.enter_context(self.buffer_watch.watching(num_microbatches * self.mesh.dp.size, num_microbatches))
+            stack.enter_context(self.buffer_watch.watching(num_microbatches * self.mesh.dp.size))
             if self.mesh.pp.size > 1:
                 own = [self.user_step.module, *self.user_step.models]
                 stack.enter_context(step_checks.refusing_all_parameters(own))

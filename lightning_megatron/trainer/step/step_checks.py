@@ -49,8 +49,7 @@ class LossCheck:
 
 
 class BufferWatch:
-    """Warns, once, of buffers and of weights without gradients (a teacher that follows the model) that a step moves
-    which runs in several parts of a global batch."""
+    """Warns, once, of buffers that a step moves which runs in several parts of a global batch."""
 
     def __init__(self, module: nn.Module, mesh: Mesh) -> None:
         self._mesh = mesh
@@ -62,26 +61,17 @@ class BufferWatch:
             and not isinstance(child, nn.modules.batchnorm._BatchNorm)
             for key, _ in child.named_buffers(recurse=False)
         }
-        self._frozen = {name: weight for name, weight in module.named_parameters() if not weight.requires_grad}
-        self._is_over = not self._buffers and not self._frozen
-        self.has_found = False
-        """Whether a step has moved something of this rank."""
+        self._is_over = not self._buffers
 
     @contextmanager
-    def watching(self, num_parts: int, num_entries: int = 1) -> Iterator[None]:
-        """Compares buffers before and after the step that runs inside the block, in so many parts of a global batch,
-        and is entered so often for them on this rank."""
+    def watching(self, num_parts: int) -> Iterator[None]:
+        """Compares buffers before and after the step that runs inside the block, in so many parts."""
         if self._is_over or num_parts == 1:
             yield
             return
-        before, weights_before = self._states(), self._versions()
+        before = self._states()
         yield
         moved = [name for name, state in self._states().items() if state != before[name]]
-        moved_weights = [name for name, version in self._versions().items() if version != weights_before[name]]
-        self.has_found |= bool(moved or moved_weights)
-        if num_entries > 1:
-            # A weight that follows others does the same on every data-parallel rank.
-            moved += moved_weights
         if moved:
             self._is_over = True
             warn_of_stage(
@@ -94,9 +84,6 @@ class BufferWatch:
     def _states(self) -> dict[str, tuple[int, int]]:
         found = {name: child._buffers[key] for name, (child, key) in self._buffers.items()}
         return {name: (id(buffer), 0 if buffer is None else buffer._version) for name, buffer in found.items()}
-
-    def _versions(self) -> dict[str, int]:
-        return {name: weight._version for name, weight in self._frozen.items()}
 
 
 @contextmanager

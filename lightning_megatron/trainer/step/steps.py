@@ -39,7 +39,6 @@ from lightning_megatron.trainer.setup.pipelined_models import pipeline_faults
 from lightning_megatron.trainer.step.batch_checks import BatchChecks
 from lightning_megatron.trainer.step.loader_sync import LoaderSync
 from lightning_megatron.trainer.step.microbatches import Cutting
-from lightning_megatron.trainer.step.row_check import RowCheck
 from lightning_megatron.trainer.step.scheduled_step import ScheduledStep
 from lightning_megatron.trainer.step.step_batches import StepBatches
 from lightning_megatron.trainer.step.step_checks import BufferWatch, LossCheck
@@ -75,7 +74,6 @@ class Steps:
         log_dtype: torch.dtype,
         prefetch: DynamicContext | None = None,
         loaders: LoaderSync | None = None,
-        scales_tensors: bool = False,
     ) -> None:
         self._module = module
         self._mesh = mesh
@@ -108,10 +106,8 @@ class Steps:
         share_yield_to_peer(module, alternation.yield_to_peer)
         self._runtime = Runtime(mesh.pp, mailbox, alternation)
         self._driver: Driver = LocalCall()
-        whole_call: Driver = LocalCall()
         if mesh.pp.size > 1:
             self._driver = CollectiveCall(mesh.pp, mailbox, device, batches.count_of)
-            whole_call = CollectiveCall(mesh.pp, mailbox, device, lambda rows: 1)
         self._log = StepLog(module, mesh, device, log_dtype, tail_on_last_stage=False)
         self._loss_check = LossCheck(mesh.axis("pp+cp+tp"))
         self._buffer_watch = BufferWatch(module, mesh)
@@ -127,21 +123,6 @@ class Steps:
                 driver_between=self._driver,
                 loss_check=self._loss_check,
                 buffer_watch=self._buffer_watch,
-            )
-        # Steps with their own backwards, or of planned documents, are not run on other rows; and where FP8 scales
-        # whole tensors, rows depend on each other by that.
-        self._row_check: RowCheck | None = None
-        if dp_comm is not None and module.automatic_optimization and prefetch is None and not scales_tensors:
-            self._row_check = RowCheck(
-                user_step=user_step,
-                mesh=mesh,
-                device=device,
-                log=self._log,
-                cutting=cutting,
-                buffer_watch=self._buffer_watch,
-                is_scheduled=uses_schedule,
-                whole_call=whole_call,
-                cut_call=self._driver,
             )
         # Share of this data-parallel rank in the loss of a manual step, [].
         self._manual_share: Tensor | None = None
@@ -172,17 +153,12 @@ class Steps:
     def train(self, context: Context, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Output of `training_step` for the batch `args[0]`, with the loss of the global batch."""
         self._user_step.begin_training()
-        # The step may change its batch.
-        kept = None if self._row_check is None else self._row_check.kept(args)
         with self._user_step.counted():
             if self._scheduled is not None:
-                output: Any = self._scheduled.run(self.gradients, context, args, kwargs)
-            else:
-                output = self._train_at_once(context, args, kwargs)
+                return self._scheduled.run(self.gradients, context, args, kwargs)
+            output = self._train_at_once(context, args, kwargs)
         if output is None and self._module.automatic_optimization and self._mesh.sizes.world > 1:
             raise no_loss("batch")
-        if self._row_check is not None and kept is not None:
-            self._row_check.look(kept, context, args, kwargs)
         return output
 
     def _train_at_once(self, context: Context, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -45,8 +45,6 @@ class UserStep:
     """What data-parallel ranks know of each other's batches; None where there is one."""
     num_evaluated: int = 0
     """Batches of validation, test and prediction since the last of training; the loops' own counters stand still."""
-    has_confirmed_rows: bool = False
-    """Whether a step has said that its loss is a mean over the rows of whatever part of a batch it gets."""
     _has_told_of_rows: bool = False
 
     @property
@@ -137,40 +135,17 @@ class UserStep:
             )
 
     def loss_weight(self, output: Any, rows: float | None, device: torch.device, *, num_parts: int = 1) -> Tensor:
-        """Weight that the step's loss is a mean over, [], float64: the one that is known, else its rows.
+        """Weight that the step's loss is a mean over, [], float64: by the step, by the operation that made the loss,
+        by the model, else its rows.
 
         With several parts of a global batch, `num_parts`, rows that nobody has confirmed are told once. Raises
         ValueError where none of them has one, or several models do.
         """
-        self.has_confirmed_rows |= loss_reduction_of(output) == "mean"
-        if (known := self.known_weight(output, device)) is not None:
-            return known
-        if rows is None:
-            raise ValueError(
-                "dynamic context parallelism packs documents of any rows, so a mean over rows means nothing; say what "
-                'the loss is a mean over: return {"loss": loss, "loss_weight": number of tokens}, or call the model '
-                "with labels"
-            )
-        # Under manual optimization the backwards have run by then, with rows as weights.
-        is_asked = num_parts > 1 and loss_reduction_of(output) is None and self.module.automatic_optimization
-        if is_asked and not self._has_told_of_rows:
-            self._has_told_of_rows = True
-            warn_of_stage(
-                self.mesh,
-                f"the loss of {type(self.module).__name__}.training_step is taken for a mean over the rows of its "
-                f"batch, of which a step has {num_parts} parts (microbatches of data-parallel ranks). A mean over "
-                'something else, as tokens or masked rows, is right with {"loss": loss, "loss_weight": their number}, '
-                'a sum with {"loss": loss, "loss_reduction": "sum"}; "loss_reduction": "mean" confirms the rows',
-            )
-        return torch.tensor(rows, device=device).double().reshape(())
-
-    def known_weight(self, output: Any, device: torch.device) -> Tensor | None:
-        """What the step's loss is known to be a mean over, [], float64: by the step, by the operation that made the
-        loss, by the model; None where it is not. Raises ValueError where several models have one."""
         if isinstance(output, dict) and output.get("loss_weight") is not None:
             return torch.as_tensor(output["loss_weight"], device=device).detach().double().reshape(())
+        reduction = loss_reduction_of(output)
         loss = loss_of(output)
-        if loss_reduction_of(output) is None and loss is not None and (count := mean_count(loss)) is not None:
+        if reduction is None and loss is not None and (count := mean_count(loss)) is not None:
             return torch.as_tensor(count, device=device).detach().double().reshape(())
         own = [
             model.loss_weight
@@ -182,7 +157,26 @@ class UserStep:
                 f"{len(own)} models computed losses in one step, each a mean over its own tokens; say what the step's "
                 'loss is a mean over: return {"loss": loss, "loss_weight": number of tokens or samples}'
             )
-        return own[0].detach().double().reshape(()) if own else None
+        if own:
+            return own[0].detach().double().reshape(())
+        if rows is None:
+            raise ValueError(
+                "dynamic context parallelism packs documents of any rows, so a mean over rows means nothing; say what "
+                'the loss is a mean over: return {"loss": loss, "loss_weight": number of tokens}, or call the model '
+                "with labels"
+            )
+        # Under manual optimization the backwards have run by then, with rows as weights.
+        is_asked = num_parts > 1 and reduction is None and self.module.automatic_optimization
+        if is_asked and not self._has_told_of_rows:
+            self._has_told_of_rows = True
+            warn_of_stage(
+                self.mesh,
+                f"the loss of {type(self.module).__name__}.training_step is taken for a mean over the rows of its "
+                f"batch, of which a step has {num_parts} parts (microbatches of data-parallel ranks). A mean over "
+                'something else, as tokens or masked rows, is right with {"loss": loss, "loss_weight": their number}, '
+                'a sum with {"loss": loss, "loss_reduction": "sum"}; "loss_reduction": "mean" confirms the rows',
+            )
+        return torch.tensor(rows, device=device).double().reshape(())
 
 
 def loss_of(output: Any) -> Tensor | None:
