@@ -21,7 +21,7 @@ from lightning_megatron.trainer import model_norms
 from lightning_megatron.trainer.precision import MegatronPrecision
 from lightning_megatron.trainer.run import ActiveRun
 from lightning_megatron.trainer.setup import model_checks
-from lightning_megatron.trainer.step import row_check, scheduled_step, step_checks, step_log, steps, user_step
+from lightning_megatron.trainer.step import scheduled_step, step_checks, step_log, steps, user_step
 from lightning_megatron.trainer.step.hook_check import HookCheck
 from lightning_megatron.trainer.step.scheduled_step import ScheduledStep
 from lightning_megatron.trainer.step.step_checks import LossCheck
@@ -118,7 +118,7 @@ def _replace(owner: Any, name: str, replacement: Any) -> None:
 
 
 def sums() -> L.LightningModule:
-    for owner in (user_step, scheduled_step, steps, row_check):
+    for owner in (user_step, scheduled_step, steps):
         _replace(owner, "loss_reduction_of", _nothing)
     return SaysSum()
 
