@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from benchmarks.plain_llama import build_plain, our_weights
 from lightning_megatron.models import GPTConfig, GPTModel
-from lightning_megatron.transformer.layer import TransformerLayer
 from lightning_megatron.transformer.recompute import RecomputePart
 
 # Larger ones make the first steps of Adam diverge, and with them the losses of implementations that round differently.
@@ -98,21 +97,13 @@ def train_ours(
     recorder: Recorder,
     *,
     strategy: Callable[[GPTConfig], dict[str, Any]] = lambda config: {},
-    has_compiled_layers: bool = False,
 ) -> None:
     """Our GPT under the Trainer and MegatronStrategy, with further arguments of the strategy."""
     from benchmarks.fit import fit
 
-    if has_compiled_layers and plan.config.moe is not None:
-        raise NotHere("left out: how many rows experts get changes at every call")
-
     def build() -> GPTModel:
         model = GPTModel(plan.config)
         model.load_state_dict(our_weights(build_plain(plan.config, plan.device), plan.config))
-        if has_compiled_layers:
-            for module in model.modules():
-                if isinstance(module, TransformerLayer):
-                    module.compile()
         return model
 
     fit(
@@ -132,6 +123,13 @@ def fp8_strategy(config: GPTConfig) -> dict[str, Any]:
     from lightning_megatron import Fp8Config
 
     return {"fp8": Fp8Config()}
+
+
+def compiled_strategy(config: GPTConfig) -> dict[str, Any]:
+    """The strategy's arguments by which torch.compile compiles every layer."""
+    from lightning_megatron import KernelConfig
+
+    return {"kernels": KernelConfig(compile_layers=True)}
 
 
 def recompute_strategy(config: GPTConfig) -> dict[str, Any]:

@@ -51,7 +51,7 @@ def rows() -> dict[str, "Row"]:
         EAGER: partial(runs.train_plain, is_compiled=False),
         "Hugging Face": runs.train_hugging_face,
         OURS: runs.train_ours,
-        "ours, bf16, compiled layers": partial(runs.train_ours, has_compiled_layers=True),
+        "ours, bf16, compiled layers": partial(runs.train_ours, strategy=runs.compiled_strategy),
         "ours, bf16, recompute": partial(runs.train_ours, strategy=runs.recompute_strategy),
         "ours, fp8": partial(runs.train_ours, strategy=runs.fp8_strategy),
     }

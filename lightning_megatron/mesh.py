@@ -12,6 +12,7 @@ A stage's coordinate runs against the global rank: the last stage sits on global
 call runs on the last stage and loggers, progress bars and `is_global_zero` live on global rank 0.
 """
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar, Token
@@ -20,9 +21,11 @@ from functools import lru_cache
 from itertools import chain
 from typing import Any, Literal
 
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from lightning_megatron.config_dataclass import config_dataclass
+from lightning_megatron.handles import handle_of
 
 DENSE = ("pp", "dp", "cp", "tp")
 EXPERT = ("pp", "edp", "ep", "etp")
@@ -179,6 +182,11 @@ class Axis:
     rank: int
     ranks: tuple[int, ...]
     group: ProcessGroup | None = field(default=None, compare=False, repr=False)
+    handle: Tensor | None = field(init=False, compare=False, repr=False)
+    """Handle of a weak reference to the axis, for compiled code; None without a process group."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "handle", None if self.group is None else handle_of(weakref.ref(self)))
 
     @staticmethod
     def alone(global_rank: int, name: str = "alone") -> "Axis":

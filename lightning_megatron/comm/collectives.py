@@ -13,7 +13,7 @@ gloo.md`), so two CPU ranks swap tensors and add, and more of them scatter sums 
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, TypeVar, cast, overload
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _get_object_coll_device
 
 from lightning_megatron.comm.tree_axis import TreeAxis
+from lightning_megatron.handles import held_by
 from lightning_megatron.mesh import Axis
 
 T = TypeVar("T")
@@ -84,6 +85,8 @@ def all_reduce(x: Tensor, axis: Axis, op: Op = "sum", *, wait: bool = True) -> T
         total = total.clone() if axis.is_first else total
         broadcast_(broadcast_(total, axis.above), axis.below)
         return total if wait else Pending(total)
+    if torch.compiler.is_compiling():
+        return _done(_all_reduce_operator(x, op, _handle(axis)), wait=wait)
     pending = all_reduce_(x.clone(memory_format=torch.contiguous_format), axis, op, wait=False)
     return pending.wait() if wait else pending
 
@@ -96,6 +99,8 @@ def all_reduce_(x: Tensor, axis: Axis, op: Op = "sum", *, wait: bool = True) -> 
     """In-place `all_reduce` of `x`, which must be contiguous."""
     if axis.size == 1:
         return x if wait else Pending(x)
+    if torch.compiler.is_compiling():
+        return _done(x.copy_(_all_reduce_operator(x, op, _handle(axis))), wait=wait)
     if _is_cpu_pair(x, axis) and x.numel() * x.element_size() <= _SWAPPED_BYTES:
         # Both ranks add the same two numbers, so both get the same bits.
         pending = _swap(x.view(-1), torch.empty_like(x).view(-1), axis)
@@ -113,6 +118,8 @@ def all_gather(x: Tensor, axis: Axis, dim: int = 0, *, wait: bool = True) -> Ten
     """All-gather: the shards of all ranks, of one shape, joined along `dim` in the order of the axis."""
     if axis.size == 1:
         return x if wait else Pending(x)
+    if torch.compiler.is_compiling():
+        return _done(_all_gather_operator(x, dim, _handle(axis), axis.size), wait=wait)
     _ascending(axis)
     dim = dim % x.dim()
     shape = (axis.size * x.shape[0], *x.shape[1:])
@@ -136,6 +143,8 @@ def reduce_scatter(x: Tensor, axis: Axis, dim: int = 0, *, wait: bool = True) ->
     """Reduce-scatter: this rank's part, along `dim`, of the sum of `x` over the axis, whose size must divide `dim`."""
     if axis.size == 1:
         return x if wait else Pending(x)
+    if torch.compiler.is_compiling():
+        return _done(_reduce_scatter_operator(x, dim, _handle(axis), axis.size), wait=wait)
     _ascending(axis)
     dim = dim % x.dim()
     assert x.shape[dim] % axis.size == 0, f"dim {dim} of {tuple(x.shape)} does not divide by {axis.name} ({axis.size})"
@@ -211,6 +220,8 @@ def all_to_all(x: Tensor, axis: Axis, split: int, join: int, *, wait: bool = Tru
     of the axis, whose size must divide `split`."""
     if axis.size == 1:
         return x if wait else Pending(x)
+    if torch.compiler.is_compiling():
+        return _done(_all_to_all_operator(x, split, join, _handle(axis), axis.size), wait=wait)
     _ascending(axis)
     assert x.shape[split] % axis.size == 0, (
         f"dim {split} of {tuple(x.shape)} does not divide by {axis.name} ({axis.size})"
@@ -417,3 +428,70 @@ def _swap(mine: Tensor, theirs: Tensor, axis: Axis) -> Pending:
     rows = mine.shape[0]
     splits = [0, rows] if group_rank(axis, axis.rank) == 0 else [rows, 0]
     return Pending(theirs, dist.all_to_all_single(theirs, mine, splits, splits, group=group_of(axis), async_op=True))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Compiled code calls collectives by custom operators, which run what stands above and wait. An operator takes the
+# handle of its axis.
+
+
+def _handle(axis: Axis) -> Tensor:
+    assert axis.handle is not None, f"axis {axis.name} of {axis.size} ranks has no process group: it is imagined"
+    return axis.handle
+
+
+def _axis_of(handle: Tensor) -> Axis:
+    axis: Axis | None = held_by(handle)()
+    assert axis is not None, "the layers of a compiled graph hold its axes"
+    return axis
+
+
+def _done(output: Tensor, *, wait: bool) -> Tensor | Pending:
+    return output if wait else Pending(output)
+
+
+@torch.library.custom_op("lightning_megatron::all_reduce", mutates_args=())
+def _all_reduce_operator(x: Tensor, op: str, axis: Tensor) -> Tensor:
+    return all_reduce(x, _axis_of(axis), cast(Op, op))
+
+
+@_all_reduce_operator.register_fake
+def _(x: Tensor, op: str, axis: Tensor) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@torch.library.custom_op("lightning_megatron::all_gather", mutates_args=())
+def _all_gather_operator(x: Tensor, dim: int, axis: Tensor, size: int) -> Tensor:
+    return all_gather(x, _axis_of(axis), dim)
+
+
+@_all_gather_operator.register_fake
+def _(x: Tensor, dim: int, axis: Tensor, size: int) -> Tensor:
+    shape = list(x.shape)
+    shape[dim] *= size
+    return x.new_empty(shape)
+
+
+@torch.library.custom_op("lightning_megatron::reduce_scatter", mutates_args=())
+def _reduce_scatter_operator(x: Tensor, dim: int, axis: Tensor, size: int) -> Tensor:
+    return reduce_scatter(x, _axis_of(axis), dim)
+
+
+@_reduce_scatter_operator.register_fake
+def _(x: Tensor, dim: int, axis: Tensor, size: int) -> Tensor:
+    shape = list(x.shape)
+    shape[dim] //= size
+    return x.new_empty(shape)
+
+
+@torch.library.custom_op("lightning_megatron::all_to_all", mutates_args=())
+def _all_to_all_operator(x: Tensor, split: int, join: int, axis: Tensor, size: int) -> Tensor:
+    return all_to_all(x, _axis_of(axis), split, join)
+
+
+@_all_to_all_operator.register_fake
+def _(x: Tensor, split: int, join: int, axis: Tensor, size: int) -> Tensor:
+    shape = list(x.shape)
+    shape[split] //= size
+    shape[join] *= size
+    return x.new_empty(shape)

@@ -40,6 +40,12 @@ def key(*parts: int | str) -> int:
     return _signed(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little"))
 
 
+def key_tensor(*parts: int | str) -> Tensor:
+    """`key` as a tensor [] on the host, wherever its user stands: compiled code of layers that differ in their keys
+    alone is the same, where a number would be a part of the code."""
+    return torch.tensor(key(*parts), device="cpu")
+
+
 def seed_torch(seed: int) -> None:
     """Seeds torch's default generators of the CPU and of this process's CUDA device, where there is one."""
     # Not torch.manual_seed: for each kind of accelerator that is not there it keeps a call, with a stack trace, for the

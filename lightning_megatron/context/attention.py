@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import wraps
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,11 +28,13 @@ from lightning_megatron.context.attention_step import (
     DropoutKeys,
     RelativePositionBias,
     merge_,
+    wide,
 )
 from lightning_megatron.context.context_layout import ContextLayout, MaskSpec
 from lightning_megatron.context.cross_attention_layout import CrossAttentionLayout
 from lightning_megatron.context.kernel import kernel_for
 from lightning_megatron.context.key_value_exchange import KeyValueExchange, RingExchange
+from lightning_megatron.handles import held_by
 from lightning_megatron.mesh import AttentionKernel, Axis
 from lightning_megatron.precision.autocast import autocast, autocast_dtype
 
@@ -64,8 +66,8 @@ class DropoutSpec:
 
     keys_BT: Tensor
     """Random key of each token of the full stream: int64."""
-    name_key: int
-    """Random key of the layer's name."""
+    name_key: Tensor
+    """Random key of the layer's name: int64 []."""
     first_head: int
     """Index of the first head here among all heads of the model."""
     probability: float
@@ -81,6 +83,18 @@ class DropoutSpec:
         return DropoutKeys(keys=keys_BAQ, probability=self.probability)
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AttentionHandles:
+    """Handles of what compiled code does not look into."""
+
+    call: Tensor
+    """Of an `AttentionCall`."""
+    source: Tensor | None = None
+    """Of a `CrossAttentionLayout`, where keys and values are of another stream."""
+    bucket: Tensor | None = None
+    """Of `RelativePositionBias.bucket`, where there is a bias."""
+
+
 def attend(
     queries: Tensor,
     keys: Tensor,
@@ -94,41 +108,73 @@ def attend(
     bias: RelativePositionBias | None = None,
     source: CrossAttentionLayout | None = None,
     cache: dict[Any, Any] | None = None,
+    handles: AttentionHandles | None = None,
 ) -> Tensor:
     """Attention of this rank's queries [B, A, N, D] to the keys and values [B, G, N, D] of all ranks: [B, A, N, D].
 
     Padding may hold anything; its output and gradients are 0. The gradient of `bias.table` is a partial sum
     over all ranks. `scale` is 1 / sqrt(D) where None. Keys and values may be of another stream, `source`, [B, G, M, D].
-    `cache` holds what calls of one layout share. The Ulysses size must divide A.
+    `cache` holds what calls of one layout share. Compiled code takes layouts and cache by their `handles`. The Ulysses
+    size must divide A.
     """
-    device = queries.device
     if (dtype := autocast_dtype(queries)) is not None:
         # Autocast does so for torch's own attention: norms of queries and keys may have left them wider.
         queries, keys, values = (x.to(dtype) for x in (queries, keys, values))
     num_heads, ulysses = queries.shape[1], axes.ulysses
-    assert (layout.ring_size, layout.ulysses_size) == (axes.ring.size, ulysses.size), "the layout is one of other axes"
     assert num_heads % ulysses.size == 0, f"{num_heads} heads do not divide by {ulysses.name} ({ulysses.size})"
     # Every Ulysses rank needs the keys of its own heads; a key head that ranks share is repeated for each.
     repeats = math.lcm(keys.shape[1], ulysses.size) // keys.shape[1]
     queries, keys, values = (
         all_to_all(x, ulysses, split=1, join=2) for x in (queries, _repeated(keys, repeats), _repeated(values, repeats))
     )
-    group, cache = axes.ring.rank, {} if cache is None else cache
     scale = 1.0 / math.sqrt(queries.shape[-1]) if scale is None else scale
-    key = (layout, source, group, mask_spec, scale)
-    steps = _once(cache, key, lambda: _steps(layout, source, group, mask_spec, scale))
-    # Without tokens there are no dropout keys.
-    if dropout is not None and layout.num_tokens:
-        indices = _once(cache, (layout, group, device), lambda: layout.places_of_group(group, device))
-        dropout_keys = dropout.dropout_keys(indices, ulysses, num_heads)
-        steps = [replace(step, dropout_keys=dropout_keys) for step in steps]
-    table = None
-    if bias is not None:
-        table = bias.table.chunk(ulysses.size, dim=1)[ulysses.rank]
-        of_own_heads = replace(bias, table=table.detach())
-        steps = [replace(step, bias=of_own_heads) for step in steps]
-    output: Tensor = _Attention.apply(queries, keys, values, table, axes, steps)
+    table = None if bias is None else bias.table.chunk(ulysses.size, dim=1)[ulysses.rank]
+    if torch.compiler.is_compiling():
+        assert handles is not None, "compiled code cannot look into layouts"
+        output = _attend_compiled(queries, keys, values, table, handles, mask_spec, scale, dropout, num_heads)
+    else:
+        call = AttentionCall(layout=layout, axes=axes, cache={} if cache is None else cache)
+        bucket = None if bias is None else bias.bucket
+        steps = call.steps(source, mask_spec, scale, dropout, table, bucket, num_heads, queries.device)
+        output = _Attention.apply(queries, keys, values, table, axes, steps)
     return all_to_all(output, ulysses, split=2, join=1)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AttentionCall:
+    """What the layers of a call share for their attention."""
+
+    layout: ContextLayout
+    axes: ContextAxes
+    cache: dict[Any, Any]
+
+    def steps(
+        self,
+        source: CrossAttentionLayout | None,
+        mask_spec: MaskSpec,
+        scale: float,
+        dropout: DropoutSpec | None,
+        table: Tensor | None,
+        bucket: Callable[[Tensor], Tensor] | None,
+        num_heads: int,
+        device: torch.device,
+    ) -> list[AttentionStep]:
+        """Steps of one layer's attention: of its queries to the keys of each group."""
+        layout, ulysses, group = self.layout, self.axes.ulysses, self.axes.ring.rank
+        assert (layout.ring_size, layout.ulysses_size) == (self.axes.ring.size, ulysses.size), (
+            "the layout is one of other axes"
+        )
+        key = (layout, source, group, mask_spec, scale)
+        steps = _once(self.cache, key, lambda: _steps(layout, source, group, mask_spec, scale))
+        # Without tokens there are no dropout keys.
+        if dropout is not None and layout.num_tokens:
+            indices = _once(self.cache, (layout, group, device), lambda: layout.places_of_group(group, device))
+            dropout_keys = dropout.dropout_keys(indices, ulysses, num_heads)
+            steps = [replace(step, dropout_keys=dropout_keys) for step in steps]
+        if table is not None and bucket is not None:
+            of_own_heads = RelativePositionBias(table=table.detach(), bucket=bucket)
+            steps = [replace(step, bias=of_own_heads) for step in steps]
+        return steps
 
 
 def _repeated(keys: Tensor, repeats: int) -> Tensor:
@@ -194,21 +240,7 @@ class _Attention(torch.autograd.Function):
         axes: ContextAxes,
         steps: list[AttentionStep],
     ) -> Tensor:
-        output: Tensor | None = None
-        lse: Tensor | None = None
-        for source, (source_keys, source_values) in axes.exchange.visits((keys, values), axes.ring):
-            step = steps[source]
-            if not step.blocks:
-                continue
-            part = kernel_for(queries, step, axes.kernel).forward(queries, source_keys, source_values, step)
-            if output is None or lse is None:
-                output, lse = part
-            else:
-                merge_(output, lse, *part)
-        if output is None or lse is None:
-            output = torch.zeros_like(queries)
-            lse = torch.full(queries.shape[:-1], -torch.inf, device=queries.device)
-        output = output.to(queries.dtype)
+        output, lse = _attended(queries, keys, values, axes, steps)
         ctx.save_for_backward(queries, keys, values, output, lse, table)
         ctx.axes, ctx.steps = axes, steps
         return output
@@ -217,23 +249,50 @@ class _Attention(torch.autograd.Function):
     @_without_autocast
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        queries, keys, values, output, lse, table = ctx.saved_tensors
-        exchange, ring = ctx.axes.exchange, ctx.axes.ring
-        returns = exchange.returns(keys, ring)
-        d_queries: Tensor | None = None
-        d_table: Tensor | None = None
-        for source, (source_keys, source_values) in exchange.visits((keys, values), ring):
-            step = ctx.steps[source]
-            if not step.blocks:
-                returns.add(source, None)
-                continue
-            kernel = kernel_for(queries, step, ctx.axes.kernel)
-            inputs = BackwardInputs(grad, queries, source_keys, source_values, output, lse)
-            part = kernel.backward(inputs, step)
-            returns.add(source, (part.keys, part.values))
-            d_queries, d_table = _sum_(d_queries, part.queries), _sum_(d_table, part.table)
-        grads = zip((d_queries, *returns.finish(), d_table), (queries, keys, values, table), strict=True)
-        return *(_typed(grad, x) for grad, x in grads), None, None
+        *inputs, table = ctx.saved_tensors
+        return *_gradients(BackwardInputs(grad, *inputs), table, ctx.axes, ctx.steps), None, None
+
+
+def _attended(
+    queries: Tensor, keys: Tensor, values: Tensor, axes: ContextAxes, steps: list[AttentionStep]
+) -> tuple[Tensor, Tensor]:
+    """Output in the dtype of the queries, and log-sum-exp, over the keys of all groups."""
+    output: Tensor | None = None
+    lse: Tensor | None = None
+    for source, (source_keys, source_values) in axes.exchange.visits((keys, values), axes.ring):
+        step = steps[source]
+        if not step.blocks:
+            continue
+        part = kernel_for(queries, step, axes.kernel).forward(queries, source_keys, source_values, step)
+        if output is None or lse is None:
+            output, lse = part
+        else:
+            merge_(output, lse, *part)
+    if output is None or lse is None:
+        output = torch.zeros_like(queries)
+        lse = torch.full(queries.shape[:-1], -torch.inf, dtype=wide(queries.dtype), device=queries.device)
+    return output.to(queries.dtype), lse
+
+
+def _gradients(
+    inputs: BackwardInputs, table: Tensor | None, axes: ContextAxes, steps: list[AttentionStep]
+) -> tuple[Tensor | None, ...]:
+    """Gradients of queries, keys, values and the table of biases, each in its dtype."""
+    queries, keys, values = inputs.queries, inputs.keys, inputs.values
+    returns = axes.exchange.returns(keys, axes.ring)
+    d_queries: Tensor | None = None
+    d_table: Tensor | None = None
+    for source, (source_keys, source_values) in axes.exchange.visits((keys, values), axes.ring):
+        step = steps[source]
+        if not step.blocks:
+            returns.add(source, None)
+            continue
+        kernel = kernel_for(queries, step, axes.kernel)
+        part = kernel.backward(inputs._replace(keys=source_keys, values=source_values), step)
+        returns.add(source, (part.keys, part.values))
+        d_queries, d_table = _sum_(d_queries, part.queries), _sum_(d_table, part.table)
+    grads = zip((d_queries, *returns.finish(), d_table), (queries, keys, values, table), strict=True)
+    return tuple(_typed(grad, x) for grad, x in grads)
 
 
 def _sum_(total: Tensor | None, part: Tensor | None) -> Tensor | None:
@@ -246,3 +305,163 @@ def _typed(total: Tensor | None, x: Tensor | None) -> Tensor | None:
     if x is None:
         return None
     return torch.zeros_like(x) if total is None else total.to(x.dtype)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Compiled code calls attention by two custom operators, which run what stands above
+
+
+def _attend_compiled(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    table: Tensor | None,
+    handles: AttentionHandles,
+    mask_spec: MaskSpec,
+    scale: float,
+    dropout: DropoutSpec | None,
+    num_heads: int,
+) -> Tensor:
+    """Attention of a group's queries to the keys of all groups, whose layouts the operator looks up."""
+    attended: tuple[Tensor, Tensor] = _attend_operator(
+        queries,
+        keys,
+        values,
+        table,
+        None if dropout is None else dropout.keys_BT,
+        None if dropout is None else dropout.name_key,
+        handles.call,
+        handles.source,
+        handles.bucket,
+        mask_spec.is_causal,
+        mask_spec.window,
+        scale,
+        0 if dropout is None else dropout.first_head,
+        0.0 if dropout is None else dropout.probability,
+        num_heads,
+    )
+    return attended[0]
+
+
+class _Arguments(NamedTuple):
+    """Arguments of the operators besides queries, keys and values."""
+
+    table: Tensor | None
+    token_keys: Tensor | None
+    name_key: Tensor | None
+    call: Tensor
+    source: Tensor | None
+    bucket: Tensor | None
+    is_causal: bool
+    window: int
+    scale: float
+    first_head: int
+    probability: float
+    num_heads: int
+
+    def resolved(self, device: torch.device) -> tuple[ContextAxes, list[AttentionStep]]:
+        """Axes and steps of the layer's attention."""
+        call: AttentionCall = held_by(self.call)
+        dropout = None
+        if self.token_keys is not None and self.name_key is not None:
+            dropout = DropoutSpec(
+                keys_BT=self.token_keys,
+                name_key=self.name_key,
+                first_head=self.first_head,
+                probability=self.probability,
+            )
+        mask_spec = MaskSpec(is_causal=self.is_causal, window=self.window)
+        source, bucket = (None if handle is None else held_by(handle) for handle in (self.source, self.bucket))
+        steps = call.steps(source, mask_spec, self.scale, dropout, self.table, bucket, self.num_heads, device)
+        return call.axes, steps
+
+
+@torch.library.custom_op("lightning_megatron::attend", mutates_args=())
+def _attend_operator(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    table: Tensor | None,
+    token_keys: Tensor | None,
+    name_key: Tensor | None,
+    call: Tensor,
+    source: Tensor | None,
+    bucket: Tensor | None,
+    is_causal: bool,
+    window: int,
+    scale: float,
+    first_head: int,
+    probability: float,
+    num_heads: int,
+) -> tuple[Tensor, Tensor]:
+    arguments = _Arguments(
+        *(table, token_keys, name_key, call, source, bucket),
+        *(is_causal, window, scale, first_head, probability, num_heads),
+    )
+    with autocast(queries, None):
+        output, lse = _attended(queries, keys, values, *arguments.resolved(queries.device))
+    return _alone(output), _alone(lse)
+
+
+@_attend_operator.register_fake
+def _(queries: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return queries.new_empty(queries.shape), queries.new_empty(queries.shape[:-1], dtype=wide(queries.dtype))
+
+
+@torch.library.custom_op("lightning_megatron::attend_backward", mutates_args=())
+def _attend_backward_operator(
+    grad: Tensor,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    table: Tensor | None,
+    token_keys: Tensor | None,
+    name_key: Tensor | None,
+    call: Tensor,
+    source: Tensor | None,
+    bucket: Tensor | None,
+    is_causal: bool,
+    window: int,
+    scale: float,
+    first_head: int,
+    probability: float,
+    num_heads: int,
+) -> list[Tensor]:
+    arguments = _Arguments(
+        *(table, token_keys, name_key, call, source, bucket),
+        *(is_causal, window, scale, first_head, probability, num_heads),
+    )
+    inputs = BackwardInputs(grad, queries, keys, values, output, lse)
+    with autocast(queries, None):
+        grads = _gradients(inputs, table, *arguments.resolved(queries.device))
+    return [_alone(part) for part in grads if part is not None]
+
+
+@_attend_backward_operator.register_fake
+def _(
+    grad: Tensor, queries: Tensor, keys: Tensor, values: Tensor, output: Tensor, lse: Tensor, table: Any, *_: Any
+) -> list[Tensor]:
+    return [x.new_empty(x.shape) for x in (queries, keys, values, table) if x is not None]
+
+
+def _alone(result: Tensor) -> Tensor:
+    """A result with the strides that the compiler was told of, and with memory of its own."""
+    shares = result.untyped_storage().nbytes() != result.nbytes
+    return result.clone(memory_format=torch.contiguous_format) if shares else result.contiguous()
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    queries, keys, values, *arguments = inputs
+    # The tensors come first.
+    ctx.save_for_backward(queries, keys, values, *output, *arguments[:6])
+    ctx.constants = arguments[6:]
+
+
+def _backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    grads = _attend_backward_operator(grad, *ctx.saved_tensors, *ctx.constants)
+    return *grads, *([None] * (15 - len(grads)))
+
+
+_attend_operator.register_autograd(_backward, setup_context=_save)

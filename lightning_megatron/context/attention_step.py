@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.context.context_layout import AttentionBlock, MaskSpec
+from lightning_megatron.handles import handle_of
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -33,6 +34,11 @@ class RelativePositionBias:
     """Learned biases, [buckets, A]."""
     bucket: Callable[[Tensor], Tensor]
     """Maps the position of the key minus that of the query, int64, to a bucket."""
+    bucket_handle: Tensor = field(init=False)
+    """Handle of `bucket`, for compiled code."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "bucket_handle", handle_of(self.bucket))
 
 
 class Mask(NamedTuple):

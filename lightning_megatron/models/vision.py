@@ -126,13 +126,14 @@ def image_stream(image_keys_N: Tensor, config: VisionConfig, mesh: Mesh) -> Toke
     """The stream of the images that this rank looks at; `image_keys_N` (int64) name what is dropped of each."""
     num_tokens, device = config.max_sequence_length, image_keys_N.device
     positions = torch.arange(num_tokens, device=device)
-    no_rotation = torch.empty(1, num_tokens, 0, dtype=torch.float64, device=device)
+    # Two of them: a compiler takes no tensor twice.
+    cos_1NR, sin_1NR = torch.empty(2, 1, num_tokens, 0, dtype=torch.float64, device=device).unbind()
     shape = (len(image_keys_N), num_tokens)
 
     def make_keys() -> Tensor:
         return rng.bits(image_keys_N.unsqueeze(1), positions)
 
-    return unsplit_stream(mesh, shape, positions.unsqueeze(0), make_keys, no_rotation, no_rotation)
+    return unsplit_stream(mesh, shape, positions.unsqueeze(0), make_keys, cos_1NR, sin_1NR)
 
 
 def vision_parts(config: VisionConfig, mesh: Mesh, prefix: str, num_used: int) -> Sequence[Part]:

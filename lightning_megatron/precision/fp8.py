@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
+from torch.utils.checkpoint import noop_context_fn
 
 from lightning_megatron.config_dataclass import config_dataclass
 from lightning_megatron.mesh import Axis
@@ -239,7 +240,7 @@ def left_out() -> AbstractContextManager[None]:
     return _autocast(enabled=False)
 
 
-def checkpoint(run: Callable[..., Any], *inputs: Any, context_fn: Contexts) -> Any:
+def checkpoint(run: Callable[..., Any], *inputs: Any, context_fn: Contexts = noop_context_fn) -> Any:
     """`run(*inputs)`, recomputed in the backward inside of the autocast that is on now, by the scales of now."""
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:

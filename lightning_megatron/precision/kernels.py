@@ -11,10 +11,28 @@ class KernelConfig:
     """Tokens of a microbatch whose logits are in memory at a time, for the loss of this package's models; 0: all. The
     backward computes logits once more: one product more for the three of the head. Their float32 copies, 8 bytes a
     token and word, are what it saves most."""
+    compile_layers: bool = False
+    """Whether torch.compile compiles every layer of the models: neighbouring operations become one kernel, whose
+    results are rounded less often than those of several. Embedding, head and loss stay as they are."""
+    compile_backend: str = "inductor"
+    """Backend of torch.compile. inductor: generates kernels; aot_eager: traces as it does, and runs torch's own
+    kernels, with results that equal uncompiled layers' to the bit."""
 
     def __post_init__(self) -> None:
+        if faults := self.faults():
+            raise ValueError("\n".join(faults))
+
+    def faults(self) -> list[str]:
+        """Every rule that these settings break, one sentence each."""
+        faults = []
         if self.loss_chunk_tokens < 0:
-            raise ValueError(
+            faults.append(
                 f"kernels loss_chunk_tokens ({self.loss_chunk_tokens}) must be at least 0; 0 keeps all logits, "
                 "and 1024 is usual"
             )
+        if not self.compile_layers and self.compile_backend != "inductor":
+            faults.append(
+                f"kernels compile_backend ({self.compile_backend!r}) acts with compile_layers=True alone; set that, or "
+                "leave it out"
+            )
+        return faults

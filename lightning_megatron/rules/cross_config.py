@@ -9,9 +9,10 @@ from lightning_megatron.context.config import ContextConfig
 from lightning_megatron.mesh import Sizes
 from lightning_megatron.models import BertConfig, GPTConfig, LlavaConfig, T5Config
 from lightning_megatron.pipeline.layout import layout_faults as stage_faults
-from lightning_megatron.pipeline.registry import schedule_faults
+from lightning_megatron.pipeline.registry import schedule_faults, spec_of
 from lightning_megatron.pipeline.schedule_spec import Schedule
 from lightning_megatron.precision.fp8 import Fp8Config, engine_faults, expert_engine_faults
+from lightning_megatron.precision.kernels import KernelConfig
 from lightning_megatron.rules.limits import (
     MOST,
     MOST_MICROBATCHES,
@@ -49,6 +50,8 @@ class Facts:
     """Pipeline schedule of training steps, where there is one."""
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     """Activation checkpointing: what the backward recomputes."""
+    kernels: KernelConfig = field(default_factory=KernelConfig)
+    """Kernels in place of torch's own."""
     fp8: Fp8Config | None = None
     """FP8 recipe of linears; None: no FP8."""
     precision: str = "32-true"
@@ -381,6 +384,18 @@ def _fp8_model(fp8: Fp8Config, model: TransformerConfig, sizes: Sizes) -> list[s
     return faults
 
 
+def _kernels(facts: Facts) -> list[str]:
+    schedule = facts.schedule
+    if not facts.kernels.compile_layers or schedule is None or schedule.pp < 2 or schedule_faults(schedule):
+        return []
+    if not spec_of(schedule.name).splits_backward:
+        return []
+    return [
+        f"schedule ({schedule.name!r}) puts off weight gradients, and a layer that is compiled computes them with the "
+        "others; use another schedule, such as '1f1b' or 'interleaved', or leave compile_layers of KernelConfig out"
+    ]
+
+
 _RULES: tuple[Callable[[Facts], list[str]], ...] = (
     _sizes,
     _microbatches,
@@ -395,4 +410,5 @@ _RULES: tuple[Callable[[Facts], list[str]], ...] = (
     _context,
     _dynamic_context,
     _fp8,
+    _kernels,
 )

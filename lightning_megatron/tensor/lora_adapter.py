@@ -45,7 +45,7 @@ class LoRAAdapter(WeightGradientLayer):
     def __init__(self, linear: ParallelLinear, *, rank: int, scale: float, dropout: float, name: str) -> None:
         super().__init__()
         self.tp, self.sp, self.scale, self.dropout = linear.tp, linear.sp, scale, dropout
-        self.key = rng.key(name, "low-rank dropout")
+        self.key = rng.key_tensor(name, "low-rank dropout")
         shard = shard_of(linear.weight)
         *self._out_shape, self._in_features = shard.global_shape
         # torch initialises the weight of a linear with this variance.

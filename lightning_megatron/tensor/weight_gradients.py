@@ -57,7 +57,10 @@ class WeightGradients:
             self._is_open, self._queue = False, None
 
     def mode(self, weight: Tensor) -> WeightGradientMode:
-        """Mode for a weight that needs a gradient. One with hooks, or that is itself computed, is left to autograd."""
+        """Mode for a weight that needs a gradient. One with hooks, or that is itself computed, is left to autograd, as
+        are those of compiled code: a backward is compiled before it is known when it runs."""
+        if torch.compiler.is_compiling():
+            return WeightGradientMode.RETURN
         has_hooks = weight._backward_hooks or weight._post_accumulate_grad_hooks
         if not self._is_open or not weight.is_leaf or has_hooks:
             return WeightGradientMode.RETURN

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import lightning.pytorch as pl
+from torch import nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
@@ -30,7 +31,7 @@ from lightning_megatron.trainer.dynamic_context.prefetch import DynamicContext
 from lightning_megatron.trainer.fault_tolerance.failure_watch import FailureWatch
 from lightning_megatron.trainer.fault_tolerance.preemption import Preemption
 from lightning_megatron.trainer.resume.run_state import ResumeState
-from lightning_megatron.trainer.setup import metric_sync, optimizers
+from lightning_megatron.trainer.setup import compiled_layers, metric_sync, optimizers
 from lightning_megatron.trainer.setup.connections import Connections
 from lightning_megatron.trainer.step.first_steps import FirstSteps
 from lightning_megatron.trainer.step.hook_check import HookCheck
@@ -84,6 +85,8 @@ class ActiveRun:
     """Names, for each optimizer, of the pipelined models of whose weights it has some."""
     lent_linears: list[WholeLinear] = field(default_factory=list)
     """Linears of networks that know nothing of a split backward, which put off their weight gradients in this run."""
+    compiled_layers: list[nn.Module] = field(default_factory=list)
+    """Layers that are compiled in this run alone."""
     synced_metrics: list[Metric] = field(default_factory=list)
     """Metrics whose sync was changed for this run."""
     skipped_step_schedulers: SkippedStepSchedulers = field(default_factory=SkippedStepSchedulers)
@@ -189,6 +192,8 @@ class ActiveRun:
             while self.lent_linears:
                 take_back(self.lent_linears.pop())
             share_yield_to_peer(module, no_op)
+        while self.compiled_layers:
+            compiled_layers.restore(self.compiled_layers.pop())
         metric_sync.restore_metrics(self.synced_metrics)
         self.skipped_step_schedulers.let_go()
         if self.dp_comm is not None:

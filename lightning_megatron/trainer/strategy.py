@@ -78,6 +78,7 @@ from lightning_megatron.trainer.resume import data_position, run_state
 from lightning_megatron.trainer.run import ActiveRun, FitRecord
 from lightning_megatron.trainer.setup import (
     checks,
+    compiled_layers,
     expert_replicas,
     fp8_layers,
     initial_sync,
@@ -165,8 +166,8 @@ class MegatronStrategy(ParallelStrategy):
             fp8: How linear layers multiply in FP8; None multiplies in the precision of the Trainer.
             recompute: Activation checkpointing: which activations are recomputed in the backward instead of saved;
                 None is RecomputeConfig().
-            kernels: Ways to compute that take the place of torch's own, such as a loss in chunks of tokens; None is
-                KernelConfig().
+            kernels: Ways to compute that take the place of torch's own, such as a loss in chunks of tokens, or layers
+                compiled by torch.compile; None is KernelConfig().
             plan: How a network that knows nothing of parallelism is cut: its layers and the style of its linears;
                 None is what the module's hook `model_plan` returns, or finds the layers, and takes the styles that a
                 model of transformers brings along.
@@ -480,6 +481,9 @@ class MegatronStrategy(ParallelStrategy):
             self._plugin.fp8_layers = fp8_layers.use_fp8(
                 self.fp8, module, plan, pipelined, self.mesh, self.root_device, self._groups.on_device
             )
+        if self.kernels.compile_layers:
+            plan = pipelined_models.plan_of(module, self.plan)
+            run.compiled_layers = compiled_layers.compile_layers(self.kernels, module, plan, pipelined, self.mesh)
         if trainer.state.fn == TrainerFn.FITTING:
             is_synced = self._layer_sync is not None
             is_cut = bool(self.microbatch_size) or self.num_microbatches > 1

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.comm import differentiable
-from lightning_megatron.context.attention import attend
+from lightning_megatron.context.attention import AttentionHandles, attend
 from lightning_megatron.context.attention_step import RelativePositionBias
 from lightning_megatron.context.context_layout import MaskSpec
 from lightning_megatron.mesh import Axis
@@ -219,10 +219,9 @@ class SelfAttention(RecomputeLayer):
                 fused_TC, cos_BSR, sin_BSR, tokens.batch, tokens.num_rows, self.heads
             )
             return split
-        # Norms come before the rotation.
-        no_rotation = cos_BSR[..., :0]
+        # Norms come before the rotation: here nothing rotates.
         queries, keys, values = _SplitHeads.apply(
-            fused_TC, no_rotation, no_rotation, tokens.batch, tokens.num_rows, self.heads, True
+            fused_TC, cos_BSR[..., :0], sin_BSR[..., :0], tokens.batch, tokens.num_rows, self.heads, True
         )
         cos, sin = cos_BSR.unsqueeze(2), sin_BSR.unsqueeze(2)
         # As [B, S, heads, D] they are contiguous, and norms make no copies.
@@ -245,6 +244,7 @@ class SelfAttention(RecomputeLayer):
             bias=bias,
             dropout=self.dropout.spec(tokens),
             cache=tokens.shared,
+            handles=AttentionHandles(call=tokens.attention, bucket=None if bias is None else bias.bucket_handle),
         )
 
     def _attend_dropping(self, queries: Tensor, keys: Tensor, values: Tensor, tokens: Tokens) -> Tensor:

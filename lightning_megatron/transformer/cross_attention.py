@@ -8,14 +8,15 @@ B batch, N tokens of each sample on this rank, T tokens, H hidden, A query heads
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
 from lightning_megatron.comm import differentiable
-from lightning_megatron.context.attention import attend
+from lightning_megatron.context.attention import AttentionHandles, attend
 from lightning_megatron.context.cache import CachedCall
 from lightning_megatron.context.cross_attention_layout import CrossAttentionLayout
+from lightning_megatron.handles import handle_of
 from lightning_megatron.mesh import Axis
 from lightning_megatron.sharding import Initial
 from lightning_megatron.tensor.linear import ColumnParallelLinear, RowParallelLinear
@@ -36,6 +37,11 @@ class EncoderMemory:
     source: CrossAttentionLayout | None
     """Segments of the encoder's stream that each segment of the decoder's attends to; none where keys and values are
     cached."""
+    source_handle: Tensor | None = field(init=False)
+    """Handle of `source`, for compiled code."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "source_handle", None if self.source is None else handle_of(self.source))
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,6 +140,7 @@ class CrossAttention(nn.Module):
             dropout=self.dropout.spec(tokens),
             source=memory.source,
             cache=tokens.shared,
+            handles=AttentionHandles(call=tokens.attention, source=memory.source_handle),
         )
 
     def _by_head(self, x_TC: Tensor, tokens: Tokens) -> Tensor:

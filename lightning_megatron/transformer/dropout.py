@@ -33,7 +33,7 @@ def drop(x: Tensor, keep: Tensor, probability: float) -> Tensor:
     return dropped
 
 
-class _NamedDropout(nn.Module):
+class NamedDropout(nn.Module):
     """Drops in training; `name` says which of the model's dropouts of its `kind` this is."""
 
     kind: str
@@ -41,7 +41,7 @@ class _NamedDropout(nn.Module):
     def __init__(self, probability: float, name: str) -> None:
         super().__init__()
         self.probability = probability
-        self.key = rng.key(name, self.kind)
+        self.key = rng.key_tensor(name, self.kind)
 
     @property
     def is_active(self) -> bool:
@@ -51,7 +51,7 @@ class _NamedDropout(nn.Module):
         return f"probability={self.probability}"
 
 
-class Dropout(_NamedDropout):
+class Dropout(NamedDropout):
     """Drops features of hidden states [T/sp, H]."""
 
     kind = "dropout"
@@ -63,7 +63,7 @@ class Dropout(_NamedDropout):
         return drop(hidden_TH, rng.keep_mask(keys_T, hidden_TH.shape[-1], self.probability), self.probability)
 
 
-class ShardedDropout(_NamedDropout):
+class ShardedDropout(NamedDropout):
     """Drops features [T, F/tp], of which this rank has those from `first_column` on."""
 
     kind = "feature dropout"
@@ -80,7 +80,7 @@ class ShardedDropout(_NamedDropout):
         return drop(x_TF, keep_TF, self.probability)
 
 
-class AttentionDropout(_NamedDropout):
+class AttentionDropout(NamedDropout):
     """Drops attention weights: the mask [B, A/tp, S, S] of this rank's heads, the same on every mesh."""
 
     kind = "attention dropout"

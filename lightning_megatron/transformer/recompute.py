@@ -39,7 +39,9 @@ from lightning_megatron.precision.fp8 import Contexts
 class Checkpoint(Protocol):
     """Runs a function and saves its inputs alone, as torch's checkpoint does."""
 
-    def __call__(self, run: Callable[..., Any], *inputs: Any, context_fn: Contexts) -> Any: ...
+    def __call__(
+        self, run: Callable[..., Any], *inputs: Any, context_fn: Contexts = torch_checkpoint.noop_context_fn
+    ) -> Any: ...
 
 
 TORCH_CHECKPOINT: Checkpoint = partial(torch_checkpoint.checkpoint, use_reentrant=False)
@@ -152,7 +154,6 @@ def part_faults(config: RecomputeConfig, offered: set[str]) -> list[str]:
     ]
 
 
-@torch.compiler.disable
 def checkpoint(
     run: Callable[..., Any], *inputs: Any, by: Checkpoint = TORCH_CHECKPOINT, buffers: Sequence[Tensor] = ()
 ) -> Any:
@@ -166,8 +167,8 @@ def checkpoint(
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         return nullcontext(), _Restored(buffers)
 
-    context_fn = contexts if buffers else torch_checkpoint.noop_context_fn
-    return by(run, *inputs, context_fn=context_fn)
+    # A compiler takes no `context_fn`.
+    return by(run, *inputs, context_fn=contexts) if buffers else by(run, *inputs)
 
 
 class _Restored:
@@ -187,12 +188,14 @@ class _Restored:
         self._before = []
 
 
-@torch.compiler.disable
 def apply_recomputed(make: Callable[[Tensor], Tensor], use: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """`use(make(x))`; where `use` would save its input for backward, that is recomputed there.
 
     For a `make` that is cheap and draws no random numbers, and a `use` that saves its input as it is.
     """
+    if torch.compiler.is_compiling():
+        # A compiler takes no hooks; what it makes of a checkpoint is not saved either.
+        return use(checkpoint(make, x))
     made = make(x)
     if not torch.is_grad_enabled():
         return use(made)
@@ -248,6 +251,8 @@ class RecomputeRunner:
             hidden = self._run_recomputed(group, hidden) if is_recomputed else _run_in_turn(group, hidden)
         return hidden
 
+    # What is recomputed is layers, which a compiler may have compiled each.
+    @torch.compiler.disable
     def _run_recomputed(self, group: Sequence[RecomputablePart], hidden: Any) -> Any:
         tensors, spec = tree_flatten(hidden)
         buffers = [buffer for part in group for buffer in part.module.buffers()]

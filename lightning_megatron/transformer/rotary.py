@@ -123,8 +123,9 @@ def _index_of(turns: float, pairs: int, base: float, scaling: RopeScaling) -> fl
 def angles(positions_BS: Tensor, pairs: int, base: float, scaling: RopeScaling | None = None) -> tuple[Tensor, Tensor]:
     """Cosine and sine of each position's angles, times the scaling's amplitude: float64 [B, S, R] each."""
     if pairs == 0:
-        nothing = torch.empty(*positions_BS.shape, 0, dtype=torch.float64, device=positions_BS.device)
-        return nothing, nothing
+        # Two of them: a compiler takes no tensor twice.
+        cos_BSR, sin_BSR = torch.empty(2, *positions_BS.shape, 0, dtype=torch.float64, device=positions_BS.device)
+        return cos_BSR, sin_BSR
     angles_BSR = positions_BS.double().unsqueeze(-1) * frequencies(pairs, base, scaling, positions_BS.device)
     if scaling is None or scaling.kind != "yarn":
         return angles_BSR.cos(), angles_BSR.sin()
@@ -158,9 +159,21 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def rotate_into(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor) -> None:
     """Writes `x` [..., D], rotated by the angles [..., pairs], to `out`; rotated back if `sin` is negated."""
     pairs = cos.shape[-1]
-    out.copy_(x)
     if pairs == 0:
+        out.copy_(x)
         return
-    first, second = x[..., :pairs], x[..., pairs : 2 * pairs]
-    out[..., :pairs].mul_(cos).addcmul_(second, sin, value=-1)
-    out[..., pairs : 2 * pairs].mul_(cos).addcmul_(first, sin)
+    # Each product is rounded by itself: how a CPU rounds `addcmul` depends on the strides, which a compiler changes.
+    halves = x[..., : 2 * pairs].unflatten(-1, (2, pairs))
+    by_cos, by_sin = halves * cos.unsqueeze(-2), halves * sin.unsqueeze(-2)
+    _add_into(out[..., :pairs], by_cos[..., 0, :], by_sin[..., 1, :], factor=-1)
+    _add_into(out[..., pairs : 2 * pairs], by_cos[..., 1, :], by_sin[..., 0, :], factor=1)
+    out[..., 2 * pairs :].copy_(x[..., 2 * pairs :])
+
+
+def _add_into(out: Tensor, left: Tensor, right: Tensor, *, factor: int) -> None:
+    """Writes `left + factor * right` to `out`."""
+    if torch.compiler.is_compiling() or torch.is_grad_enabled():
+        # A compiler takes no strided `out`, and makes one kernel of it all; a graph of autograd takes none at all.
+        out.copy_(torch.add(left, right, alpha=factor))
+    else:
+        torch.add(left, right, alpha=factor, out=out)

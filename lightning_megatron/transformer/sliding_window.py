@@ -56,7 +56,10 @@ def sliding_window_attention(
 def _shared(masks: Masks, num_queries: int, num_keys: int, window: int, like: Tensor) -> Tensor:
     """Additive mask of the last `num_queries` of `num_keys` tokens: 0 or -inf."""
     key = (num_queries, num_keys, window, like.dtype)
-    if key not in masks:
+    if (mask := masks.get(key)) is None:
         seen = is_visible(num_keys, window, like.device)[num_keys - num_queries :]
-        masks[key] = torch.zeros(seen.shape, dtype=like.dtype, device=like.device).masked_fill_(~seen, -torch.inf)
-    return masks[key]
+        mask = torch.zeros(seen.shape, dtype=like.dtype, device=like.device).masked_fill_(~seen, -torch.inf)
+        # Compiled layers share none: the first would be another one than those that find it here.
+        if not torch.compiler.is_compiling():
+            masks[key] = mask
+    return mask

@@ -12,7 +12,7 @@ features, X tokens of a sample of the full stream, G segments of a sample.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
 import torch
@@ -22,11 +22,12 @@ from torch import Tensor
 from lightning_megatron.comm import collectives, differentiable, rng
 from lightning_megatron.comm.host_numbers import on_device
 from lightning_megatron.comm.rng import Draws
-from lightning_megatron.context.attention import ContextAxes
+from lightning_megatron.context.attention import AttentionCall, ContextAxes
 from lightning_megatron.context.cache import CachedCall
 from lightning_megatron.context.context_layout import PADDING, ContextLayout, cut
 from lightning_megatron.context.documents import Documents
 from lightning_megatron.context.key_value_exchange import AllGatherExchange, RingExchange
+from lightning_megatron.handles import handle_of
 from lightning_megatron.mesh import Axis, Mesh
 from lightning_megatron.moe.sequence_groups import RoutedTokens
 from lightning_megatron.transformer import rotary
@@ -63,6 +64,16 @@ class Tokens:
     rotary_sin_1NR: Tensor
     past: CachedCall | None = None
     """Cache of keys and values that this call fills and reads; none: nothing is cached."""
+    masks: dict[tuple[object, ...], Tensor] = field(init=False, default_factory=dict)
+    """Attention masks that the layers of this call share, by what they are functions of."""
+    shared: dict[object, object] = field(init=False, default_factory=dict)
+    """Cache that the layers of this call share for context-parallel attention."""
+    attention: Tensor = field(init=False)
+    """Handle of the `AttentionCall` of all layers, for compiled code."""
+
+    def __post_init__(self) -> None:
+        call = AttentionCall(layout=self.layout, axes=self.context, cache=self.shared)
+        object.__setattr__(self, "attention", handle_of(call))
 
     @property
     def num_rows(self) -> int:
@@ -163,24 +174,17 @@ class Tokens:
         """The real tokens' rows, followed by zero rows for the padding: [T, ...]."""
         return F.pad(real_TH, (0, 0, 0, self.num_padding)) if self.num_padding else real_TH
 
-    @cached_property
-    def masks(self) -> dict[tuple[object, ...], Tensor]:
-        """Attention masks that the layers of this call share, by what they are functions of."""
-        return {}
-
     def rotary_tables(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cosines and sines in a dtype, which the layers of this call share: [1, N, R] each."""
+        if torch.compiler.is_compiling():
+            # The layer that makes them would be another one than those that find them: here each makes its own.
+            return self.rotary_cos_1NR.to(dtype), self.rotary_sin_1NR.to(dtype)
         if dtype not in self._tables:
             self._tables[dtype] = self.rotary_cos_1NR.to(dtype), self.rotary_sin_1NR.to(dtype)
         return self._tables[dtype]
 
     @cached_property
     def _tables(self) -> dict[torch.dtype, tuple[Tensor, Tensor]]:
-        return {}
-
-    @cached_property
-    def shared(self) -> dict[object, object]:
-        """Cache that the layers of this call share for context-parallel attention."""
         return {}
 
     @cached_property
@@ -197,6 +201,11 @@ class Tokens:
     def shard_keys(self) -> Tensor:
         """A random key for each token of this rank's part: int64 [T/sp]."""
         return self.shard(self.stream_keys)
+
+    def draw(self) -> None:
+        """Makes the random keys, for compiled layers: they may read what is made at first use, and not make it."""
+        # These are made of all others.
+        _ = self.shard_keys
 
     def routed(self, weights_BS: Tensor, cut: Axis, call: int) -> RoutedTokens:
         """Metadata of this rank's part of the stream over `cut` for routers; calls of a step have different numbers.

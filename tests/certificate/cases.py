@@ -18,6 +18,7 @@ from lightning_megatron.moe.capacity import ExpertCapacity
 from lightning_megatron.moe.config import AuxLoss, MoEConfig, RouterConfig
 from lightning_megatron.pipeline.ragged import Ragged
 from lightning_megatron.pipeline.registry import ScheduleName
+from lightning_megatron.precision.kernels import KernelConfig
 from lightning_megatron.transformer.recompute import RecomputeConfig
 from lightning_megatron.transformer.rotary import RopeScaling
 from tests.harness.sample import pairs_of, sampled
@@ -213,6 +214,7 @@ IN_FLOAT64_ALONE = (
 )
 
 
+_KERNELS = KernelConfig()
 _NOTHING = RecomputeConfig()
 _RING = ContextConfig()
 _GATHER = ContextConfig(comm_type="all_gather")
@@ -254,6 +256,7 @@ class Layout:
     dynamic: DynamicContextConfig | None = None
     """Context parallelism: plans every step."""
     num_steps: int = NUM_STEPS
+    kernels: KernelConfig = _KERNELS
 
     @property
     def num_stages(self) -> int:

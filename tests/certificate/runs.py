@@ -360,6 +360,7 @@ def _fit(layout: Layout, module: Module, recorder: L.Callback, dtype: torch.dtyp
             bucket_size=BUCKET_SIZE,
         ),
         recompute=layout.recompute,
+        kernels=layout.kernels,
         loss_scale=LOSS_SCALE,
         timeout_seconds=60,
     )

@@ -3,8 +3,8 @@ copies between host and device, and moments at which the host waits for the devi
 
 An operation counts as one kernel if it launches at least one, as none without elements does; some launch several, so
 kernels are a lower bound. Bytes are those that kernels other than products and attention read and write: each argument
-and each result once, what they pick by index alone. FLOPs are those of matrix products, as in
-`torch.utils.flop_counter`; attention is not among them.
+and each result once, also one named `out`, and what they pick by index alone. FLOPs are those of matrix products, as
+in `torch.utils.flop_counter`; attention is not among them.
 
 The host waits where it reads a value, where an operation's result has a size that only the device knows, and for every
 copy but one that is `non_blocking`: from the device also unless it ends in pinned memory.
@@ -180,7 +180,9 @@ def _repeats_by_values(packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _bytes_of_kernel(packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> int:
-    inputs = [x for x in pytree.arg_tree_leaves(*args, **kwargs) if isinstance(x, Tensor) and x.is_cuda]
+    # What is named `out` is written alone.
+    read = args, {name: value for name, value in kwargs.items() if name != "out"}
+    inputs = [x for x in pytree.tree_leaves(read) if isinstance(x, Tensor) and x.is_cuda]
     outputs = [x for x in pytree.tree_leaves(output) if isinstance(x, Tensor) and x.is_cuda]
     if packet in _PICKS:
         return 2 * _bytes(outputs) + _bytes(inputs[1:])

@@ -22,6 +22,7 @@ from lightning_megatron.rules import cross_config
 from lightning_megatron.rules.limits import MOST_PROCESSES, limit_faults
 from lightning_megatron.trainer.checkpointing.hyper_parameters import plain
 from lightning_megatron.trainer.config import ConfigurationError, PipelineConfig
+from lightning_megatron.trainer.setup.compiled_layers import compiler_faults
 from lightning_megatron.trainer.setup.early_model_checks import early_model_faults
 from lightning_megatron.trainer.setup.launch_checks import launch_faults, num_started, queue_faults
 from lightning_megatron.trainer.setup.memory_checks import memory_faults
@@ -110,6 +111,7 @@ def faults(trainer: pl.Trainer, arguments: tuple[Any, ...]) -> list[str]:
         decoder_sequence_length=data.decoder_sequence_length if isinstance(data, FeedsDecoder) else None,
         fp8=strategy.fp8,
         recompute=strategy.recompute,
+        kernels=strategy.kernels,
         precision=str(strategy.precision_plugin.precision),
         context=context,
         dynamic_context=strategy.dynamic_context,
@@ -141,6 +143,7 @@ def faults(trainer: pl.Trainer, arguments: tuple[Any, ...]) -> list[str]:
         found.append(f"kernel ('flex') of ContextConfig is one of CUDA, and this run is on {device}; use 'fused'")
     if strategy.root_device.type == "cuda":
         found += queue_faults(sizes.num_stages)
+    found += compiler_faults(strategy.kernels, strategy.root_device)
     found += data.faults() if data is not None else []
     if trainer.training and trainer.checkpoint_callbacks and strategy.checkpoint.kind == "directory":
         data_modules = [argument for argument in arguments if isinstance(argument, pl.LightningDataModule)]

@@ -1,0 +1,309 @@
+"""Compiled layers have no graph breaks, equal layers share one graph, and numbers are those of uncompiled layers.
+
+The backend `aot_eager` traces as Inductor's does, and runs torch's own kernels: nothing may differ by a bit.
+"""
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.utils._pytree import tree_leaves
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from lightning_megatron import ConfigurationError, KernelConfig, MegatronStrategy, PipelineConfig
+from lightning_megatron.any_module.plan import ModelPlan
+from lightning_megatron.mesh import Mesh, Sizes, ambient
+from lightning_megatron.models import BertConfig, BertModel, GPTConfig, GPTModel, T5Config, T5Model
+from lightning_megatron.pipeline.module import PipelineModule, StagePart
+from lightning_megatron.rules.cross_config import Facts, faults
+from lightning_megatron.tensor.weight_gradients import Task, WeightGradientMode, WeightGradients, share
+from lightning_megatron.trainer.setup.compiled_layers import compile_layers, compiler_faults
+from lightning_megatron.transformer import recompute
+from lightning_megatron.transformer.lora import LoraConfig, add_lora
+from lightning_megatron.transformer.recompute import RecomputeConfig, RecomputePart
+from tests.certificate.cases import Layout
+from tests.certificate.runs import Data, Module
+from tests.harness.ranks import run_on_ranks
+from tests.trainer import modules
+from tests.trainer.layouts import PLAIN, make_trainer
+
+AOT_EAGER = KernelConfig(compile_layers=True, compile_backend="aot_eager")
+GPT2 = GPTConfig(
+    num_layers=3,
+    hidden_size=32,
+    num_attention_heads=4,
+    ffn_hidden_size=48,
+    vocab_size=131,
+    max_sequence_length=16,
+    init_std=0.3,
+)
+DROPPING = replace(GPT2, hidden_dropout=0.1, attention_dropout=0.1, ffn_dropout=0.1)
+LLAMA = replace(
+    GPT2, num_query_groups=2, activation="swiglu", normalization="rmsnorm", add_bias_linear=False, position="rotary"
+)
+T5 = T5Config(
+    num_layers=2, num_decoder_layers=2, hidden_size=32, num_attention_heads=4, ffn_hidden_size=48, vocab_size=131
+)
+BERT = BertConfig(num_layers=2, hidden_size=32, num_attention_heads=4, ffn_hidden_size=48, vocab_size=131)
+Numbers = dict[str, Tensor | None]
+# The compiler looks at all that a layer holds.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor:UserWarning")
+
+
+def gpt(config: GPTConfig, *parts: RecomputePart, lora: LoraConfig | None = None) -> PipelineModule:
+    model = GPTModel(config, seed=7)
+    if parts:
+        recompute.set_recomputed(model, RecomputeConfig(granularity="selective", parts=parts))
+    if lora is not None:
+        add_lora(model, lora)
+    return model
+
+
+# Each with the number of graphs that its layers need: one for each kind of layer.
+KINDS: dict[str, tuple[Callable[[], PipelineModule], int]] = {
+    "gpt2": (lambda: gpt(GPT2), 1),
+    "dropout": (lambda: gpt(DROPPING), 1),
+    "llama": (lambda: gpt(LLAMA), 1),
+    "window": (lambda: gpt(replace(LLAMA, sliding_window=2, full_attention_layers=(1,))), 2),
+    "norms of heads": (lambda: gpt(replace(LLAMA, qk_norm=True)), 1),
+    "recomputed attention, norm, activation": (
+        lambda: gpt(DROPPING, "core_attention", "norm", "activation"),
+        1,
+    ),
+    "recomputed norm, mlp": (lambda: gpt(LLAMA, "norm", "mlp"), 1),
+    # What comes into the first layer needs no gradient there.
+    "lora": (lambda: gpt(LLAMA, lora=LoraConfig(rank=4, alpha=8, dropout=0.1)), 2),
+    "t5": (lambda: T5Model(replace(T5, hidden_dropout=0.1, attention_dropout=0.1), seed=7), 2),
+    "bert": (lambda: BertModel(replace(BERT, hidden_dropout=0.1), seed=7), 1),
+    "bert, pre-norm": (lambda: BertModel(replace(BERT, norm_placement="pre"), seed=7), 1),
+}
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def inputs_of(model: PipelineModule) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """3 rows of 7 tokens, and labels with holes."""
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(131, (3, 7), generator=generator)
+    labels = torch.where(torch.rand(3, 7, generator=generator) < 0.2, -100, tokens.roll(-1, 1))
+    return (tokens, tokens.roll(1, 1)) if isinstance(model, T5Model) else (tokens,), {"labels": labels}
+
+
+def numbers_of(model: PipelineModule, *, is_mixed: bool) -> Numbers:
+    """Loss and gradients of two calls, with what each part returned and its gradient."""
+    found: Numbers = {}
+    args, named = inputs_of(model)
+
+    def recording(parts: Sequence[StagePart], hidden: Any) -> Any:
+        for index, part in enumerate(parts):
+            hidden = part.run(hidden)
+            for key, one in enumerate(tree_leaves(hidden)):
+                found[f"output {len(found)} of part {index}, {key}"] = one
+                if one.requires_grad:
+                    one.retain_grad()
+        return hidden
+
+    model.runner = recording
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_mixed):
+            loss = model(*args, **named)
+        loss.backward()
+    found |= {f"gradient of {name}": one.grad for name, one in found.items() if one is not None and one.requires_grad}
+    return found | {name: weight.grad for name, weight in model.named_parameters()}
+
+
+def test_packed_documents_share_a_graph_whatever_their_bounds() -> None:
+    model, plain = (gpt(replace(DROPPING, position="rotary")).double() for _ in range(2))
+    compile_in(model)
+    (tokens,), labels = inputs_of(model)
+    for bounds in ([[0, 0, 0, 1, 1, 1, 1]], [[0, 1, 1, 1, 2, 2, 2]], [[0, 0, 1, 2, 3, 4, 5]]):
+        segments = torch.tensor(bounds).expand(3, 7)
+        losses = [each(tokens, **labels, segments=segments) for each in (model, plain)]
+        for loss in losses:
+            loss.backward()
+        assert torch.equal(*losses)
+    assert_equal(*({name: weight.grad for name, weight in each.named_parameters()} for each in (model, plain)))
+    assert counters["graph_break"] == {} and counters["stats"]["unique_graphs"] == 1
+
+
+def compile_in(model: PipelineModule) -> list[nn.Module]:
+    holder = nn.ModuleDict({"net": model})
+    return compile_layers(AOT_EAGER, holder, ModelPlan(), {"net": model}, model.mesh)
+
+
+def assert_equal(found: Numbers, wanted: Numbers) -> None:
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        other = found[name]
+        assert (value is None) == (other is None), name
+        assert value is None or other is None or torch.equal(value, other), name
+
+
+def assert_compiled_equals_uncompiled(make: Callable[[], PipelineModule], num_graphs: int, *, is_mixed: bool) -> None:
+    found = []
+    for is_compiled in (False, True):
+        model = make()
+        if not is_mixed:
+            model.double()
+        if is_compiled:
+            assert len(compile_in(model)) == len(model.layer_names)
+        found.append(numbers_of(model, is_mixed=is_mixed))
+    assert_equal(found[1], found[0])
+    assert sum(counters["graph_break"].values()) == 0, counters["graph_break"]
+    assert counters["stats"]["unique_graphs"] == counters["frames"]["total"] == num_graphs
+
+
+@pytest.mark.parametrize("precision", ["float64", "bfloat16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_compiled_layers_equal_uncompiled_ones_to_the_bit_without_graph_breaks(kind: str, precision: str) -> None:
+    make, num_graphs = KINDS[kind]
+    assert_compiled_equals_uncompiled(make, num_graphs, is_mixed=precision == "bfloat16")
+
+
+@pytest.mark.parametrize("mode", WeightGradientMode)
+def test_gradients_are_equal_wherever_uncompiled_layers_would_put_them(mode: WeightGradientMode) -> None:
+    found: list[list[Numbers]] = []
+    for is_compiled in (False, True):
+        model, gradients, queue = gpt(LLAMA).double(), WeightGradients(), list[Task]()
+        share(model, gradients)
+        if is_compiled:
+            compile_in(model)
+        args, named = inputs_of(model)
+        found.append([])
+        for _ in range(2):
+            loss = model(*args, **named)
+            is_open = mode is not WeightGradientMode.RETURN
+            with gradients.opened(queue if mode is WeightGradientMode.DEFER else None) if is_open else nullcontext():
+                loss.backward()
+            for _, task in queue:
+                task()
+            queue.clear()
+            found[-1].append({name: weight.grad.clone() for name, weight in model.named_parameters()})
+    assert_equal(found[1][0], found[0][0])
+    # A product that is added to a gradient at once is rounded with it, and one that autograd adds before, in float64.
+    for name, value in found[0][1].items():
+        torch.testing.assert_close(found[1][1][name], value, rtol=1e-12, atol=1e-13)
+
+
+def test_layers_of_a_model_of_transformers_as_it_is_are_compiled_alike() -> None:
+    config = LlamaConfig(
+        vocab_size=131,
+        hidden_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=48,
+        use_cache=False,
+    )
+    found = []
+    for is_compiled in (False, True):
+        torch.manual_seed(1)
+        holder = nn.ModuleDict({"net": LlamaForCausalLM(config).double()})
+        if is_compiled:
+            layers = compile_layers(AOT_EAGER, holder, ModelPlan(), {}, Mesh.single())
+            assert layers == list(holder["net"].model.layers)
+        tokens = torch.arange(21).view(3, 7)
+        loss = holder["net"](input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        found.append({"loss": loss.detach()} | {name: weight.grad for name, weight in holder.named_parameters()})
+    assert_equal(found[1], found[0])
+    assert not counters["graph_break"] and counters["stats"]["unique_graphs"] == 1
+
+
+def compare_over_tp(kinds: list[str], has_sp: bool) -> None:
+    rank = dist.get_rank()
+    with ambient(Mesh.build(Sizes(world=2, tp=2, sequence_parallel=has_sp), rank, lambda ranks: dist.group.WORLD)):
+        for kind in kinds:
+            torch._dynamo.reset()
+            counters.clear()
+            make, num_graphs = KINDS[kind]
+            assert_compiled_equals_uncompiled(make, num_graphs, is_mixed=False)
+
+
+@pytest.mark.parametrize(("kinds", "has_sp"), [(["llama"], False), (["dropout", "lora", "t5"], True)])
+def test_layers_cut_over_tensor_parallel_ranks_are_compiled_alike(kinds: list[str], has_sp: bool) -> None:
+    run_on_ranks(2, compare_over_tp, kinds, has_sp, timeout=240)
+
+
+class Looking(Module):
+    """Notes in each step which layers are compiled, and what is left of that in copies."""
+
+    def __init__(self) -> None:
+        super().__init__("gpt2", Layout(world=1, num_steps=1))
+        self.seen: set[tuple[str, bool]] = set()
+
+    def _look(self, step: str) -> None:
+        assert self.model is not None
+        names = list(self.state_dict())
+        for held in (self.model, copy.deepcopy(self.model), pickle.loads(pickle.dumps(self.model))):
+            layers = [held.get_submodule(name) for name in held.part_names if name in held.layer_names]
+            are_compiled = {layer._compiled_call_impl is not None for layer in layers}
+            assert are_compiled == {held is self.model}
+        self.seen.add((step, names == list(self.state_dict())))
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        self._look("training")
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self._look("validation")
+        super().validation_step(batch, batch_idx)
+
+
+def trainer_of(**options: Any) -> L.Trainer:
+    trainer = make_trainer(PLAIN, strategy=MegatronStrategy(**options), max_epochs=1, limit_val_batches=1)
+    assert isinstance(trainer, L.Trainer)
+    return trainer
+
+
+def test_layers_are_compiled_within_the_run_alone() -> None:
+    module = Looking()
+    data = Data("gpt2", torch.float64, module.layout)
+    trainer_of(kernels=AOT_EAGER).fit(module, data)
+    assert module.seen == {("training", True), ("validation", True)}
+    assert counters["frames"]["ok"] >= 2
+    assert all(one._compiled_call_impl is None for one in module.modules())
+
+
+def test_a_layer_that_its_user_compiled_stays_so() -> None:
+    model = gpt(GPT2)
+    own = model.get_submodule("layers.1")
+    own.compile(backend="eager")
+    mine = own._compiled_call_impl
+    assert own not in compile_in(model) and own._compiled_call_impl is mine
+
+
+def test_what_cannot_be_compiled_is_refused_in_one_line() -> None:
+    with pytest.raises(ValueError, match=r"compile_backend \('eager'\) acts with compile_layers=True alone"):
+        KernelConfig(compile_backend="eager")
+    [fault] = compiler_faults(KernelConfig(compile_layers=True, compile_backend="nothing"), torch.device("cpu"))
+    assert "compile_backend ('nothing') must be one of" in fault and "'aot_eager'" in fault
+    with pytest.raises(ConfigurationError, match="Small holds neither a model of layers nor a network with a list"):
+        trainer_of(kernels=AOT_EAGER).fit(modules.Small(), modules.Data())
+
+
+def test_schedules_that_put_off_weight_gradients_are_refused() -> None:
+    facts = Facts(
+        sizes=Sizes(world=2, pp=2),
+        num_microbatches=4,
+        schedule=PipelineConfig(schedule="zb_h1").schedule_of(pp=2, vp=1, microbatches=4),
+        kernels=AOT_EAGER,
+    )
+    [fault] = faults(facts)
+    assert "schedule ('zb_h1') puts off weight gradients" in fault
+    assert faults(replace(facts, kernels=KernelConfig())) == []
