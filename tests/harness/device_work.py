@@ -22,9 +22,10 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from tests.harness.fake_cuda import ROOT, is_cuda
+import lightning_megatron
+from tests.harness.fake_cuda import is_cuda
 
-PACKAGE = str(ROOT / "lightning_megatron")
+PACKAGE = str(Path(lightning_megatron.__file__).parent)
 _ATEN = torch.ops.aten
 # The registry lacks the in-place products.
 _PRODUCTS: dict[Any, Any] = {

@@ -228,7 +228,7 @@ def test_transformer_engine_does_not_run_paths() -> None:
     layer = model.get_submodule("layers.1")
     assert isinstance(layer, TransformerLayer)
     with pytest.raises(ValueError, match="cannot run the low-rank paths"):
-        TELayer(layer)
+        TELayer(layer, tile=1)
 
 
 MOE = replace(
