@@ -45,7 +45,7 @@ def mean_count(loss: Tensor) -> Tensor | int | None:
         return counted
     if node is None or getattr(node, "_saved_reduction", None) != _MEAN:
         return None
-    kind = _kind(node)
+    kind = kind_of(node)
     try:
         if kind in ("NllLoss", "NllLoss2D"):
             count: Tensor | None = getattr(node, "_saved_total_weight", None)
@@ -78,18 +78,24 @@ def is_returned(loss: Tensor | None) -> bool:
     """Whether a step's loss is one that a pipelined network returned, and not computed from that. Without a graph there
     is nothing to tell by, and it is taken for one."""
     node = None if loss is None else _maker(loss)
-    return node is None or _kind(node) in (_NoGradientByInput.__name__, _Recorded.__name__)
+    return node is None or is_output(node)
+
+
+def is_output(node: Any) -> bool:
+    """Whether an operation is a pipelined network's hand-over of its outputs to the step."""
+    return kind_of(node) in (_NoGradientByInput.__name__, _Recorded.__name__)
 
 
 def _maker(loss: Tensor) -> Any:
     """The operation that made a loss, of those that change it; None without a graph."""
     node: Any = loss.grad_fn
-    while node is not None and _kind(node) in _PASSING:
+    while node is not None and kind_of(node) in _PASSING:
         node = node.next_functions[0][0]
     return node
 
 
-def _kind(node: Any) -> str:
+def kind_of(node: Any) -> str:
+    """The name of an operation of autograd, without its ending."""
     return str(node.name()).rstrip("0123456789").removesuffix("Backward")
 
 

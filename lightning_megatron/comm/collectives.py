@@ -431,8 +431,8 @@ def _swap(mine: Tensor, theirs: Tensor, axis: Axis) -> Pending:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Compiled code calls collectives by custom operators, which run what stands above and wait. An operator takes the
-# handle of its axis.
+# Compiled code calls collectives by custom operators, which run what stands above and wait.
+# Each operator takes its axis by a handle.
 
 
 def _handle(axis: Axis) -> Tensor:

@@ -88,11 +88,11 @@ class AttentionHandles:
     """Handles of what compiled code does not look into."""
 
     call: Tensor
-    """Of an `AttentionCall`."""
+    """Handle of an `AttentionCall`."""
     source: Tensor | None = None
-    """Of a `CrossAttentionLayout`, where keys and values are of another stream."""
+    """Handle of a `CrossAttentionLayout`, where keys and values are of another stream."""
     bucket: Tensor | None = None
-    """Of `RelativePositionBias.bucket`, where there is a bias."""
+    """Handle of a `RelativePositionBias.bucket`, where there is a bias."""
 
 
 def attend(

@@ -39,7 +39,7 @@ class Documents:
 
     @cached_property
     def _table_4D(self) -> Tensor:
-        """Of each document its length, its first index in the batch, its row and its number."""
+        """Length, first index in the batch, row and number of each document: int64 [4, D]."""
         rows_and_numbers = zip(*self.names, strict=True) if self.names else ((), ())
         return on_device([self.lengths, self.starts, *rows_and_numbers], self.device)
 

@@ -27,7 +27,7 @@ class FromFiles:
 
 
 def absolute(spec: str) -> str:
-    """The same name for processes of a fork server, which may stand in another folder."""
+    """The name with its file as an absolute path: processes of a fork server may stand in another folder."""
     where, colon, name = spec.rpartition(":")
     return f"{Path(where).resolve()}{colon}{name}" if where.endswith(".py") else spec
 

@@ -11,22 +11,24 @@ from tests.data.chats import HEADERS, write_rows, write_tokenizer
 ANSWERS = {"What is two and two?": "Four.", "Who is there?": "It is me.", "Where is the cat?": "On the mat."}
 
 
+SIZES: dict[str, Any] = {
+    "vocab_size": 304,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.1,
+}
+
+
 def write_model(folder: Path, vocab_size: int = 304, **options: Any) -> Path:
     """A Llama of transformers with two layers, and a tokenizer with a chat template."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {
-        "vocab_size": vocab_size,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 128,
-        "tie_word_embeddings": False,
-        "initializer_range": 0.1,
-    }
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**(sizes | options)))
+    sizes = SIZES | {"vocab_size": vocab_size, "tie_word_embeddings": False} | options
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
     model.save_pretrained(str(folder))
     return write_tokenizer(folder, HEADERS)
 

@@ -21,23 +21,13 @@ from lightning_megatron.transformer.lora import LoraConfig
 from tests.data.chats import HEADERS, write_tokenizer
 from tests.harness.ranks import run_on_ranks
 from tests.lightning_modules.losses import Losses
-from tests.lightning_modules.pretrained import write_chats, write_model
+from tests.lightning_modules.pretrained import SIZES, write_chats, write_model
 from tests.lightning_modules.test_chat_data import data
 from tests.trainer.layouts import QUIET, Layout, make_trainer
 
 pytestmark = pytest.mark.filterwarnings(QUIET)
 transformers = pytest.importorskip("transformers")
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 304,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.1,
-}
 CONFIGS = {
     # Tied embeddings, soft caps and windows.
     "gemma2": transformers.Gemma2Config(**SIZES, head_dim=8, sliding_window=8),

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torchmetrics import Metric
 
@@ -22,9 +23,10 @@ from lightning_megatron.pipeline.runtime import Runtime
 from lightning_megatron.pipeline.scheduled import ScheduledCall, StageExit
 from lightning_megatron.trainer.config import PipelineConfig
 from lightning_megatron.trainer.step import step_checks
-from lightning_megatron.trainer.step.microbatches import StepBatch
+from lightning_megatron.trainer.step.coupled_rows import RowCheck
+from lightning_megatron.trainer.step.microbatches import StepBatch, rows_of
 from lightning_megatron.trainer.step.step_batches import StepBatches
-from lightning_megatron.trainer.step.step_checks import BufferWatch, LossCheck
+from lightning_megatron.trainer.step.step_checks import LossCheck, StateWatch
 from lightning_megatron.trainer.step.step_gradients import StepGradients
 from lightning_megatron.trainer.step.step_log import StepLog
 from lightning_megatron.trainer.step.user_step import OWN_KEYS, Context, UserStep, loss_of, loss_reduction_of, no_loss
@@ -43,7 +45,8 @@ class ScheduledStep:
     driver_between: Driver
     """Driver of the models' calls outside a schedule."""
     loss_check: LossCheck
-    buffer_watch: BufferWatch
+    state_watch: StateWatch
+    row_check: RowCheck
     is_running: bool = False
     _told: set[str] = field(default_factory=set)
     """Further outputs of the step that were told of."""
@@ -87,7 +90,7 @@ class ScheduledStep:
     def _guarded(self, num_microbatches: int) -> Iterator[None]:
         """Finds, while the schedule runs, what a step must not do that sees a part of the model or of the batch."""
         with ExitStack() as stack:
-            stack.enter_context(self.buffer_watch.watching(num_microbatches * self.mesh.dp.size))
+            stack.enter_context(self.state_watch.watching(num_microbatches * self.mesh.dp.size))
             if self.mesh.pp.size > 1:
                 own = [self.user_step.module, *self.user_step.models]
                 stack.enter_context(step_checks.refusing_all_parameters(own))
@@ -121,12 +124,11 @@ class ScheduledStep:
         loss, is_sum = loss_of(output), loss_reduction_of(output) == "sum"
         if loss is None:
             raise no_loss("microbatch")
-        weight = user_step.loss_weight(
-            output,
-            None if self.batches.are_planned else part.rows,
-            self.log.device,
-            num_parts=len(parts) * self.mesh.dp.size,
-        )
+        num_parts = len(parts) * self.mesh.dp.size
+        rows = None if self.batches.are_planned else part.rows
+        weight = user_step.loss_weight(output, rows, self.log.device, num_parts=num_parts)
+        if rows is not None and loss_reduction_of(output) != "mean":
+            self.row_check.check(loss, rows_of(part.batch), num_parts)
         self._take_outputs(output)
         self.log.end_microbatch(loss, weight, part.rows, is_sum=is_sum)
         # Each of these ranks has the whole loss and their gradients are summed: so each counts for its share.
@@ -146,19 +148,19 @@ class ScheduledStep:
                 self.log.take_output(name, value)
                 if not isinstance(value, bool) and _is_integer(value) and name not in self._told:
                     self._told.add(name)
-                    step_checks.warn_of_stage(
-                        self.mesh,
+                    rank_zero_warn(
                         f"training_step returned the count {name!r} beside the loss, of which hooks get the mean over "
                         'microbatches and data-parallel ranks; return a fraction, or log it with reduce_fx="sum"',
+                        category=UserWarning,
                     )
             elif name not in self._told:
                 self._told.add(name)
-                step_checks.warn_of_stage(
-                    self.mesh,
+                rank_zero_warn(
                     f"training_step returned {name!r} beside the loss, a {type(value).__name__} of one microbatch, "
                     "which no hook gets: a schedule runs the step once for each microbatch and stage, and hands "
                     "numbers on. Keep it in a torchmetrics.Metric, return a number, or use "
                     'PipelineConfig(mode="collective")',
+                    category=UserWarning,
                 )
 
     def _num_updates(self) -> dict[str, int]:

@@ -8,16 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightning_megatron.comm import collectives
 from lightning_megatron.mesh import Axis, Mesh
 from lightning_megatron.trainer.step.first_steps import NUM_CHECKED, all_close
-
-
-def warn_of_stage(mesh: Mesh, message: str) -> None:
-    """Warns on one of the ranks that hold a pipeline stage; the last alone sees what comes after the model call."""
-    if mesh.axis("dp+cp").is_first and mesh.tp.is_first:
-        warnings.warn(message, UserWarning, stacklevel=2)
 
 
 class LossCheck:
@@ -48,8 +43,9 @@ class LossCheck:
         )
 
 
-class BufferWatch:
-    """Warns, once, of buffers that a step moves which runs in several parts of a global batch."""
+class StateWatch:
+    """Warns, once, of what a step in several parts of a global batch moves itself: buffers, and weights that are not
+    trained (a teacher's), of which the first step alone is looked at."""
 
     def __init__(self, module: nn.Module, mesh: Mesh) -> None:
         self._mesh = mesh
@@ -61,29 +57,41 @@ class BufferWatch:
             and not isinstance(child, nn.modules.batchnorm._BatchNorm)
             for key, _ in child.named_buffers(recurse=False)
         }
-        self._is_over = not self._buffers
+        self._frozen = {name: one for name, one in module.named_parameters() if not one.requires_grad}
 
     @contextmanager
     def watching(self, num_parts: int) -> Iterator[None]:
-        """Compares buffers before and after the step that runs inside the block, in so many parts."""
-        if self._is_over or num_parts == 1:
+        """Compares before and after the step that runs inside the block, in so many parts."""
+        if num_parts == 1 or not (self._buffers or self._frozen):
             yield
             return
         before = self._states()
         yield
         moved = [name for name, state in self._states().items() if state != before[name]]
+        self._frozen = {}
         if moved:
-            self._is_over = True
-            warn_of_stage(
-                self._mesh,
+            self._buffers = {}
+        # Each stage has buffers and weights of its own.
+        if moved and self._mesh.axis("dp+cp").is_first and self._mesh.tp.is_first:
+            warnings.warn(
                 f"training_step moves {', '.join(moved)}, once for each of the {num_parts} parts of a global batch "
                 "(microbatches of data-parallel ranks) and from what that part holds, where one device would move it "
                 "once: a moving average then has another rate. Move it in on_train_batch_end, or in one microbatch",
+                UserWarning,
+                stacklevel=2,
             )
 
     def _states(self) -> dict[str, tuple[int, int]]:
         found = {name: child._buffers[key] for name, (child, key) in self._buffers.items()}
-        return {name: (id(buffer), 0 if buffer is None else buffer._version) for name, buffer in found.items()}
+        versions = {name: (id(buffer), 0 if buffer is None else buffer._version) for name, buffer in found.items()}
+        # A change by `.data`, as teachers' weights are moved, counts for no version.
+        hashes = [torch.hash_tensor(_local(one.detach())) for one in self._frozen.values()]
+        values = torch.stack(hashes).tolist() if hashes else []
+        return {**versions, **{name: (0, value) for name, value in zip(self._frozen, values, strict=True)}}
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @contextmanager

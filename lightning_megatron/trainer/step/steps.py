@@ -37,11 +37,12 @@ from lightning_megatron.trainer.dynamic_context.prefetch import DynamicContext
 from lightning_megatron.trainer.setup import expert_replicas
 from lightning_megatron.trainer.setup.pipelined_models import pipeline_faults
 from lightning_megatron.trainer.step.batch_checks import BatchChecks
+from lightning_megatron.trainer.step.coupled_rows import RowCheck
 from lightning_megatron.trainer.step.loader_sync import LoaderSync
 from lightning_megatron.trainer.step.microbatches import Cutting
 from lightning_megatron.trainer.step.scheduled_step import ScheduledStep
 from lightning_megatron.trainer.step.step_batches import StepBatches
-from lightning_megatron.trainer.step.step_checks import BufferWatch, LossCheck
+from lightning_megatron.trainer.step.step_checks import LossCheck, StateWatch
 from lightning_megatron.trainer.step.step_gradients import StepGradients
 from lightning_megatron.trainer.step.step_log import StepLog
 from lightning_megatron.trainer.step.user_step import (
@@ -110,7 +111,8 @@ class Steps:
             self._driver = CollectiveCall(mesh.pp, mailbox, device, batches.count_of)
         self._log = StepLog(module, mesh, device, log_dtype, tail_on_last_stage=False)
         self._loss_check = LossCheck(mesh.axis("pp+cp+tp"))
-        self._buffer_watch = BufferWatch(module, mesh)
+        self._state_watch = StateWatch(module, mesh)
+        self._row_check = RowCheck()
         self._scheduled: ScheduledStep | None = None
         if uses_schedule:
             self._scheduled = ScheduledStep(
@@ -122,7 +124,8 @@ class Steps:
                 batches=batches,
                 driver_between=self._driver,
                 loss_check=self._loss_check,
-                buffer_watch=self._buffer_watch,
+                state_watch=self._state_watch,
+                row_check=self._row_check,
             )
         # Share of this data-parallel rank in the loss of a manual step, [].
         self._manual_share: Tensor | None = None
@@ -177,7 +180,7 @@ class Steps:
         self._log.num_copies, num_parts = self._user_step.num_copies, self._mesh.dp.size
         # Over several stages the model's calls are cut.
         num_calls = num_parts * (self._cutting.count_of(rows) if self._mesh.pp.size > 1 else 1)
-        with self._log.recording(), self._user_step.synced_random(), context(), self._buffer_watch.watching(num_calls):
+        with self._log.recording(), self._user_step.synced_random(), context(), self._state_watch.watching(num_calls):
             output = self._module.training_step(*args, **kwargs)
         loss, is_sum = loss_of(output), loss_reduction_of(output) == "sum"
         if not self._module.automatic_optimization:
@@ -186,6 +189,8 @@ class Steps:
         self._log.end_microbatch(loss, weight, rows, is_sum=is_sum)
         summary = self._log.replay(self._user_step.whereabouts)
         self._loss_check.check(loss)
+        if loss is not None and self._module.automatic_optimization and loss_reduction_of(output) != "mean":
+            self._row_check.check(loss, rows, num_parts)
         if loss is None or not self._module.automatic_optimization or dp_cp.size == 1:
             return output
         part = torch.ones_like(weight) if is_sum else weight

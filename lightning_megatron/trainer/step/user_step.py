@@ -12,6 +12,7 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
@@ -24,7 +25,6 @@ from lightning_megatron.trainer.step.global_batches import BatchShare
 from lightning_megatron.trainer.step.loader_sync import LoaderSync, Whereabouts
 from lightning_megatron.trainer.step.microbatches import StepBatch, rows_of
 from lightning_megatron.trainer.step.rng_sync import aligned_random
-from lightning_megatron.trainer.step.step_checks import warn_of_stage
 from lightning_megatron.trainer.step.step_log import full_state, restore
 
 OWN_KEYS = ("loss", "loss_weight", "loss_reduction")
@@ -169,12 +169,12 @@ class UserStep:
         is_asked = num_parts > 1 and reduction is None and self.module.automatic_optimization
         if is_asked and not self._has_told_of_rows:
             self._has_told_of_rows = True
-            warn_of_stage(
-                self.mesh,
+            rank_zero_warn(
                 f"the loss of {type(self.module).__name__}.training_step is taken for a mean over the rows of its "
                 f"batch, of which a step has {num_parts} parts (microbatches of data-parallel ranks). A mean over "
                 'something else, as tokens or masked rows, is right with {"loss": loss, "loss_weight": their number}, '
                 'a sum with {"loss": loss, "loss_reduction": "sum"}; "loss_reduction": "mean" confirms the rows',
+                category=UserWarning,
             )
         return torch.tensor(rows, device=device).double().reshape(())
 

@@ -36,17 +36,10 @@ from tests.harness.ranks import run_on_ranks
 from tests.harness.sample import every_nth
 from tests.trainer import modules
 from tests.trainer.layouts import PLAIN, make_trainer
+from tests.transformer import test_recompute
 
 AOT_EAGER = KernelConfig(compile_layers=True, compile_backend="aot_eager")
-GPT2 = GPTConfig(
-    num_layers=3,
-    hidden_size=32,
-    num_attention_heads=4,
-    ffn_hidden_size=48,
-    vocab_size=131,
-    max_sequence_length=16,
-    init_std=0.3,
-)
+GPT2 = replace(test_recompute.GPT2, hidden_dropout=0.0, attention_dropout=0.0)
 DROPPING = replace(GPT2, hidden_dropout=0.1, attention_dropout=0.1, ffn_dropout=0.1)
 LLAMA = replace(
     GPT2, num_query_groups=2, activation="swiglu", normalization="rmsnorm", add_bias_linear=False, position="rotary"

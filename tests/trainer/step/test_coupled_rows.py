@@ -1,0 +1,251 @@
+"""Losses that couple the rows of a batch are told of once, whatever makes them so; no other loss is."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from lightning_megatron.trainer.step.coupled_rows import couples_rows
+from tests.harness.ranks import run_on_ranks
+from tests.trainer.layouts import Layout, make_trainer
+from tests.trainer.modules import Data, Small
+
+ROWS, TOKENS, WIDTH = 4, 3, 5
+
+
+class Network(nn.Module):
+    """What the losses below are made of: numbers [4, 5] of rows, and [4, 3, 5] of their tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.query, self.key = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.words, self.norm = nn.Embedding(11, WIDTH), nn.LayerNorm(WIDTH)
+        self.log_scale = nn.Parameter(torch.zeros(()))
+        self.inputs = torch.randn(ROWS, TOKENS, WIDTH)
+        self.ids = torch.randint(0, 11, (ROWS, TOKENS))
+
+    @property
+    def rows(self) -> Tensor:
+        """Numbers [4, 5]."""
+        return self.query(self.inputs[:, 0])  # type: ignore[no-any-return]
+
+    @property
+    def others(self) -> Tensor:
+        """Numbers [4, 5] of a second network."""
+        return self.key(self.inputs[:, 1])  # type: ignore[no-any-return]
+
+    @property
+    def tokens(self) -> Tensor:
+        """Numbers [4, 3, 5]."""
+        return self.norm(self.words(self.ids))  # type: ignore[no-any-return]
+
+
+def negatives(of: Network) -> Tensor:
+    alike = functional.normalize(of.rows, dim=-1) @ functional.normalize(of.others, dim=-1).T
+    return functional.cross_entropy(alike * of.log_scale.exp(), torch.arange(ROWS))
+
+
+def both_views(of: Network) -> Tensor:
+    """Two views of each sample, one batch of them behind the other."""
+    found = of.query(torch.cat([of.inputs[:, 0], of.inputs[:, 1]]))
+    alike = (found @ found.T).fill_diagonal_(-1e9)
+    return functional.cross_entropy(alike, torch.arange(2 * ROWS).roll(ROWS))
+
+
+def pooled_negatives(of: Network) -> Tensor:
+    found = of.tokens.mean(1)
+    return functional.cross_entropy(found @ found.T, torch.arange(ROWS))
+
+
+def triplets(of: Network) -> Tensor:
+    return functional.triplet_margin_loss(of.rows, of.others, of.others.roll(1, 0), margin=5.0)
+
+
+def standardised(of: Network) -> Tensor:
+    return ((of.rows - of.rows.mean(0)) / of.rows.std(0) - of.inputs[:, 2]).square().mean()
+
+
+class OneDerivative(torch.autograd.Function):
+    """An operation that has no second derivative, as fast kernels have none."""
+
+    @staticmethod
+    def forward(ctx: Any, numbers: Tensor) -> Tensor:
+        return numbers.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            raise RuntimeError("this operation has no second derivative")
+        return grad
+
+
+def with_an_earlier_term(of: Network) -> Tensor:
+    """A term of numbers that the last weights' own are made of."""
+    early = of.rows
+    found = of.key(OneDerivative.apply(early))
+    return functional.cross_entropy(found @ found.T, torch.arange(ROWS)) + early.square().mean()
+
+
+def root_of_mean(of: Network) -> Tensor:
+    return functional.mse_loss(of.rows, of.others).sqrt()
+
+
+def classes(of: Network) -> Tensor:
+    return functional.cross_entropy(of.rows, torch.arange(ROWS))
+
+
+def masked_tokens(of: Network) -> Tensor:
+    labels = of.ids.clamp(max=WIDTH - 1).masked_fill(of.ids > 7, -100)
+    return functional.cross_entropy(of.tokens.flatten(0, 1), labels.flatten(), label_smoothing=0.1)
+
+
+def weighted(of: Network) -> Tensor:
+    losses = (of.rows - of.others).square().sum(-1)
+    weights = torch.rand(ROWS)
+    return (losses * weights).sum() / weights.sum()
+
+
+def own_pairs(of: Network) -> Tensor:
+    """Each sample's two views, one behind the other, and those of no other sample."""
+    first, second = of.query(torch.cat([of.inputs[:, 0], of.inputs[:, 1]])).chunk(2)
+    return 1 - functional.cosine_similarity(first, second).mean()
+
+
+def of_own_tokens(of: Network) -> Tensor:
+    """Tokens that look at those of their sample."""
+    found = functional.scaled_dot_product_attention(of.tokens, of.tokens, of.tokens)
+    return functional.cross_entropy(found.mean(1), torch.arange(ROWS))
+
+
+def penalised(of: Network) -> Tensor:
+    return classes(of) + 0.1 * of.query.weight.norm()
+
+
+def two_heads(of: Network) -> Tensor:
+    """The second head reads the first."""
+    found = of.rows
+    return functional.mse_loss(of.key(found.tanh()), of.inputs[:, 2]) + functional.cross_entropy(
+        found, torch.arange(ROWS)
+    )
+
+
+COUPLING = [negatives, both_views, pooled_negatives, triplets, standardised, root_of_mean, with_an_earlier_term]
+OF_ROWS = [classes, masked_tokens, weighted, own_pairs, of_own_tokens, penalised, two_heads]
+
+
+@pytest.mark.parametrize("loss", COUPLING)
+def test_losses_that_couple_rows_are_found(loss: Callable[[Network], Tensor]) -> None:
+    found = loss(Network())
+    assert couples_rows(found, ROWS)
+    # The graph is as it was.
+    found.backward()
+
+
+@pytest.mark.parametrize("loss", OF_ROWS)
+def test_losses_of_rows_by_themselves_are_not(loss: Callable[[Network], Tensor]) -> None:
+    network = Network()
+    found = loss(network)
+    assert not couples_rows(found, ROWS)
+    found.backward()
+    assert network.words.weight.grad is not None or network.query.weight.grad is not None
+
+
+class Negatives(Small):
+    """Each row is to be told from all others of the batch, by a loss of torch's that knows what it counts."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        found = self.logits(batch[0])
+        return functional.cross_entropy(found @ found.T, torch.arange(len(found)))
+
+
+class Confirmed(Negatives):
+    """Says that each part may stand for itself."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"loss": super().training_step(batch, batch_idx), "loss_reduction": "mean"}
+
+
+class Gathered(Negatives):
+    """Tells each row from those of all data-parallel ranks."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        found = self.logits(batch[0])
+        rows = self.all_gather(found, sync_grads=True).reshape(-1, found.shape[1])
+        own = torch.arange(len(found)) + len(found) * self.global_rank
+        return functional.cross_entropy(found @ rows.T, own)
+
+
+class Teacher(Small):
+    """A layer without gradients, which follows the model in the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.Linear(6, 8).requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with torch.no_grad():
+            self.teacher.weight.lerp_(self.before.weight, 0.1)
+        return super().training_step(batch, batch_idx)
+
+
+class TeacherByData(Teacher):
+    """The same, in a way that torch does not count."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.teacher.weight.data.mul_(0.9).add_(self.before.weight.data, alpha=0.1)
+        return Small.training_step(self, batch, batch_idx)
+
+
+class Frozen(Teacher):
+    """A layer without gradients that stays as it is."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return Small.training_step(self, batch, batch_idx)
+
+
+M2, DP2 = Layout(microbatches=2), Layout(world=2)
+PP2, DP2PP2 = Layout(world=2, pp=2, microbatches=2), Layout(world=4, pp=2, microbatches=2)
+COLLECTIVE = Layout(world=2, pp=2, microbatches=2, collective=True)
+DP2COLLECTIVE = Layout(world=4, pp=2, microbatches=2, collective=True)
+COUPLED, MOVED = "the loss of training_step couples the rows", "training_step moves teacher.weight, once for each of "
+
+
+def told(layout: Layout, kind: type[L.LightningModule]) -> list[str]:
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        make_trainer(layout, max_epochs=2, limit_val_batches=0).fit(kind(), Data(24))
+    return [str(one.message) for one in found if str(one.message).startswith((COUPLED, "training_step moves"))]
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout", "shown"),
+    [
+        (Negatives, M2, COUPLED),
+        (Negatives, DP2, COUPLED),
+        (Negatives, PP2, COUPLED),
+        (Negatives, DP2PP2, COUPLED),
+        (Negatives, DP2COLLECTIVE, COUPLED),
+        # There the step has all rows, and the model's calls alone are cut.
+        (Negatives, COLLECTIVE, ""),
+        (Negatives, Layout(world=2, pp=2), ""),
+        (Negatives, Layout(world=2, tp=2), ""),
+        (Confirmed, DP2, ""),
+        (Gathered, DP2, ""),
+        (Small, DP2PP2, ""),
+        (Teacher, M2, MOVED),
+        (TeacherByData, DP2, MOVED),
+        (Teacher, Layout(world=2, tp=2), ""),
+        (Frozen, DP2PP2, ""),
+    ],
+    ids=str,
+)
+def test_a_run_tells_once(kind: type[L.LightningModule], layout: Layout, shown: str) -> None:
+    *silent, found = sorted(run_on_ranks(layout.world, told, layout, kind, init=False), key=len)
+    assert not any(silent)
+    assert len(found) == bool(shown) and all(text.startswith(shown) for text in found), found
