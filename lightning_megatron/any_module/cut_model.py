@@ -14,7 +14,7 @@ no number of it can pass for a right one.
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -56,10 +56,10 @@ class CutModel(PipelineModule):
     """The stages of `model`, a module that stays what it is; found by `cut_of`.
 
     `layers` are names of its layers in the order in which its forward calls them, `ends` how many of them end a list
-    whose output later layers read too (the last layer of an encoder); `is_on_features` tells which weights are used on
-    the features of a rank of tp. The parameters and children are the model's own, under its own names. Layers of other
-    ranks lose their weights. Raises ValueError for a layer whose weight another module has too, and for a stage without
-    a layer.
+    whose output later layers read too (the last layer of an encoder), `skips` names of others that are read so;
+    `is_on_features` tells which weights are used on the features of a rank of tp. The parameters and children are the
+    model's own, under its own names. Layers of other ranks lose their weights. Raises ValueError for a layer whose
+    weight another module has too, and for a stage without a layer.
     """
 
     _whole: nn.Module
@@ -70,6 +70,7 @@ class CutModel(PipelineModule):
         layers: Sequence[str],
         *,
         ends: Sequence[int] = (),
+        skips: Collection[str] = (),
         mesh: Mesh,
         attention: ContextAttention | None = None,
         is_on_features: Callable[[nn.Parameter], bool] = lambda weight: False,
@@ -80,6 +81,8 @@ class CutModel(PipelineModule):
         self._modules, self._parameters, self._buffers = model._modules, model._parameters, model._buffers
         self._whole = model
         self._ends = tuple(ends)
+        # Layers whose output is for all stages after theirs, by index.
+        self._shared = {*ends, *(index for index, name in enumerate(layers) if name in skips)}
         self._stage = -1
         self._received: dict[int, Any] = {}
         self._payload: dict[str, Tensor] = {}
@@ -165,7 +168,8 @@ class CutModel(PipelineModule):
             raise CutError(
                 f"{error}: on stage {stage}, where layers of earlier stages return placeholders. If the code of "
                 f"{type(self._whole).__name__} reads more of them than what the last layer returned, it cannot be cut "
-                f"in front of {first}: use pipeline_model_parallel_size=1"
+                f"in front of {first}: name the layers that it reads in ModelPlan(skip_connections=...), or use "
+                "pipeline_model_parallel_size=1"
             ) from error
         finally:
             self._stage, self._received = -1, {}
@@ -352,7 +356,7 @@ class CutModel(PipelineModule):
         if index == own.stop - 1 and self._stage < self.mesh.sizes.num_stages - 1:
             self._payload = self._packed(index, output)
             raise _StageEnd
-        if index in self._ends:
+        if index in self._shared:
             self._received[index] = output
         return output
 
@@ -374,8 +378,8 @@ class CutModel(PipelineModule):
         return put_together(text, [_unknown_like(tensor) for tensor in tensors])
 
     def _packed(self, index: int, output: Any) -> dict[str, Tensor]:
-        """The outputs that later stages read: that of the stage's last layer, and of layers that end a list."""
-        kept = {end: self._received[end] for end in self._ends if end in self._received and end < index}
+        """The outputs that later stages read: that of the stage's last layer, and of layers for all of them."""
+        kept = {one: self._received[one] for one in sorted(self._shared) if one in self._received and one < index}
         packed: dict[str, Tensor] = {}
         for number, value in {**kept, index: output}.items():
             try:
@@ -397,8 +401,9 @@ class CutModel(PipelineModule):
         if unknown := [key for key, value in named.items() if _has_nan(value)]:
             raise CutError(
                 f"{name} reads {', '.join(unknown)}, which layers of an earlier stage computed, and not only what the "
-                f"layer before it returned; layers of {type(self._whole).__name__} cannot be cut there: use "
-                "pipeline_model_parallel_size=1, or a stage layout that keeps these layers together"
+                f"layer before it returned; layers of {type(self._whole).__name__} cannot be cut there: name the "
+                "layers that computed it in ModelPlan(skip_connections=...), or use pipeline_model_parallel_size=1, or "
+                "a stage layout that keeps these layers together"
             )
 
 

@@ -21,6 +21,9 @@ class ModelPlan:
     layers: tuple[str, ...] = ()
     """Lists of layers in the order in which the forward calls them, as ("model.encoder.block", "model.decoder.block").
     Empty: the one list of like children that holds most parameters."""
+    skip_connections: tuple[str, ...] = ()
+    """Layers whose outputs other layers than the next one read too, as the first halves of a U-Net:
+    ("net.layers.0", "net.layers.1"). They go to all stages after theirs."""
     styles: Mapping[str, str] = field(default_factory=dict)
     """Style of linears under tensor parallelism by pattern, as {"net.layers.*.up": "colwise"}; they come before those
     that a model of transformers brings along."""
@@ -43,6 +46,8 @@ class ModelPlan:
                 )
         if len({name.partition(".")[0] for name in self.layers}) > 1:
             faults.append(f"plan layers ({', '.join(self.layers)}) must lie in one network, whose call is cut")
+        if not faults:
+            faults += self._faults_of_skips(module)
         found = list(matching(module, self.styles))
         for pattern in self.styles:
             if not any(True for _ in matching(module, {pattern: self.styles[pattern]})):
@@ -58,6 +63,14 @@ class ModelPlan:
         ]
         return faults
 
+    def _faults_of_skips(self, module: nn.Module) -> list[str]:
+        layers = [f"{name}.{one}" for name, child in module.named_children() for one in self.layers_in(name, child)[0]]
+        unknown = [name for name in self.skip_connections if name not in layers]
+        if not unknown:
+            return []
+        known = f"its layers are {layers[0]} to {layers[-1]}" if layers else "no list of its layers was found"
+        return [f"plan skip_connections ({', '.join(unknown)}) must be layers that are cut; {known}"]
+
     def layers_in(self, name: str, network: nn.Module) -> tuple[tuple[str, ...], tuple[int, ...]]:
         """Names of the layers of a network, the child `name` of a module, and which of them end a list but the last."""
         if not self.layers:
@@ -69,6 +82,10 @@ class ModelPlan:
             layers += [f"{one}.{key}" for key, _ in network.get_submodule(one).named_children()]
             ends.append(len(layers) - 1)
         return tuple(layers), tuple(ends[:-1])
+
+    def skips_in(self, name: str) -> set[str]:
+        """Layers within a network, the child `name` of a module, whose outputs go to all stages after theirs."""
+        return {one.removeprefix(f"{name}.") for one in self.skip_connections if one.startswith(f"{name}.")}
 
     def styles_in(self, name: str, network: nn.Module) -> dict[str, str]:
         """Styles by pattern within a network, the child `name` of a module."""

@@ -86,9 +86,15 @@ class UNet(nn.Module):
 
 
 class FitsUNet(Fits):
-    """Cannot be cut between its layers."""
+    """Does not say which of its layers are read later."""
 
     network = UNet
+
+
+class FitsSkips(FitsUNet):
+    """Says so."""
+
+    plan = ModelPlan(skip_connections=("net.blocks.0",))
 
 
 class Deep(nn.Module):

@@ -22,6 +22,10 @@ def faults_of(plan: ModelPlan) -> list[str]:
     ("plan", "shown"),
     [
         ({"layers": ("net.layers",)}, "'net.layers') is no module of Trains; its lists are net.blocks"),
+        (
+            {"skip_connections": ("net.blocks.9",)},
+            "skip_connections (net.blocks.9) must be layers that are cut; its layers are net.blocks.0 to net.blocks.3",
+        ),
         ({"layers": ("net.head",)}, "is a Linear; it must be an nn.ModuleList or nn.Sequential"),
         ({"layers": ("net.blocks", "other.blocks")}, "must lie in one network"),
         ({"styles": {"net.blocks.*.upper": "colwise"}}, "is called 'net.blocks.*.upper'; its linears are net.blocks.0"),

@@ -101,7 +101,15 @@ def _cut_networks(module: pl.LightningModule, mesh: Mesh, given: ModelPlan | Non
                 "ModelPlan(layers=...) names others"
             )
         is_on_features = on_features.get(name, lambda weight: False)
-        CutModel(network, layers, ends=ends, mesh=mesh, attention=attention, is_on_features=is_on_features)
+        CutModel(
+            network,
+            layers,
+            ends=ends,
+            skips=plan.skips_in(name),
+            mesh=mesh,
+            attention=attention,
+            is_on_features=is_on_features,
+        )
         return True
     return is_cut
 
