@@ -23,17 +23,28 @@ class LossScale:
         self._bad_steps_left = config.hysteresis
         # The loss weight (number of valid targets) of the first step.
         self._usual_weight: float | None = None
+        self._is_expected = False
 
     @property
     def of_sums(self) -> float:
         """Scale of a loss that is a sum: `factor`, which is meant for means, over the usual loss weight of a step."""
         return self.factor / (self._usual_weight or 1.0)
 
+    @property
+    def knows_weight(self) -> bool:
+        """Whether the usual loss weight of a step is known, or expected."""
+        return self._usual_weight is not None
+
+    def expect_weight(self, weight: float) -> None:
+        """Takes a loss weight for the usual one until the first step tells it. Without one the first gradients would be
+        those of a sum: too large for float16, so that the first step is left out."""
+        self._usual_weight, self._is_expected = max(1.0, weight), True
+
     def learn_weight(self, weight: Tensor) -> None:
         """Remembers the loss weight [] of the first step as the usual one. Later ones are not read, so that the scale
         changes by its rule alone and no device is waited for."""
-        if self._usual_weight is None:
-            self._usual_weight = max(1.0, weight.item())
+        if self._usual_weight is None or self._is_expected:
+            self._usual_weight, self._is_expected = max(1.0, weight.item()), False
 
     def update(self, *, found_nonfinite: bool) -> None:
         """Updates the scale by whether any rank found Inf or NaN in a gradient of the step."""

@@ -75,6 +75,16 @@ def test_sums_are_scaled_by_what_the_first_mean_divided_by_also_after_a_resume()
     assert second.of_sums == 64
 
 
+def test_an_expected_weight_serves_until_the_first_step_tells_it() -> None:
+    scale = LossScale(LossScaleConfig(initial=64.0))
+    assert not scale.knows_weight
+    scale.expect_weight(16.0)
+    assert scale.of_sums == 4 and scale.knows_weight
+    scale.learn_weight(torch.tensor(5.0))
+    scale.learn_weight(torch.tensor(8.0))
+    assert scale.of_sums == 64 / 5
+
+
 def test_a_shorter_window_at_a_resume_still_ends() -> None:
     long, short = LossScaleConfig(initial=8.0, window=100), LossScaleConfig(initial=8.0, window=3)
     first, second = LossScale(long), LossScale(short)

@@ -15,8 +15,10 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_megatron.comm import collectives
 from lightning_megatron.mesh import Mesh
-from lightning_megatron.pipeline.microbatches import map_tensors
+from lightning_megatron.optim.loss_scale import LossScale
+from lightning_megatron.pipeline.microbatches import map_tensors, num_targets
 from lightning_megatron.pipeline.module import Driver
 from lightning_megatron.pipeline.plans import training_plan
 from lightning_megatron.pipeline.runtime import Runtime
@@ -68,6 +70,7 @@ class ScheduledStep:
             gradients.dp_comm,
         )
         num_updates = self._num_updates()
+        self._expect_weight(gradients.loss_scale, args[0])
         with gradients.scheduled():
             user_step.drive(call)
             self.is_running = True
@@ -85,6 +88,13 @@ class ScheduledStep:
         gradients.weigh_scheduled(summary.weight)
         self.loss_check.check(summary.loss)
         return {**summary.outputs, "loss": summary.loss.to(self.log.dtype)}
+
+    def _expect_weight(self, loss_scale: LossScale | None, batch: Any) -> None:
+        """Tells a loss scale, before the first step, about how many targets a step has. Collective over all ranks."""
+        if loss_scale is None or loss_scale.knows_weight:
+            return
+        own = torch.tensor(float(num_targets(batch)), device=self.log.device)
+        loss_scale.expect_weight(collectives.all_reduce(own, self.mesh.world, "max").item() * self.mesh.dp.size)
 
     @contextmanager
     def _guarded(self, num_microbatches: int) -> Iterator[None]:
