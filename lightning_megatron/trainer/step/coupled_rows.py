@@ -70,6 +70,8 @@ def couples_rows(loss: Tensor, num_rows: int) -> bool:
             lambda grad: torch.arange(len(grad), device=grad.device) % num_rows,
         ]
         return all(_is_coupled(edges, grads, [of(grad) < num_rows // 2 for grad in grads]) for of in groupings)
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError:
         # An operation has no second derivative; what else is wrong with the graph the step's own backward raises.
         return False
@@ -79,7 +81,12 @@ def _is_coupled(edges: list[GradientEdge], grads: tuple[Tensor, ...], chosen: li
     """Whether gradients by the chosen rows change with any other row."""
     if not any(grad.requires_grad for grad in grads):
         return False
-    weights = [torch.randn_like(grad) * _rows_like(rows, grad) for grad, rows in zip(grads, chosen, strict=True)]
+    # Of its own: torch's default generator shuffles the rows of the next epoch, on all ranks alike.
+    generator = torch.Generator(grads[0].device).manual_seed(0)
+    weights = [
+        torch.randn(grad.shape, dtype=grad.dtype, device=grad.device, generator=generator) * _rows_like(rows, grad)
+        for grad, rows in zip(grads, chosen, strict=True)
+    ]
     second = torch.autograd.grad(
         [grad for grad in grads if grad.requires_grad],
         edges,

@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.data import DataLoader
 
 from lightning_megatron.trainer.step.coupled_rows import couples_rows
 from tests.harness.ranks import run_on_ranks
 from tests.trainer.layouts import Layout, make_trainer
-from tests.trainer.modules import Data, Small
+from tests.trainer.modules import Data, Small, samples
 
 ROWS, TOKENS, WIDTH = 4, 3, 5
 
@@ -209,6 +210,28 @@ class Frozen(Teacher):
         return Small.training_step(self, batch, batch_idx)
 
 
+class Small8Bits(Small):
+    """Frozen weights of all kinds, which stay as they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        kinds = (torch.empty(0), torch.ones(3, 3).to(torch.float8_e4m3fn), torch.ones(5, dtype=torch.complex64))
+        others = (torch.ones(3, dtype=torch.uint8), torch.ones(4, 6).T, torch.ones(()))
+        self.kinds = nn.ParameterList(nn.Parameter(one, requires_grad=False) for one in (*kinds, *others))
+
+
+class Shuffled(Negatives):
+    """Notes which rows it gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.firsts: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.firsts.append(float(batch[0][0, 0]))
+        return super().training_step(batch, batch_idx)
+
+
 M2, DP2 = Layout(microbatches=2), Layout(world=2)
 PP2, DP2PP2 = Layout(world=2, pp=2, microbatches=2), Layout(world=4, pp=2, microbatches=2)
 COLLECTIVE = Layout(world=2, pp=2, microbatches=2, collective=True)
@@ -242,6 +265,7 @@ def told(layout: Layout, kind: type[L.LightningModule]) -> list[str]:
         (TeacherByData, DP2, MOVED),
         (Teacher, Layout(world=2, tp=2), ""),
         (Frozen, DP2PP2, ""),
+        (Small8Bits, M2, ""),
     ],
     ids=str,
 )
@@ -249,3 +273,20 @@ def test_a_run_tells_once(kind: type[L.LightningModule], layout: Layout, shown: 
     *silent, found = sorted(run_on_ranks(layout.world, told, layout, kind, init=False), key=len)
     assert not any(silent)
     assert len(found) == bool(shown) and all(text.startswith(shown) for text in found), found
+
+
+def rows_read(layout: Layout) -> list[float]:
+    L.seed_everything(7, verbose=False)
+    module = Shuffled()
+    loader: Any = DataLoader(samples(16), batch_size=8, shuffle=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        make_trainer(layout, max_epochs=3, limit_val_batches=0).fit(module, loader)
+    return module.firsts
+
+
+def test_the_look_changes_no_rows_of_later_epochs() -> None:
+    [wanted] = run_on_ranks(1, rows_read, Layout(is_plain=True), init=False)
+    for found in run_on_ranks(2, rows_read, PP2, init=False):
+        # The first rows of both microbatches of six batches.
+        assert found[::2] == wanted and len(found) == 12
