@@ -82,7 +82,6 @@ def all_reduce(x: Tensor, axis: Axis, op: Op = "sum", *, wait: bool = True) -> T
     if isinstance(axis, TreeAxis):
         # What the parent gets of a family counts; to its children it comes from the first rank.
         total = all_reduce(all_reduce(x, axis.below, op), axis.above, op)
-        total = total.clone() if axis.is_first else total
         broadcast_(broadcast_(total, axis.above), axis.below)
         return total if wait else Pending(total)
     if torch.compiler.is_compiling():

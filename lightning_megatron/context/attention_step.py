@@ -46,8 +46,8 @@ class Mask(NamedTuple):
 
     added: Tensor
     """Added to scores, [queries, keys]: 0, or -inf where a key is not seen."""
-    blind: Tensor | None
-    """Queries that see no key: bool [queries]; None if there are none."""
+    blind: Tensor
+    """Queries that see no key: bool [queries]. Whether there are any is not asked: the host would wait."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -89,8 +89,7 @@ class AttentionStep:
                 key_positions[block.key_row :][: block.num_keys],
             )
             added = torch.zeros(visible.shape, dtype=dtype, device=device).masked_fill_(~visible, -torch.inf)
-            blind = ~visible.any(dim=1)
-            self.cache[name] = Mask(added, blind if bool(blind.any()) else None)
+            self.cache[name] = Mask(added, ~visible.any(dim=1))
         mask: Mask = self.cache[name]
         return mask
 

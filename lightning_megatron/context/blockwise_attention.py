@@ -45,7 +45,7 @@ class BlockwiseAttention:
         output, lse = self.fused.forward(
             queries, keys, values, block.kind == "causal", None if mask is None else mask.added, step.scale
         )
-        if mask is not None and mask.blind is not None:
+        if mask is not None:
             output, lse = output.masked_fill(mask.blind[:, None], 0.0), lse.masked_fill(mask.blind, -torch.inf)
         return output, lse
 

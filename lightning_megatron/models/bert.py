@@ -150,7 +150,11 @@ class BertModel(LanguageModel):
         stream = self._stream(tokens, documents, is_causal=False)
         targets = samples = None
         if labels is not None:
-            labels = labels if is_token_BS is None else labels.masked_fill(~is_token_BS.to(labels.device), IGNORED)
+            labels = (
+                labels
+                if is_token_BS is None
+                else labels.masked_fill(~is_token_BS.to(labels.device, non_blocking=True), IGNORED)
+            )
             targets = targets_of(labels, loss_mask, stream)
             if self.config.add_binary_head:
                 samples = _sample_targets(sentence_order_labels, targets)

@@ -32,7 +32,7 @@ def cast_blocks(x_MK: Tensor, dtype: torch.dtype) -> Operand:
     """Bytes of the float8 values [M, K] and of the scales [M, K/32] of blocks along the last dim."""
     blocks = x_MK.unflatten(-1, (-1, BLOCK))
     exponents = _exponents(torch.linalg.vector_norm(blocks, torch.inf, dim=-1, dtype=torch.float32), largest(dtype))
-    # Blocks of zeros have exponent 0, and numbers so small that they are zeros in float8 under any scale.
+    # Blocks of zeros have exponent 0, and so have numbers below 2^-118 or so, which torchao's cast makes zeros.
     factors = torch.where(exponents == 0, 1.0, torch.exp2(_BIAS - exponents.float()))
     factors = torch.where(exponents == _NAN, torch.nan, factors)
     limit = largest(dtype)

@@ -385,15 +385,27 @@ def _fp8_model(fp8: Fp8Config, model: TransformerConfig, sizes: Sizes) -> list[s
 
 
 def _kernels(facts: Facts) -> list[str]:
-    schedule = facts.schedule
-    if not facts.kernels.compile_layers or schedule is None or schedule.pp < 2 or schedule_faults(schedule):
+    if not facts.kernels.compile_layers:
         return []
-    if not spec_of(schedule.name).splits_backward:
-        return []
-    return [
-        f"schedule ({schedule.name!r}) puts off weight gradients, and a layer that is compiled computes them with the "
-        "others; use another schedule, such as '1f1b' or 'interleaved', or leave compile_layers of KernelConfig out"
-    ]
+    faults, schedule = [], facts.schedule
+    if facts.fp8 is not None:
+        faults.append(
+            "compile_layers of KernelConfig and fp8 do not go together: casts to float8 would break the graph of every "
+            "layer at each of its linears; leave one of them out"
+        )
+    if schedule is not None and schedule.is_overlapped:
+        faults.append(
+            "overlap_expert_exchange runs a forward beside a backward, and compile_layers of KernelConfig may compile "
+            "in that forward, where autograd would wait for the backward for ever; leave one of them out"
+        )
+    if schedule is None or schedule.pp < 2 or schedule_faults(schedule):
+        return faults
+    if spec_of(schedule.name).splits_backward:
+        faults.append(
+            f"schedule ({schedule.name!r}) puts off weight gradients, and a layer that is compiled computes them with "
+            "the others; use another schedule, such as '1f1b' or 'interleaved', or leave compile_layers out"
+        )
+    return faults
 
 
 _RULES: tuple[Callable[[Facts], list[str]], ...] = (

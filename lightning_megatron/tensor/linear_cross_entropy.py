@@ -26,7 +26,7 @@ from lightning_megatron.tensor.cross_entropy import IGNORED
 from lightning_megatron.tensor.gemm import TORCH_GEMM
 from lightning_megatron.tensor.linear import as_gemm_input, sum_to_shard
 from lightning_megatron.tensor.vocabulary import num_own, own_entries
-from lightning_megatron.tensor.weight_gradients import WeightGradientMode, WeightGradients
+from lightning_megatron.tensor.weight_gradients import WeightGradientMode, WeightGradients, add_gradient
 
 
 def linear_cross_entropy(
@@ -109,8 +109,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         hidden_TI = collectives.all_gather(own_TI, call.sp)
         grad_TI = torch.empty_like(hidden_TI) if needs_hidden else None
         returns_weight = needs_weight and call.gradients.mode(owner) is WeightGradientMode.RETURN
-        grad_weight_VI = torch.zeros_like(weight_VI) if returns_weight else None
-        grad_bias_V = torch.zeros_like(bias_V) if needs_bias else None
+        grad_view = None if returns_weight or not needs_weight else call.gradients.grad_view(owner)
+        # In 16 bits every chunk would round what the chunks before it summed.
+        is_wide = owner.dtype == lse_T.dtype if grad_view is None else grad_view.dtype == lse_T.dtype
+        sums_chunks = needs_weight and (returns_weight or not is_wide)
+        grad_weight_VI = torch.zeros_like(weight_VI, dtype=lse_T.dtype) if sums_chunks else None
+        grad_bias_V = torch.zeros_like(bias_V, dtype=lse_T.dtype) if needs_bias else None
         for chunk in _chunks(len(grad_T), call.chunk_tokens):
             logits_CV = _logits(hidden_TI[chunk], weight_VI, bias_V).to(lse_T.dtype)
             logits_CV.narrow(1, valid, len(weight_VI) - valid).fill_(-torch.inf)
@@ -125,11 +129,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if grad_weight_VI is not None:
                 grad_weight_VI += TORCH_GEMM.weight_gradient(grad, hidden, weight_VI)
             elif needs_weight:
-                TORCH_GEMM.add_weight_gradient(owner, grad, hidden, call.gradients.grad_view(owner))
+                TORCH_GEMM.add_weight_gradient(owner, grad, hidden, grad_view)
             if grad_bias_V is not None:
                 grad_bias_V += grad.values.sum(0)
         if grad_TI is not None:
             grad_TI = sum_to_shard(grad_TI, call.tp, call.sp).wait()
+        if grad_weight_VI is not None and not returns_weight:
+            add_gradient(owner, grad_weight_VI, grad_view)
+            grad_weight_VI = None
+        elif grad_weight_VI is not None:
+            grad_weight_VI = grad_weight_VI.to(weight_VI.dtype)
+        if grad_bias_V is not None:
+            grad_bias_V = grad_bias_V.to(bias_V.dtype)
         return grad_TI, grad_weight_VI, grad_bias_V, None, None
 
 

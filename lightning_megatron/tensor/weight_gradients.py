@@ -100,6 +100,16 @@ def share(module: nn.Module, weight_gradients: WeightGradients) -> None:
 
 
 @torch.no_grad()
+def add_gradient(weight: Tensor, grad: Tensor, grad_view: Tensor | None) -> None:
+    """Adds a gradient, of any dtype, to the weight's `.grad`, which is made at `grad_view` where there is none yet."""
+    if weight.grad is not None:
+        weight.grad.add_(grad)
+    elif grad_view is None:
+        weight.grad = grad.to(weight.dtype)
+    else:
+        weight.grad = grad_view.copy_(grad)
+
+
 def add_product(weight: Tensor, left_OT: Tensor, right_TI: Tensor, grad_view: Tensor | None) -> None:
     """Adds the matrix product, in the shape of the weight, to the weight's `.grad`, which is made at `grad_view` where
     there is none yet. O rows, T tokens, I columns."""

@@ -94,9 +94,13 @@ def _hash(tensor: Tensor) -> tuple[int, int]:
     # A copy: bytes are read as integers where they begin at a multiple of eight.
     read = own.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
     whole = len(read) // 8 * 8
-    parts = (read[:whole].view(torch.int64), read[whole:])
-    first, second = (torch.hash_tensor(part).tolist() if len(part) else 0 for part in parts)
-    return first, second
+    return _xor(read[:whole].view(torch.int64)), _xor(read[whole:])
+
+
+def _xor(integers: Tensor) -> int:
+    # Not int(): that refuses numbers of 64 bits without a sign.
+    found: int = torch.hash_tensor(integers).tolist() if len(integers) else 0  # type: ignore[assignment]
+    return found
 
 
 @contextmanager

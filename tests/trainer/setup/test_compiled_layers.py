@@ -19,7 +19,7 @@ from torch._dynamo.utils import counters
 from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lightning_megatron import ConfigurationError, KernelConfig, MegatronStrategy, PipelineConfig
+from lightning_megatron import ConfigurationError, Fp8Config, KernelConfig, MegatronStrategy, PipelineConfig
 from lightning_megatron.any_module.plan import ModelPlan
 from lightning_megatron.mesh import Mesh, Sizes, ambient
 from lightning_megatron.models import BertConfig, BertModel, GPTConfig, GPTModel, T5Config, T5Model
@@ -293,7 +293,7 @@ def test_what_cannot_be_compiled_is_refused_in_one_line() -> None:
         trainer_of(kernels=AOT_EAGER).fit(modules.Small(), modules.Data())
 
 
-def test_schedules_that_put_off_weight_gradients_are_refused() -> None:
+def test_what_does_not_go_with_compiled_layers_is_refused() -> None:
     facts = Facts(
         sizes=Sizes(world=2, pp=2),
         num_microbatches=4,
@@ -303,3 +303,8 @@ def test_schedules_that_put_off_weight_gradients_are_refused() -> None:
     [fault] = faults(facts)
     assert "schedule ('zb_h1') puts off weight gradients" in fault
     assert faults(replace(facts, kernels=KernelConfig())) == []
+    overlapped = PipelineConfig(overlap_expert_exchange=True).schedule_of(pp=1, vp=1, microbatches=4)
+    facts = Facts(sizes=Sizes(world=1), num_microbatches=4, schedule=overlapped, kernels=AOT_EAGER, fp8=Fp8Config())
+    found = faults(facts)
+    assert any("compile_layers of KernelConfig and fp8 do not go together" in fault for fault in found)
+    assert any("overlap_expert_exchange runs a forward beside a backward" in fault for fault in found)
