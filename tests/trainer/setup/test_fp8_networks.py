@@ -20,6 +20,7 @@ from lightning_megatron.trainer.precision import MegatronPrecision
 from lightning_megatron.transformer.fp8_layers import use_torch
 from tests.any_module.model_families import ROWS, batches
 from tests.harness.ranks import run_on_ranks
+from tests.harness.sample import every_nth
 from tests.harness.threads import new_group, run_on_threads
 from tests.precision import engine_stub
 from tests.trainer.setup.test_fp8_layers import CURRENT, DELAYED, FP8_ROUNDING, MXFP8, TOLERANCE, trainer_of
@@ -153,7 +154,8 @@ def built(sizes: dict[str, int]) -> Llama:
 GRADIENTS = {name: FP8_ROUNDING[1 if "tp2" in name else 2] for name in LAYOUTS}
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", every_nth(LAYOUTS, 2))
 def test_an_unchanged_model_trains_in_fp8_on_any_layout_as_on_one_device(name: str, on_one: dict[str, Trained]) -> None:
     for found in run_on_ranks(2, trained, 2, LAYOUTS[name], init=False):
         for scaling, unscaled in (("current", "plain"), ("delayed", "plain"), ("mxfp8", "wide")):
