@@ -39,10 +39,10 @@ _ONE_DOCUMENT = (
 class CausalModule(L.LightningModule):
     """Next-token prediction by a causal model of transformers, on the model's own loss: more than a hundred types.
 
-    A batch holds `tokens`, `labels` and `loss_mask`, each [batch, sequence]. The model shifts labels itself, so that
-    the last token of a row is learnt from nothing. Logs `train_loss`, and of validations `val_loss`, the mean over the
-    valid tokens. Prediction takes batches of `tokens` and `lengths` [batch], as those of `GPTModule`, and returns each
-    row with the generated tokens; all tokens are computed anew for each.
+    A batch holds `tokens`, `labels` and `loss_mask`, each [batch, sequence]; a label is the token behind the one in its
+    place. Logs `train_loss`, and of validations `val_loss`, the mean over the valid labels. Prediction takes batches of
+    `tokens` and `lengths` [batch], as those of `GPTModule`, and returns each row with the generated tokens; all tokens
+    are computed anew for each.
 
     Args:
         path: Folder with the model's config.json, and with its weights where training begins from them.
@@ -130,17 +130,17 @@ class CausalModule(L.LightningModule):
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         loss, num_valid = self._loss(batch)
-        self._val_loss.update(loss * num_valid, num_valid)
+        # The mean over no label at all is NaN.
+        self._val_loss.update((loss * num_valid).masked_fill(num_valid == 0, 0), num_valid)
         self.log("val_loss", self._val_loss, prog_bar=True)
 
     def _loss(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """The model's loss [], and the number of labels that it is a mean over []."""
         if "segments" in batch:
             raise RuntimeError(_ONE_DOCUMENT)
-        labels = torch.full_like(batch["tokens"], _NO_LABEL)
-        # The model compares what it says at a token with the label of the next one.
-        labels[:, 1:] = batch["labels"].masked_fill(batch["loss_mask"] == 0, _NO_LABEL)[:, :-1]
-        loss: Tensor = self.model(input_ids=batch["tokens"], labels=labels).loss
+        labels = batch["labels"].masked_fill(batch["loss_mask"] == 0, _NO_LABEL)
+        # A model that shifts its labels would drop a row's last one, and takes those that stand in their places too.
+        loss: Tensor = self.model(input_ids=batch["tokens"], labels=labels, shift_labels=labels).loss
         return loss, (labels != _NO_LABEL).sum()
 
     def on_predict_epoch_start(self) -> None:

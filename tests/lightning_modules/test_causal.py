@@ -1,13 +1,25 @@
 """A module for models of transformers as they are: its labels are the data's, and what does not fit is refused."""
 
+import copy
+import functools
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils.data import DataLoader
+from transformers import BartConfig
 
-from lightning_megatron.lightning_modules import CausalModule
+from lightning_megatron.data.collate import collate_padded
+from lightning_megatron.lightning_modules import AdamWConfig, CausalModule
+from lightning_megatron.testing.islands import LiftedIslands
 from lightning_megatron.trainer import ConfigurationError
+from tests.harness.ranks import run_on_ranks
 from tests.lightning_modules.pretrained import write_model
+from tests.lightning_modules.test_finetune_unchanged import lifted
+from tests.trainer.layouts import QUIET, Layout, make_trainer
 
 
 @pytest.fixture(scope="module")
@@ -18,15 +30,64 @@ def module(tmp_path_factory: pytest.TempPathFactory) -> CausalModule:
     return found
 
 
-def test_the_loss_is_of_the_labels_that_count_but_a_row_s_last(module: CausalModule) -> None:
+# One shifts its labels, and the other does not.
+@pytest.mark.parametrize("kind", ["llama", "bart"])
+def test_the_loss_is_of_all_labels_that_count_up_to_a_row_s_last(
+    module: CausalModule, kind: str, tmp_path: Path
+) -> None:
+    if kind == "bart":
+        sizes = {"decoder_layers": 1, "decoder_ffn_dim": 16, "decoder_attention_heads": 2, "dropout": 0.0}
+        BartConfig(vocab_size=304, d_model=16, max_position_embeddings=32, **sizes).save_pretrained(tmp_path)
+        module = CausalModule(str(tmp_path), from_scratch=True)
+        module.configure_model()
     tokens, labels = torch.randint(0, 300, (2, 3, 8), generator=torch.Generator().manual_seed(0)).unbind()
     mask = torch.ones(3, 8, dtype=torch.bool)
     mask[1, 2:5] = False
     loss, num_valid = module._loss({"tokens": tokens, "labels": labels, "loss_mask": mask})
-    chosen = mask[:, :-1]
-    logits = module.model(input_ids=tokens).logits[:, :-1]
-    wanted = torch.nn.functional.cross_entropy(logits[chosen], labels[:, :-1][chosen])
-    assert int(num_valid) == 18 and torch.allclose(loss, wanted, rtol=1e-5)
+    wanted = functional.cross_entropy(module.model(input_ids=tokens).logits[mask], labels[mask])
+    assert int(num_valid) == 21 and torch.allclose(loss, wanted, rtol=1e-5)
+
+
+def sample(num_tokens: int, seed: int, *, has_labels: bool = True) -> dict[str, Tensor]:
+    ids = torch.randint(1, 300, (num_tokens + 1,), generator=torch.Generator().manual_seed(seed))
+    return {"tokens": ids[:-1], "labels": ids[1:], "loss_mask": torch.full((num_tokens,), int(has_labels))}
+
+
+LONG, SHORT, UNLABELLED = sample(16, 1), sample(8, 2), sample(8, 3, has_labels=False)
+
+
+def logged(layout: Layout, path: str) -> tuple[float, float]:
+    """The loss of a step on a long and a short row, of which each rank pads its own to a multiple of 8 tokens; and that
+    of a validation by batches of a row, of which one has no label."""
+    collate = functools.partial(collate_padded, padding={"tokens": 0, "labels": -100, "loss_mask": 0}, multiple=8)
+    rows: list[Any] = [LONG, SHORT], [LONG, UNLABELLED]
+    sizes = 2 // layout.world, 1
+    loaders = [DataLoader(one, batch_size=size, collate_fn=collate) for one, size in zip(rows, sizes, strict=True)]
+    trainer = make_trainer(layout, max_epochs=1, use_distributed_sampler=True)
+    module = CausalModule(path, optimizer=AdamWConfig(lr=0.0))
+    for name in ("training_step", "validation_step"):
+        setattr(module, name, lifted(getattr(module, name)))
+    trainer.fit(module, *loaders)
+    return float(trainer.callback_metrics["train_loss"]), float(trainer.callback_metrics["val_loss"])
+
+
+@pytest.mark.filterwarnings(QUIET)
+@pytest.mark.parametrize(
+    "layout", [Layout(is_plain=True), Layout(world=2), Layout(microbatches=2)], ids=["one", "dp2", "two microbatches"]
+)
+def test_every_label_counts_once_whatever_its_rank_pads_and_a_batch_of_none_counts_nothing(
+    module: CausalModule, layout: Layout
+) -> None:
+    model = copy.deepcopy(module.model).double()
+    with LiftedIslands(), torch.no_grad():
+        long, short = (
+            functional.cross_entropy(model(input_ids=row["tokens"][None]).logits[0], row["labels"], reduction="sum")
+            for row in (LONG, SHORT)
+        )
+    # Of 16 and 8 labels the mean is over 24, and not over 23 or 22.
+    wanted = pytest.approx((float(long + short) / 24, float(long) / 16), abs=1e-9)
+    for found in run_on_ranks(layout.world, logged, layout, module.path, init=False):
+        assert found == wanted
 
 
 def test_weights_are_the_folder_s_or_new(module: CausalModule) -> None:
