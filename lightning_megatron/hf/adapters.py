@@ -1,7 +1,7 @@
 """LoRA adapters of peft on a model of transformers as it is: added before it is cut, and merged to write it."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,10 +28,12 @@ def add_adapters(model: Any, lora: LoraConfig) -> Any:
     """The model as a `PeftModel`, its weights frozen and `targets`, by default all linears but the head, adapted.
 
     Blocks of experts stay frozen. A starts at random, from torch's seed, and B at zero. Raises ValueError for targets
-    that the model has not, or that are of experts.
+    that the model has not, that are of experts, or whose weight is that of another module too.
     """
     peft = _peft()
     targets = _linears(model) if lora.targets == DEFAULT_TARGETS else lora.targets
+    if faults := _target_faults(model, targets):
+        raise ValueError("\n".join(faults))
     config = peft.LoraConfig(
         task_type="CAUSAL_LM",
         r=lora.rank,
@@ -55,17 +57,38 @@ def add_adapters(model: Any, lora: LoraConfig) -> Any:
 def _linears(model: Any) -> list[str]:
     """Names of the linears that get adapters where nobody names them."""
     head = model.get_output_embeddings()
-    linears = {name: one for name, one in model.named_modules() if isinstance(one, nn.Linear) and one is not head}
-    blocks = {
-        f"{name.rpartition('.')[0]}."
-        for name, module in model.named_modules()
-        if any(weight.dim() > 2 for weight in module.parameters(recurse=False)) and "Conv" not in type(module).__name__
-    }
-    # Peft takes other linears of such a name for those of experts.
-    of_experts = {
-        name.rpartition(".")[2] for name in linears if name.startswith(tuple(f"{block}." for block in blocks))
-    }
-    return [name for name in linears if name.rpartition(".")[2] not in of_experts]
+    linears = [name for name, one in model.named_modules() if isinstance(one, nn.Linear) and one is not head]
+    peft = _peft()
+    asked = peft.LoraConfig(target_modules=linears)
+    # Of a type whose experts were linears once, it takes every linear of such a name for one of experts.
+    peft.utils.transformers_weight_conversion.convert_peft_config_for_transformers(asked, model, None)
+    return [name for name in linears if name in asked.target_modules]
+
+
+def _target_faults(model: Any, targets: Sequence[str]) -> list[str]:
+    """Errors of the modules that targets name, one sentence each."""
+    kind, modules = type(model).__name__, dict(model.named_modules())
+    owners: dict[nn.Parameter, list[str]] = {}
+    for name, module in modules.items():
+        for weight in module.parameters(recurse=False):
+            owners.setdefault(weight, []).append(name)
+    # What has a matrix to itself.
+    known = sorted({one[0].rpartition(".")[2] for weight, one in owners.items() if weight.dim() > 1 == len(one)})
+    if not targets:
+        return [f"a {kind} has no linears of torch to adapt; name lora targets, which may be {', '.join(known)}"]
+    faults = []
+    for target in targets:
+        found = [name for name in modules if f".{name}".endswith(f".{target}")]
+        if not found:
+            faults.append(f"lora target {target!r} is no module of a {kind}; targets may be {', '.join(known)}")
+        shared = (owners[weight] for name in found for weight in modules[name].parameters(recurse=False))
+        faults += [
+            f"lora target {target!r} has one weight under two names ({' and '.join(names)}), and merging its adapter "
+            "would change both; leave it out of the targets"
+            for names in shared
+            if len(names) > 1
+        ]
+    return faults
 
 
 @contextmanager
@@ -96,6 +119,7 @@ def merged_adapters(model: Any) -> Iterator[Any]:
 def _peft() -> Any:
     try:
         import peft
+        import peft.utils.transformers_weight_conversion
     except ImportError as error:
         raise ValueError("lora needs the package 'peft': pip install 'lightning_megatron[peft]'") from error
     return peft

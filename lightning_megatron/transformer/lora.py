@@ -50,7 +50,7 @@ class LoraConfig:
     targets: tuple[str, ...] = DEFAULT_TARGETS
     """Linears that get an adapter, in every layer that has them. shared: the shared expert of a mixture of experts;
     cross_attention: a decoder's attention to the encoder. In a model of transformers as it is, the last parts of
-    modules' names, such as q_proj; left as they are, all linears but the head and those of experts."""
+    modules' names, such as q_proj; left as they are, all linears but the head and those that peft takes for experts."""
 
     def __post_init__(self) -> None:
         if faults := self.faults():

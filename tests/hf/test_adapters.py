@@ -12,7 +12,10 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
 from lightning_megatron import hf
+from lightning_megatron.hf.adapters import add_adapters
+from lightning_megatron.hf.unchanged import on_meta
 from lightning_megatron.testing import certify
+from lightning_megatron.transformer.lora import LoraConfig as AdapterConfig
 from tests.any_module.model_families import Causal, batches, config_of
 from tests.harness.ranks import run_on_ranks
 from tests.hf.test_save_unchanged import Saves
@@ -109,3 +112,48 @@ def test_prompts_are_not_saved_as_adapters(tmp_path: Path) -> None:
     prompts = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
     with pytest.raises(ValueError, match="PromptTuningConfig has prompts in place of layers' weights"):
         hf.save_pretrained(with_biases(prompts), tmp_path / "saved")
+
+
+def adapted(model_type: str, *targets: str, **options: Any) -> set[str]:
+    """Last parts of the names of what gets adapters, of a model without numbers."""
+    config = config_of(model_type)
+    config.update(options)
+    lora = AdapterConfig(rank=2, targets=targets) if targets else AdapterConfig(rank=2)
+    model = add_adapters(on_meta(config, {}, model_type), lora)
+    return {
+        name.partition(".lora_A.")[0].rpartition(".")[2] for name, _ in model.named_parameters() if "lora_A" in name
+    }
+
+
+ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+
+
+# The third has weights of three dims and no experts.
+@pytest.mark.parametrize(
+    ("model_type", "wanted"),
+    [
+        ("glm4_moe", ATTENTION),
+        ("deepseek_v3", {"kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "q_a_proj", "q_b_proj"}),
+        ("rwkv", {"key", "output", "receptance", "value"}),
+        ("qwen3", ATTENTION | {"gate_proj", "up_proj", "down_proj"}),
+    ],
+)
+def test_by_default_linears_get_adapters_but_the_head_and_what_peft_takes_for_experts(
+    model_type: str, wanted: set[str]
+) -> None:
+    assert adapted(model_type) == wanted
+
+
+def test_targets_that_a_model_has_not_are_told_beside_those_that_it_has() -> None:
+    with pytest.raises(ValueError, match=r"'v_pro' is no module of a Qwen3ForCausalLM; .* q_proj, up_proj, v_proj$"):
+        adapted("qwen3", "q_proj", "v_pro")
+    with pytest.raises(ValueError, match=r"a GPT2LMHeadModel has no linears of torch .* may be c_attn, c_fc, c_proj"):
+        adapted("gpt2")
+
+
+@pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
+def test_a_target_whose_weight_another_module_has_too_is_refused(target: str) -> None:
+    both = rf"{target}' has one weight under two names \(model\.embed_tokens and lm_head\)"
+    with pytest.raises(ValueError, match=both):
+        adapted("qwen3", "q_proj", target, tie_word_embeddings=True)
+    assert adapted("qwen3", "q_proj", "lm_head", tie_word_embeddings=False) == {"q_proj", "lm_head"}
