@@ -2,11 +2,12 @@
 
 import argparse
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -20,8 +21,10 @@ from lightning_megatron.cli.plan_recipe import run_of_causal_recipe
 from lightning_megatron.cli.plan_request import PlanRequest
 from lightning_megatron.cli.usage import UsageError
 from lightning_megatron.comm.p2p import Payload, TensorMeta
+from lightning_megatron.hf.adapters import add_adapters
 from lightning_megatron.hf.unchanged import on_meta
 from lightning_megatron.lightning_modules import CausalModule
+from lightning_megatron.lightning_modules.causal import ONE_DOCUMENT
 from lightning_megatron.mesh import Mesh, ambient
 from lightning_megatron.pipeline.scheduled import ScheduledCall
 from lightning_megatron.planner.dry_rank import Batch, call_context, lower_weights
@@ -40,14 +43,14 @@ META = torch.device("meta")
 _NO_TRAINER = "You are trying to `self.log"
 
 
-def read_causal_run(options: argparse.Namespace) -> tuple[PlanRequest[RunSettings], str]:
-    """The run that a recipe of `CausalModule` and the options ask for, and the folder of its model.
+def read_causal_run(options: argparse.Namespace) -> tuple[PlanRequest[RunSettings], dict[str, Any]]:
+    """The run that a recipe of `CausalModule` and the options ask for, and the module's arguments.
 
     Raises UsageError with their errors.
     """
     path = Path(options.config)
     try:
-        request, folder = run_of_causal_recipe(path, table_of(path), options)
+        request, arguments = run_of_causal_recipe(path, table_of(path), options)
     except ValueError as error:
         raise UsageError(str(error).splitlines()) from error
     run, faults = request.run, []
@@ -57,24 +60,27 @@ def read_causal_run(options: argparse.Namespace) -> tuple[PlanRequest[RunSetting
         faults.append("--decoder-sequence-length is that of a T5, and the model is causal; leave it out")
     if request.dynamic is not None or options.document_lengths is not None:
         faults.append("documents are balanced over ranks for the package's GPT alone; leave out dynamic_context")
+    if run.lengths.are_packed:
+        faults.append(ONE_DOCUMENT)
     if faults:
         raise UsageError(faults)
     if options.recompute is not None:
         request = replace(request, run=replace(run, recompute=RecomputeConfig(granularity=options.recompute)))
-    return request, folder
+    return request, arguments
 
 
-def causal_module(folder: str, run: RunSettings, plan: ModelPlan | None) -> "DryModule":
-    """The model of transformers in a folder, as `CausalModule` trains it. Raises UsageError with all its errors."""
+def causal_module(arguments: Mapping[str, Any], run: RunSettings, plan: ModelPlan | None) -> "DryModule":
+    """The model of transformers that a `CausalModule` of these arguments trains. Raises UsageError with all errors."""
 
     def batch(num_samples: int, device: torch.device) -> Batch:
         tokens, labels = torch.zeros((2, num_samples, run.lengths.sequence), dtype=torch.int64, device=device)
         return {"tokens": tokens, "labels": labels, "loss_mask": torch.ones(labels.shape, device=device)}
 
     def make() -> CausalModule:
-        module = CausalModule(folder, from_scratch=True)
-        # `configure_model` would draw its weights.
-        module.model = on_meta(module.config, {"dtype": torch.float32}, folder)
+        module = CausalModule(**arguments)
+        # `configure_model` would read its weights, or draw them.
+        model = on_meta(module.config, {"dtype": torch.float32}, module.path)
+        module.model = model if module.lora is None else add_adapters(model, module.lora)
         return module
 
     module = DryModule(make, batch, run, plan)

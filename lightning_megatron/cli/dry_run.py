@@ -100,9 +100,9 @@ def _read(options: argparse.Namespace) -> tuple[RunSettings, Trained, list[str]]
         # What trains takes seconds to import.
         from lightning_megatron.cli.dry_module import causal_module, read_causal_run
 
-        request, folder = read_causal_run(options)
+        request, arguments = read_causal_run(options)
         causal = _explained(request, options)
-        return causal, causal_module(folder, causal, request.plan), _notes(request, options)
+        return causal, causal_module(arguments, causal, request.plan), _notes(request, options)
     is_own = options.layout in (None, OF_RECIPE)
     own = with_balanced_batch(read_run(options), options.document_lengths, gpu_of(_GPU), is_own=is_own)
     run, notes = _explained(own, options), _notes(own, options)

@@ -104,8 +104,8 @@ def run_of_recipe(path: Path, data: dict[str, Any], options: argparse.Namespace)
 
 def run_of_causal_recipe(
     path: Path, data: dict[str, Any], options: argparse.Namespace
-) -> tuple[PlanRequest[RunSettings], str]:
-    """The run that a recipe of `CausalModule` asks for, and the folder of its model; errors as `run_of_recipe`."""
+) -> tuple[PlanRequest[RunSettings], dict[str, Any]]:
+    """The run that a recipe of `CausalModule` asks for, and the module's arguments; errors as `run_of_recipe`."""
     _require_tables(data)
     errors: list[str] = []
     section = module_section(data) | ({} if options.model is None else {"path": options.model})
@@ -113,7 +113,9 @@ def run_of_causal_recipe(
     _check_settings(CAUSAL, config.model, errors)
     if options.model_kind is not None:
         errors.append(f"--model-kind ({options.model_kind}) is for a recipe with a model.config; leave it out")
-    return _request(RunSettings, path, config, CAUSAL, None, options, errors, ()), config.model.path
+    arguments = {name: config.model.get(name) for name in ("path", "from_scratch")}
+    arguments["lora"] = _trained_of(config.model, errors).lora
+    return _request(RunSettings, path, config, CAUSAL, None, options, errors, ()), arguments
 
 
 def _require_tables(data: Mapping[str, Any]) -> None:

@@ -30,10 +30,11 @@ _GENERATION = GenerationConfig()
 # The label that losses of transformers leave out.
 _NO_LABEL = -100
 _DTYPES = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
-_ONE_DOCUMENT = (
+ONE_DOCUMENT = (
     "documents that do not attend to each other need masks of their own, and a model of transformers as it is makes "
     "none for them; use data.packing='stream' without separates_documents, and for conversations data.packing='none'"
 )
+"""Why rows of several documents are refused."""
 
 
 class CausalModule(L.LightningModule):
@@ -97,7 +98,7 @@ class CausalModule(L.LightningModule):
         require_fitting_tokenizer(data, self.path, self.vocab_size)
         packs = isinstance(data, GPTDataModule | ConversationDataModule) and data.config.packing == "documents"
         if packs or (isinstance(data, GPTDataModule) and data.config.separates_documents):
-            raise ConfigurationError(_ONE_DOCUMENT)
+            raise ConfigurationError(ONE_DOCUMENT)
         is_padded = isinstance(data, ConversationDataModule) and data.hides_padding
         if is_padded and getattr(self.config.get_text_config(), "output_router_logits", False):
             raise ConfigurationError(
@@ -137,7 +138,7 @@ class CausalModule(L.LightningModule):
     def _loss(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """The model's loss [], and the number of labels that it is a mean over []."""
         if "segments" in batch:
-            raise RuntimeError(_ONE_DOCUMENT)
+            raise RuntimeError(ONE_DOCUMENT)
         labels = batch["labels"].masked_fill(batch["loss_mask"] == 0, _NO_LABEL)
         # A model that shifts its labels would drop a row's last one, and takes those that stand in their places too.
         loss: Tensor = self.model(input_ids=batch["tokens"], labels=labels, shift_labels=labels).loss

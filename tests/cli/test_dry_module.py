@@ -23,6 +23,7 @@ from lightning_megatron.planner.dry_run import DryRun, dry_run
 from lightning_megatron.planner.memory_tracker import OTHERS, MemoryTracker
 from lightning_megatron.planner.model_parts import SequenceLengths
 from lightning_megatron.planner.run import RunSettings
+from lightning_megatron.transformer.lora import LoraConfig
 from lightning_megatron.transformer.recompute import RecomputeConfig
 from tests.harness.ranks import run_on_ranks
 from tests.trainer.layouts import Layout, make_trainer
@@ -76,8 +77,8 @@ def run_of(layout: Layout, precision: str = "32-true", **changes: Any) -> RunSet
     )
 
 
-def found_by(folder: str, run: RunSettings, rank: int = 0) -> DryRun:
-    return dry_run(run, rank, full_model=causal_module(folder, run, None))
+def found_by(folder: str, run: RunSettings, rank: int = 0, lora: LoraConfig | None = None) -> DryRun:
+    return dry_run(run, rank, full_model=causal_module({"path": folder, "lora": lora}, run, None))
 
 
 class Held(L.Callback):
@@ -127,10 +128,11 @@ class Held(L.Callback):
         }
 
 
-def trained(folder: str, layout: Layout, precision: str) -> tuple[int, dict[str, int], int]:
+def trained(folder: str, layout: Layout, precision: str, lora: LoraConfig | None) -> tuple[int, dict[str, int], int]:
     """Global rank, and what it held in its second step: by kind, and at its peak."""
     torch.manual_seed(0)
-    held, module = Held(), CausalModule(folder, from_scratch=True)
+    # Adapters are of a model with weights.
+    held, module = Held(), CausalModule(folder, from_scratch=lora is None, lora=lora)
     rows = ROWS * NUM_MICROBATCHES
     ids = torch.randint(0, 512, (2 * rows, TOKENS), generator=torch.Generator().manual_seed(1))
     loader = DataLoader([{"tokens": x, "labels": x, "loss_mask": torch.ones(TOKENS)} for x in ids], batch_size=rows)
@@ -142,18 +144,24 @@ def trained(folder: str, layout: Layout, precision: str) -> tuple[int, dict[str,
 
 
 @pytest.mark.parametrize(
-    ("layout", "precision"),
+    ("layout", "precision", "lora"),
     [
-        (Layout(world=2, tp=2, sp=True, microbatches=NUM_MICROBATCHES), "32-true"),
-        (Layout(world=2, pp=2, microbatches=NUM_MICROBATCHES), "32-true"),
-        (Layout(world=2, microbatches=NUM_MICROBATCHES, optimizer=DISTRIBUTED), "bf16-mixed"),
+        (Layout(world=2, tp=2, sp=True, microbatches=NUM_MICROBATCHES), "32-true", None),
+        (Layout(world=2, pp=2, microbatches=NUM_MICROBATCHES), "32-true", None),
+        (Layout(world=2, microbatches=NUM_MICROBATCHES, optimizer=DISTRIBUTED), "bf16-mixed", None),
+        # In the dtype of its file a weight on a CPU is a part of the file.
+        (Layout(world=2, microbatches=NUM_MICROBATCHES, optimizer=DISTRIBUTED), "bf16-true", LoraConfig(rank=4)),
     ],
 )
-def test_a_rank_holds_the_bytes_of_a_real_one(layout: Layout, precision: str, tmp_path: Path) -> None:
+def test_a_rank_holds_the_bytes_of_a_real_one(
+    layout: Layout, precision: str, lora: LoraConfig | None, tmp_path: Path
+) -> None:
     folder = folder_of(QWEN, tmp_path)
+    if lora is not None:
+        AutoModelForCausalLM.from_config(QWEN).save_pretrained(folder)
     run = run_of(layout, precision)
-    for rank, by_kind, peak_bytes in run_on_ranks(2, trained, folder, layout, precision, init=False):
-        dry = found_by(folder, run, rank)
+    for rank, by_kind, peak_bytes in run_on_ranks(2, trained, folder, layout, precision, lora, init=False):
+        dry = found_by(folder, run, rank, lora)
         kinds = {kind: size for kind, size in dry.peak_by_kind.items() if kind != OTHERS}
         assert kinds == {kind: size for kind, size in by_kind.items() if size}
         # The numbers of the optimizer's step, one for each weight, are on the host beside a GPU.
@@ -177,7 +185,7 @@ def test_tensors_without_numbers_take_the_memory_of_real_ones(
     config: PreTrainedConfig, precision: str, tmp_path: Path
 ) -> None:
     folder, run = folder_of(config, tmp_path), run_of(Layout(optimizer=DISTRIBUTED), precision)
-    module = causal_module(folder, run, None)
+    module = causal_module({"path": folder}, run, None)
     drawn = DryModule(partial(CausalModule, folder, from_scratch=True), module.batch, run, None)
     dry = dry_run(run, 0, full_model=module)
     real = dry_run(run, 0, full_model=drawn, device=torch.device("cpu"))
@@ -241,6 +249,28 @@ def test_a_plan_in_a_recipe_is_one_of_its_model(tmp_path: Path, capsys: pytest.C
     file.write_text(yaml.safe_dump(recipe))
     assert main(["dry-run", str(file), "--model", folder]) == 2
     assert "plan layers ('model.model.no') is no module of CausalModule" in capsys.readouterr().err
+
+
+def test_adapters_of_a_recipe_are_those_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe, folder, file = yaml.safe_load(Path(RECIPE).read_text()), folder_of(QWEN, tmp_path), tmp_path / "recipe.yaml"
+    args = ["dry-run", str(file), "--model", folder, "--layout", "pp=1", "--world-size", "1"]
+
+    def told(**model: Any) -> str:
+        file.write_text(yaml.safe_dump({**recipe, "model": model}))
+        assert main(args) == 2
+        return capsys.readouterr().err
+
+    file.write_text(yaml.safe_dump({**recipe, "model": {"from_scratch": False, "lora": {"rank": 4}}}))
+    assert main([*args, "--json"]) == 0
+    [rank] = json.loads(capsys.readouterr().out)["ranks"]
+    # Two moments of 4 layers in 4 bytes: of each linear A has 4 rows and B 4 columns.
+    assert rank["peak_by_kind"]["moments"] == 2 * 4 * 4 * 4 * (4 * (64 + 64) + 3 * (64 + 160))
+    assert "lora freezes the model's weights, and from_scratch draws" in told(from_scratch=True, lora={"rank": 4})
+    assert "lora target 'v_pro' is no module of a Qwen3ForCausalLM" in told(
+        from_scratch=False, lora={"targets": ["v_pro"]}
+    )
+    recipe["data"]["packing"] = "documents"
+    assert "documents that do not attend to each other need masks" in told(from_scratch=True)
 
 
 def test_a_recipe_runs_dry_from_a_configuration_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
