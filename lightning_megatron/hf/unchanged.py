@@ -10,7 +10,14 @@ import os
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_MASKED_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from lightning_megatron.hf.folder import DTYPES, WeightFiles, on_disk
 from lightning_megatron.hf.new_weights import NewWeights, draw_later
@@ -31,6 +38,13 @@ def read_config(path: str | os.PathLike[str]) -> Any:
         raise ValueError(
             f"{os.fspath(path)} has no configuration that this version of transformers reads: {_first_line(error)}"
         ) from error
+
+
+def sees_later_tokens(config: Any) -> bool:
+    """Whether a token sees those behind it in the causal model of a configuration, which is of a type that fills gaps
+    too and is not told to be a decoder."""
+    is_both = type(config) in MODEL_FOR_MASKED_LM_MAPPING and not config.is_encoder_decoder
+    return is_both and getattr(config, "is_decoder", None) is False
 
 
 def new_unchanged(

@@ -43,7 +43,7 @@ class CausalModule(L.LightningModule):
     A batch holds `tokens`, `labels` and `loss_mask`, each [batch, sequence]; a label is the token behind the one in its
     place. Logs `train_loss`, and of validations `val_loss`, the mean over the valid labels. Prediction takes batches of
     `tokens` and `lengths` [batch], as those of `GPTModule`, and returns each row with the generated tokens; all tokens
-    are computed anew for each.
+    are computed anew for each. Raises ValueError for a model whose tokens see those behind them (RoBERTa).
 
     Args:
         path: Folder with the model's config.json, and with its weights where training begins from them.
@@ -81,6 +81,11 @@ class CausalModule(L.LightningModule):
             | ({"from_scratch": True} if from_scratch else {})
         )
         self.config = unchanged.read_config(path)
+        if unchanged.sees_later_tokens(self.config):
+            raise ValueError(
+                f"the model in {path} ({self.config.model_type}) lets a token see those behind it, which it is to "
+                "predict; train a causal model, or set is_decoder to true in its config.json"
+            )
         if self.lora is not None and (faults := adapter_faults(self.lora, from_scratch)):
             raise ValueError("\n".join(faults))
         # The model, from `configure_model` on.

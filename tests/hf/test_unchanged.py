@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from lightning_megatron import hf
 from lightning_megatron.hf.folder import WeightFiles
+from lightning_megatron.hf.unchanged import sees_later_tokens
 from tests.any_module.model_families import config_of
 
 
@@ -19,6 +20,20 @@ def written(folder: Path, model_type: str, **options: Any) -> Path:
     model.generation_config = GenerationConfig(eos_token_id=5)
     model.save_pretrained(folder, **options)
     return folder
+
+
+@pytest.mark.parametrize("is_decoder", [False, True])
+@pytest.mark.parametrize("model_type", ["roberta", "megatron-bert", "gpt_neox", "bart"])
+def test_a_token_sees_later_ones_where_it_is_said(model_type: str, is_decoder: bool) -> None:
+    config = config_of(model_type)
+    config.is_decoder = is_decoder
+    is_said = sees_later_tokens(config)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    tokens, others = torch.randint(4, 60, (2, 1, 12)).unbind()
+    others[:, :8] = tokens[:, :8]
+    moved = (model(tokens).logits - model(others).logits).detach().abs().amax((0, 2))
+    assert (float(moved[:8].max()) > 1e-5) == is_said == (not is_decoder and "bert" in model_type)
+    assert float(moved[8:].min()) > 1e-5
 
 
 @pytest.mark.parametrize(

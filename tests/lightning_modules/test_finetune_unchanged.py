@@ -138,6 +138,14 @@ def test_what_cannot_be_fine_tuned_is_told(folder: Path) -> None:
     transformers.BartConfig(d_model=16).save_pretrained(str(folder / "bart"))
     with pytest.raises(ValueError, match=r"\(bart\) has an encoder and a decoder"):
         finetune_module(str(folder / "bart"))
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    for is_decoder in (False, True):
+        transformers.RobertaConfig(**sizes, is_decoder=is_decoder).save_pretrained(
+            str(folder / f"roberta {is_decoder}")
+        )
+    with pytest.raises(ValueError, match=r"\(roberta\) lets a token see those behind it, .* set is_decoder to true"):
+        finetune_module(str(folder / "roberta False"))
+    assert isinstance(finetune_module(str(folder / "roberta True")), CausalModule)
     module = finetune_module(path, LoraConfig(targets=("nothing",)))
     with pytest.raises(ConfigurationError, match="nothing"):
         module.configure_model()
