@@ -2,8 +2,8 @@
 
 import argparse
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -13,6 +13,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
+from lightning_megatron.any_module.cut_error import CutError
 from lightning_megatron.any_module.cut_experts import expert_modules
 from lightning_megatron.any_module.pipelined_modules import pipelined_modules
 from lightning_megatron.any_module.plan import ModelPlan
@@ -33,6 +34,7 @@ from lightning_megatron.planner.fake_process_group import fake_mesh
 from lightning_megatron.planner.memory_tracker import MemoryTracker
 from lightning_megatron.planner.run import RunSettings
 from lightning_megatron.tensor.weight_gradients import WeightGradients
+from lightning_megatron.testing.telling import told
 from lightning_megatron.trainer.setup.early_model_checks import model_faults
 from lightning_megatron.trainer.setup.model_checks import share_recomputation
 from lightning_megatron.trainer.setup.pipelined_models import cut_plain_networks
@@ -67,6 +69,17 @@ def read_causal_run(options: argparse.Namespace) -> tuple[PlanRequest[RunSetting
     if options.recompute is not None:
         request = replace(request, run=replace(run, recompute=RecomputeConfig(granularity=options.recompute)))
     return request, arguments
+
+
+@contextmanager
+def telling_model(does: str) -> Iterator[None]:
+    """Raises UsageError, in a line that says what the model `does`, for whatever its code raises inside the block."""
+    try:
+        yield
+    except (UsageError, CutError, NotImplementedError):
+        raise
+    except Exception as error:
+        raise UsageError([f"the model {does}: {' '.join(told(error).split())}"]) from error
 
 
 def causal_module(arguments: Mapping[str, Any], run: RunSettings, plan: ModelPlan | None) -> "DryModule":
@@ -128,13 +141,14 @@ class DryModule:
         return module.train()
 
     def _made(self, device: torch.device) -> pl.LightningModule:
-        try:
-            with device:
-                module = self._make()
-                module.configure_model()
-        except ValueError as error:
-            raise UsageError(str(error).splitlines()) from error
-        return module.to(device)
+        with telling_model("cannot be made on the meta device"):
+            try:
+                with device:
+                    module = self._make()
+                    module.configure_model()
+            except ValueError as error:
+                raise UsageError(str(error).splitlines()) from error
+            return module.to(device)
 
     def names_by_rank(self, own: nn.Module) -> list[list[str]]:
         """Names of the parameters on each rank of pp, of which this one has the module `own`."""

@@ -6,6 +6,7 @@ fake tensors, which have shapes and no numbers; its allocations, FLOPs and messa
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from lightning_megatron.cli.plan_run import (
 from lightning_megatron.cli.usage import UsageError
 from lightning_megatron.planner.dry_rank import FullModel, Trained
 from lightning_megatron.planner.dry_report import dry_record, dry_text
-from lightning_megatron.planner.dry_run import dry_run, shown_ranks
+from lightning_megatron.planner.dry_run import DryRun, dry_run, shown_ranks
 from lightning_megatron.planner.hardware import gpu_of
 from lightning_megatron.planner.run import RunSettings
 from lightning_megatron.rules.limits import limit_faults
@@ -80,10 +81,20 @@ def run_dry_run(options: argparse.Namespace) -> None:
         raise UsageError([f"--rank ({options.rank}) must be from 0 to world size - 1 ({world - 1})"])
     ranks = shown_ranks(run) if options.rank is None else (options.rank,)
     try:
-        found = [dry_run(run, rank, full_model=trained) for rank in ranks]
+        found = _found(run, ranks, trained)
     except (CutError, NotImplementedError) as error:
         raise UsageError(str(error).splitlines()) from error
     print(json.dumps(dry_record(found, notes)) if options.json else dry_text(found, notes))
+
+
+def _found(run: RunSettings, ranks: Sequence[int], trained: Trained) -> list[DryRun]:
+    """What ranks do in a step, which runs code of transformers where the model is not the package's own."""
+    if isinstance(trained, FullModel):
+        return [dry_run(run, rank, full_model=trained) for rank in ranks]
+    from lightning_megatron.cli.dry_module import telling_model
+
+    with telling_model("does not run on tensors without numbers"):
+        return [dry_run(run, rank, full_model=trained) for rank in ranks]
 
 
 def _read(options: argparse.Namespace) -> tuple[RunSettings, Trained, list[str]]:

@@ -12,7 +12,15 @@ import yaml
 from torch import Tensor
 from torch.utils.data import DataLoader
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, MixtralConfig, PreTrainedConfig, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GPT2Config,
+    JetMoeConfig,
+    MixtralConfig,
+    PreTrainedConfig,
+    Qwen3Config,
+)
 
 from lightning_megatron.cli.dry_module import META, DryModule, causal_module
 from lightning_megatron.cli.main import main
@@ -44,6 +52,10 @@ SMALL: dict[str, Any] = {
 QWEN = Qwen3Config(**SMALL, tie_word_embeddings=True)
 GROUPED = Qwen3Config(**{**SMALL, "num_key_value_heads": 2})
 WINDOWS = Gemma2Config(**SMALL, sliding_window=16, attn_implementation="sdpa")
+JETMOE = JetMoeConfig(
+    vocab_size=512, hidden_size=64, num_hidden_layers=2, num_key_value_heads=2, kv_channels=16, intermediate_size=32
+)
+ALONE = ("--layout", "pp=1", "--world-size", "1")
 GPT2 = GPT2Config(
     vocab_size=512,
     n_embd=64,
@@ -253,7 +265,7 @@ def test_a_plan_in_a_recipe_is_one_of_its_model(tmp_path: Path, capsys: pytest.C
 
 def test_adapters_of_a_recipe_are_those_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe, folder, file = yaml.safe_load(Path(RECIPE).read_text()), folder_of(QWEN, tmp_path), tmp_path / "recipe.yaml"
-    args = ["dry-run", str(file), "--model", folder, "--layout", "pp=1", "--world-size", "1"]
+    args = ["dry-run", str(file), "--model", folder, *ALONE]
 
     def told(**model: Any) -> str:
         file.write_text(yaml.safe_dump({**recipe, "model": model}))
@@ -294,6 +306,8 @@ def test_a_recipe_runs_dry_from_a_configuration_alone(tmp_path: Path, capsys: py
         (QWEN, ("--fp8",), "knows no FP8 of models of transformers"),
         (QWEN, ("--recompute", "selective"), "recompute part 'core_attention' cannot act"),
         (QWEN, ("--recompute", "full", "--layout", "mbs=2"), "recompute granularity ('full') needs a model of parts"),
+        (Qwen3Config(**SMALL, hidden_act="no"), (), "the model cannot be made on the meta device: KeyError: 'no'"),
+        (JETMOE, ALONE, "the model does not run on tensors without numbers: RuntimeError: split_with_sizes expects"),
         (None, (), "has no configuration that this version of transformers reads"),
     ],
 )
