@@ -35,6 +35,7 @@ from lightning_megatron.planner.memory_tracker import MemoryTracker
 from lightning_megatron.planner.run import RunSettings
 from lightning_megatron.tensor.weight_gradients import WeightGradients
 from lightning_megatron.testing.telling import told
+from lightning_megatron.trainer import ConfigurationError
 from lightning_megatron.trainer.setup.early_model_checks import model_faults
 from lightning_megatron.trainer.setup.model_checks import share_recomputation
 from lightning_megatron.trainer.setup.pipelined_models import cut_plain_networks
@@ -78,6 +79,8 @@ def telling_model(does: str) -> Iterator[None]:
         yield
     except (UsageError, CutError, NotImplementedError):
         raise
+    except ConfigurationError as error:
+        raise UsageError(error.faults) from error
     except Exception as error:
         raise UsageError([f"the model {does}: {' '.join(told(error).split())}"]) from error
 

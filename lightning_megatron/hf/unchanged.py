@@ -10,6 +10,7 @@ import os
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import (
     MODEL_FOR_MASKED_LM_MAPPING,
     AutoConfig,
@@ -45,6 +46,24 @@ def sees_later_tokens(config: Any) -> bool:
     too and is not told to be a decoder."""
     is_both = type(config) in MODEL_FOR_MASKED_LM_MAPPING and not config.is_encoder_decoder
     return is_both and getattr(config, "is_decoder", None) is False
+
+
+def num_positions(model: Any) -> int | None:
+    """Tokens of the longest row that a model of transformers has positions for in a table; None without such a table.
+
+    The table is an embedding of as many rows as the configuration has positions. Before the first position some types
+    have two more, and some take those up to that of padding.
+    """
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    tables = [
+        one for one in model.modules() if isinstance(one, nn.Embedding) and one is not model.get_input_embeddings()
+    ]
+    found = [
+        min(longest, table.num_embeddings - (0 if table.padding_idx is None else table.padding_idx + 1))
+        for table in tables
+        if longest is not None and longest <= table.num_embeddings <= longest + 2
+    ]
+    return min(found, default=None)
 
 
 def new_unchanged(

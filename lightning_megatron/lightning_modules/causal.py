@@ -1,6 +1,7 @@
 """`CausalModule`: any causal model of transformers, as it is, trained on text or on conversations."""
 
 from dataclasses import asdict
+from functools import cached_property
 from typing import Any
 
 import lightning as L
@@ -14,7 +15,7 @@ from lightning_megatron.lightning_modules.conversation_data import ConversationD
 from lightning_megatron.lightning_modules.generative import PredictedTexts
 from lightning_megatron.lightning_modules.gpt_data import GPTDataModule
 from lightning_megatron.lightning_modules.pretrain import Batch
-from lightning_megatron.lightning_modules.text_data import require_fitting_tokenizer
+from lightning_megatron.lightning_modules.text_data import TextDataModule, require_fitting_tokenizer
 from lightning_megatron.mesh import ambient_mesh
 from lightning_megatron.metrics.token_means import TokenMean
 from lightning_megatron.models.generation import generate_rows
@@ -129,6 +130,23 @@ class CausalModule(L.LightningModule):
             except ValueError as error:
                 raise ConfigurationError(str(error)) from error
 
+    def on_fit_start(self) -> None:
+        data = self.trainer.datamodule  # type: ignore[attr-defined]
+        if isinstance(data, TextDataModule):
+            self._require_positions(data.sequence_length, "rows of data.sequence_length", "a smaller sequence_length")
+
+    @cached_property
+    def _num_positions(self) -> int | None:
+        return unchanged.num_positions(self.model)
+
+    def _require_positions(self, num_tokens: int, what: str, way_out: str) -> None:
+        """Raises ConfigurationError for rows that are longer than the model's table of positions."""
+        if self._num_positions is not None and num_tokens > self._num_positions:
+            raise ConfigurationError(
+                f"{what} ({num_tokens} tokens) are longer than the {self._num_positions} positions that the model in "
+                f"{self.path} has; give {way_out}, or a model with more positions"
+            )
+
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         loss, _ = self._loss(batch)
         self.log("train_loss", loss, prog_bar=True)
@@ -144,6 +162,7 @@ class CausalModule(L.LightningModule):
         """The model's loss [], and the number of labels that it is a mean over []."""
         if "segments" in batch:
             raise RuntimeError(ONE_DOCUMENT)
+        self._require_positions(batch["tokens"].shape[1], "rows of a batch", "shorter rows")
         labels = batch["labels"].masked_fill(batch["loss_mask"] == 0, _NO_LABEL)
         # A model that shifts its labels would drop a row's last one, and takes those that stand in their places too.
         loss: Tensor = self.model(input_ids=batch["tokens"], labels=labels, shift_labels=labels).loss
@@ -162,11 +181,14 @@ class CausalModule(L.LightningModule):
             logits_BV: Tensor = logits[torch.arange(len(logits)), lengths_B - 1]
             return logits_BV
 
-        mesh = ambient_mesh()
+        mesh, lengths_B = ambient_mesh(), row_lengths(batch["tokens"], batch.get("lengths"))
+        # The last new token is not read.
+        longest = int(lengths_B.max()) + generation.max_new_tokens - 1
+        self._require_positions(longest, "prompts with what is generated", "shorter prompts or fewer max_new_tokens")
         return generate_rows(
             next_logits,
             batch["tokens"],
-            row_lengths(batch["tokens"], batch.get("lengths")),
+            lengths_B,
             generation,
             samples_B=samples,
             sharing=(mesh.tp, mesh.cp),

@@ -307,6 +307,7 @@ def test_a_recipe_runs_dry_from_a_configuration_alone(tmp_path: Path, capsys: py
         (QWEN, ("--recompute", "selective"), "recompute part 'core_attention' cannot act"),
         (QWEN, ("--recompute", "full", "--layout", "mbs=2"), "recompute granularity ('full') needs a model of parts"),
         (Qwen3Config(**SMALL, hidden_act="no"), (), "the model cannot be made on the meta device: KeyError: 'no'"),
+        (GPT2, (*ALONE, "--sequence-length", "130"), "rows of a batch (130 tokens) are longer than the 128 positions"),
         (JETMOE, ALONE, "the model does not run on tensors without numbers: RuntimeError: split_with_sizes expects"),
         (None, (), "has no configuration that this version of transformers reads"),
     ],

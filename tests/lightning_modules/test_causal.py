@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import DataLoader
-from transformers import BartConfig
+from transformers import BartConfig, OPTConfig
 
 from lightning_megatron.data.collate import collate_padded
 from lightning_megatron.lightning_modules import AdamWConfig, CausalModule
+from lightning_megatron.models.sampling import GenerationConfig
 from lightning_megatron.testing.islands import LiftedIslands
 from lightning_megatron.trainer import ConfigurationError
 from tests.harness.ranks import run_on_ranks
@@ -88,6 +89,25 @@ def test_every_label_counts_once_whatever_its_rank_pads_and_a_batch_of_none_coun
     wanted = pytest.approx((float(long + short) / 24, float(long) / 16), abs=1e-9)
     for found in run_on_ranks(layout.world, logged, layout, module.path, init=False):
         assert found == wanted
+
+
+def test_rows_behind_the_last_position_of_a_table_are_refused(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 16, "ffn_dim": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    OPTConfig(vocab_size=304, word_embed_proj_dim=16, max_position_embeddings=16, **sizes).save_pretrained(tmp_path)
+    opt = CausalModule(str(tmp_path), from_scratch=True)
+    opt.configure_model()
+
+    def batch(num_tokens: int) -> dict[str, Tensor]:
+        return {name: one[None] for name, one in sample(num_tokens, 1).items()}
+
+    assert opt._loss(batch(16))[0].isfinite()
+    with pytest.raises(ConfigurationError, match=r"rows of a batch \(17 tokens\) are longer than the 16 positions"):
+        opt._loss(batch(17))
+    numbers = torch.arange(1)
+    [text] = opt._generate(batch(12), GenerationConfig(max_new_tokens=5), numbers)
+    assert len(text) == 17
+    with pytest.raises(ConfigurationError, match=r"\(17 tokens\) .* give shorter prompts or fewer max_new_tokens"):
+        opt._generate(batch(12), GenerationConfig(max_new_tokens=6), numbers)
 
 
 def test_weights_are_the_folder_s_or_new(module: CausalModule) -> None:

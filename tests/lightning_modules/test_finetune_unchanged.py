@@ -153,6 +153,16 @@ def test_what_cannot_be_fine_tuned_is_told(folder: Path) -> None:
         make_trainer(Layout()).fit(module, datamodule=data(folder, packing="documents"))
 
 
+def test_rows_longer_than_a_table_of_positions_are_refused_before_the_first_step(folder: Path) -> None:
+    sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 32}
+    transformers.GPT2Config(vocab_size=304, **sizes).save_pretrained(str(folder / "gpt2"))
+    module = CausalModule(str(folder / "gpt2"), from_scratch=True)
+    with pytest.raises(
+        ConfigurationError, match=r"data\.sequence_length \(64 tokens\) are longer than the 32 positions"
+    ):
+        make_trainer(Layout()).fit(module, datamodule=data(folder))
+
+
 def test_padding_that_an_auxiliary_loss_would_count_is_refused(folder: Path) -> None:
     module = finetune_module(str(folder / "olmoe"))
     assert isinstance(module, CausalModule)
