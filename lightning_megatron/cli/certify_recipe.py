@@ -10,10 +10,10 @@ from typing import Any
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningCLI
 
-from lightning_megatron.cli.plan_file import KINDS, model_of_folder, table_of
+from lightning_megatron.cli.plan_file import KINDS, is_causal_recipe, model_of_folder, table_of
 from lightning_megatron.cli.plan_recipe import kind_of, module_section
 from lightning_megatron.cli.recipe import RecipeCLI
-from lightning_megatron.cli.recipe_reader import FINETUNING, PRETRAINING, Recipe
+from lightning_megatron.cli.recipe_reader import CAUSAL, FINETUNING, PRETRAINING, Recipe
 from lightning_megatron.cli.usage import UsageError
 from lightning_megatron.testing.subject import Subject, SubjectError
 from lightning_megatron.trainer import ConfigurationError
@@ -80,7 +80,13 @@ class FromRecipe:
                     parser_kwargs={"exit_on_error": False},
                 )
             return RecipeCLI(
-                recipe.module, recipe.data, links=recipe.links, callbacks=recipe.callbacks, args=args, run=False
+                recipe.module,
+                recipe.data,
+                links=recipe.links,
+                made_links=recipe.made_links,
+                callbacks=recipe.callbacks,
+                args=args,
+                run=False,
             )
 
 
@@ -94,6 +100,8 @@ def _recipe_of(path: Path, table: dict[str, Any]) -> Recipe | None:
     class_path = str((table.get("model") or {}).get("class_path") or "")
     if class_path and class_path.rpartition(".")[2] not in kinds:
         return None
+    if is_causal_recipe(path):
+        return CAUSAL
     if section.get("config") is not None:
         return PRETRAINING[kind_of(table, section, None)[0]]
     folder = section.get("path")

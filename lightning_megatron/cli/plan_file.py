@@ -31,10 +31,11 @@ def table_of(path: Path) -> dict[str, Any]:
 
 
 def is_causal_recipe(path: Path) -> bool:
-    """Whether a file is a recipe of `CausalModule`, by its class or by the option that it alone has."""
-    if not path.is_file():
+    """Whether a file is a recipe of this package's `CausalModule`, by its class or by the option that it alone has."""
+    model = table_of(path).get("model") if path.is_file() else None
+    if not isinstance(model, dict):
         return False
-    model = table_of(path).get("model")
-    return isinstance(model, dict) and (
-        "from_scratch" in model or str(model.get("class_path") or "").endswith("CausalModule")
-    )
+    class_path = str(model.get("class_path") or "")
+    # A bare name is that of a class which the recipe's parser knows.
+    is_own = class_path == "CausalModule" or class_path.partition(".")[0] == "lightning_megatron"
+    return "from_scratch" in model or (is_own and class_path.rpartition(".")[2] == "CausalModule")

@@ -7,8 +7,10 @@ import pytest
 
 from lightning_megatron.cli.certify_recipe import FromRecipe
 from lightning_megatron.cli.main import main
-from lightning_megatron.lightning_modules import GPTDataModule, GPTModule, T5Module
+from lightning_megatron.cli.plan_file import is_causal_recipe
+from lightning_megatron.lightning_modules import CausalModule, GPTDataModule, GPTModule, T5Module
 from lightning_megatron.testing.subject import SubjectError
+from tests.lightning_modules.pretrained import write_model
 
 ROOT = Path(__file__).resolve().parents[2]
 # The command line of the tests' own process.
@@ -62,6 +64,36 @@ def test_a_recipes_file_names_module_data_and_clipping() -> None:
     assert subject.trainer == {"gradient_clip_val": 1.0, "accumulate_grad_batches": 2}
     assert "callbacks" in subject.notes[0]
     assert isinstance(FromRecipe(path=ROOT / "recipes/configs/t5_11b.yaml", trainer={})().module, T5Module)
+
+
+def test_a_recipe_of_any_causal_model_makes_its_module_and_data(tmp_path: Path) -> None:
+    write_model(tmp_path / "tiny")
+    path = ROOT / "recipes/configs/hf_toy.yaml"
+    (tmp_path / "own.yaml").write_text(path.read_text().replace("path: tiny", f"path: {tmp_path}/tiny"))
+    subject = FromRecipe(path=tmp_path / "own.yaml", trainer={})()
+    assert isinstance(subject.module, CausalModule) and isinstance(subject.data, GPTDataModule)
+    assert subject.module.from_scratch and subject.data.config.vocab_size == 304
+    # A certificate has fewer steps than the warm-up, so that the file must say where the curve ends.
+    assert subject.module.optimizer.total_steps > subject.module.optimizer.warmup_steps
+
+
+@pytest.mark.parametrize(
+    ("model", "is_causal"),
+    [
+        ({"class_path": "lightning_megatron.lightning_modules.CausalModule"}, True),
+        ({"class_path": "lightning_megatron.lightning_modules.causal.CausalModule"}, True),
+        ({"class_path": "CausalModule"}, True),
+        ({"class_path": "mine.CausalModule"}, False),
+        ({"class_path": "lightning_megatron.lightning_modules.MyCausalModule"}, False),
+        ({"from_scratch": False}, True),
+        ({"path": "tiny"}, False),
+    ],
+)
+def test_a_class_of_another_package_is_not_taken_for_the_causal_module(
+    model: dict[str, object], is_causal: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "own.yaml").write_text(json.dumps({"model": model}))
+    assert is_causal_recipe(tmp_path / "own.yaml") == is_causal
 
 
 def test_a_file_that_is_no_recipe_is_refused(tmp_path: Path) -> None:
