@@ -122,8 +122,21 @@ def test_dynamic_context_parallelism_is_refused_for_what_is_no_gpt_by_the_name_o
         require_spreading(torch.nn.Linear(2, 2))
 
 
-def losses_of(layout: Layout, chunk_tokens: int) -> list[Tensor]:
-    """The weights after an epoch, under a loss in chunks of so many tokens."""
+class Late(TooEarly):
+    """Builds its model where the ranks are known, and keeps the weights that it begins with."""
+
+    def __init__(self) -> None:
+        L.LightningModule.__init__(self)
+
+    def configure_model(self) -> None:
+        self.model = GPTModel(CONFIG)
+
+    def on_train_start(self) -> None:
+        self.first = [one.detach().clone() for one in self.parameters()]
+
+
+def trained(layout: Layout, chunk_tokens: int) -> Late:
+    """A module after an epoch, under a loss in chunks of so many tokens."""
     torch.manual_seed(1)
     strategy = layout.strategy()
     assert isinstance(strategy, MegatronStrategy)
@@ -133,30 +146,26 @@ def losses_of(layout: Layout, chunk_tokens: int) -> list[Tensor]:
     make_trainer(layout, strategy=strategy, max_epochs=1, limit_val_batches=0).fit(module, loader)
     heads = [one for one in module.modules() if isinstance(one, LanguageModelHead)]
     assert all(head.chunk_tokens == chunk_tokens for head in heads)
-    return [one.detach().clone() for one in module.parameters()]
+    return module
 
 
-class Late(TooEarly):
-    """Builds its model where the ranks are known."""
-
-    def __init__(self) -> None:
-        L.LightningModule.__init__(self)
-
-    def configure_model(self) -> None:
-        self.model = GPTModel(CONFIG)
-
-
-def both(layout: Layout) -> float:
-    """The largest difference that chunks of 5 tokens make, relative to what training changed."""
-    whole, chunked = losses_of(layout, 0), losses_of(layout, 5)
-    return max(float((a - b).abs().max()) for a, b in zip(whole, chunked, strict=True))
+def difference_of_chunks(layout: Layout) -> float:
+    """The largest difference that chunks of 5 tokens make to a weight, relative to how far training moved it."""
+    whole, chunked = trained(layout, 0), trained(layout, 5)
+    found = []
+    for first, one, other in zip(whole.first, whole.parameters(), chunked.parameters(), strict=True):
+        moved = float((one - first).detach().abs().max())
+        assert moved > 0
+        found.append(float((one - other).detach().abs().max()) / moved)
+    return max(found)
 
 
 @pytest.mark.parametrize(
     "layout", [Layout(world=2, tp=2, sp=True), Layout(world=2, pp=2, microbatches=2)], ids=["tp2-sp", "pp2"]
 )
 def test_a_loss_in_chunks_trains_the_same(layout: Layout) -> None:
-    assert max(run_on_ranks(2, both, layout, init=False)) < 1e-12
+    # Chunks add the terms of gradients in another order. In float64 that is some 1e-14 of what a weight moves by.
+    assert max(run_on_ranks(2, difference_of_chunks, layout, init=False)) < 1e-12
 
 
 def test_a_loss_in_chunks_is_for_language_models_of_this_package() -> None:
