@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from tests.fake_cuda.cases import CASES, Cost
+from tests.fake_cuda.compiled import COMPILED, CompiledCost
 from tests.harness.fake_cuda import ROOT
 
 PAGE = ROOT / "docs" / "benchmarks" / "kernels.md"
@@ -29,6 +30,26 @@ _HEAD = (
 )
 
 
+_COMPILED = """
+## Compiled layers
+
+What is left of it with `KernelConfig(compile_layers=True)`: the kernels that Inductor plans, and what these read and
+write (`tests/fake_cuda/compiled.py`). They are planned for a CPU, without code and without a run, and extrapolated from
+short batches. For a GPU Inductor can make one kernel of a softmax and of what follows it, where it plans two or three
+here: what a GPU does was not measured. A mask of dropout is no kernel of its own any more, but drawn where it is used.
+"""
+_COMPILED_HEAD = (
+    "| model | kernels of a layer | the same compiled | GB of a layer | the same compiled |\n|---|--:|--:|--:|--:|"
+)
+
+
+def compiled_row_of(name: str, cost: Cost, compiled: CompiledCost) -> str:
+    return (
+        f"| {name}, compiled | {cost.layer_kernels} | {compiled.kernels} | {cost.layer_bytes / 1e9:.2f} "
+        f"| {compiled.bytes / 1e9:.2f} |"
+    )
+
+
 def row_of(name: str, cost: Cost) -> str:
     return (
         f"| {name} | {cost.layer_kernels} | {cost.layer_bytes / 1e9:.2f} | {cost.layer_flops / 1e12:.3f} "
@@ -36,10 +57,11 @@ def row_of(name: str, cost: Cost) -> str:
     )
 
 
-def page_of(costs: dict[str, Cost]) -> str:
+def page_of(costs: dict[str, Cost], compiled: dict[str, CompiledCost]) -> str:
     """The page. Raises KeyError where a case is missing."""
     rows = [row_of(name, costs[name]) for name in CASES]
-    return "\n".join([_INTRODUCTION, _HEAD, *rows, ""])
+    of_compiled = [compiled_row_of(name, costs[name], compiled[name]) for name in COMPILED]
+    return "\n".join([_INTRODUCTION, _HEAD, *rows, _COMPILED, _COMPILED_HEAD, *of_compiled, ""])
 
 
 def shown_row(name: str, page: Path = PAGE) -> str:
