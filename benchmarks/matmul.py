@@ -4,6 +4,7 @@ import statistics
 import time
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ Product = Callable[[], Tensor]
 def rate(m: int, n: int, k: int, *, fp8: bool, device: torch.device) -> float:
     """FLOP/s of [m, k] times [k, n] on random data, both with k as their contiguous dim; the median of some."""
     multiply = _fp8_product(m, n, k, device) if fp8 else _bf16_product(m, n, k, device)
-    return 2.0 * m * n * k / statistics.median(_seconds(multiply, device))
+    return 2.0 * m * n * k / statistics.median(seconds(multiply, device))
 
 
 def has_fp8(device: torch.device) -> bool:
@@ -38,20 +39,21 @@ def _fp8_product(m: int, n: int, k: int, device: torch.device) -> Product:
     )
 
 
-def _seconds(multiply: Product, device: torch.device) -> list[float]:
+def seconds(work: Callable[[], Any], device: torch.device) -> list[float]:
+    """Seconds of each of some runs of `work` on a device, after three that are not counted."""
     for _ in range(3):
-        multiply()
+        work()
     if device.type != "cuda":
         taken = []
         for _ in range(REPEATS):
             began = time.perf_counter()
-            multiply()
+            work()
             taken.append(time.perf_counter() - began)
         return taken
     events = [torch.cuda.Event(enable_timing=True) for _ in range(REPEATS + 1)]
     events[0].record()
     for event in events[1:]:
-        multiply()
+        work()
         event.record()
     torch.cuda.synchronize(device)
     return [before.elapsed_time(after) / 1e3 for before, after in pairwise(events)]

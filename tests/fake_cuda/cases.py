@@ -13,6 +13,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from benchmarks.device_work import DeviceWork, Work
 from lightning_megatron.comm import rng
 from lightning_megatron.lightning_modules.data_module import HOST_ENTRIES
 from lightning_megatron.mesh import Mesh
@@ -31,7 +32,6 @@ from lightning_megatron.moe.config import MoEConfig, RouterConfig
 from lightning_megatron.pipeline.module import PipelineModule
 from lightning_megatron.pipeline.ragged import Ragged
 from lightning_megatron.transformer.moe import MoELayer
-from tests.harness.device_work import DeviceWork, Work
 from tests.harness.fake_cuda import FakeCuda
 
 TOKENS = 8192

@@ -12,7 +12,7 @@ COMMAND = "python -m tests.fake_cuda --write docs/benchmarks/kernels.md"
 _INTRODUCTION = f"""# Kernels, bytes and waits of a microbatch
 
 What forward and backward of one microbatch ask of a GPU, counted on CUDA tensors without numbers
-(`tests/harness/fake_cuda.py`, `tests/harness/device_work.py`): no GPU takes part, and no time is measured.
+(`tests/harness/fake_cuda.py`, `benchmarks/device_work.py`): no GPU takes part, and no time is measured.
 `{COMMAND}` writes this page. The tests of every run
 (`tests/fake_cuda/test_kernels.py`) count again, and fail where a number is not the one shown: a change that makes one
 rise shows so here. Whole steps run there too (`tests/fake_cuda/test_steps.py`): under the Trainer on one rank the host

@@ -2,9 +2,9 @@
 
 import torch
 
+from benchmarks.device_work import DeviceWork
 from lightning_megatron.lightning_modules.data_module import LoaderConfig, ParallelDataModule
 from tests.fake_cuda.cases import CASES, build
-from tests.harness.device_work import DeviceWork
 from tests.harness.fake_cuda import FakeCuda
 from tests.harness.ranks import on_ranks
 

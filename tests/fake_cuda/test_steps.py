@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
+from benchmarks.device_work import DeviceWork, Work
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.comm import rng
 from lightning_megatron.mesh import Sizes
@@ -19,7 +20,6 @@ from lightning_megatron.moe.config import MoEConfig, RouterConfig
 from lightning_megatron.planner.dry_run import dry_run
 from lightning_megatron.planner.model_parts import SequenceLengths
 from lightning_megatron.planner.run import Run, faults_of
-from tests.harness.device_work import DeviceWork, Work
 from tests.harness.fake_cuda import FakeCuda
 from tests.harness.ranks import on_ranks
 from tests.harness.sample import every_nth

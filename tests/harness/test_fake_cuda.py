@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.harness.device_work import DeviceWork
+from benchmarks.device_work import DeviceWork
 from tests.harness.fake_cuda import FakeCuda
 from tests.harness.ranks import on_ranks
 

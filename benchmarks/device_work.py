@@ -1,4 +1,4 @@
-"""What a region of code asks of a GPU, counted as it runs on CUDA tensors, real ones or fake: kernels, bytes, FLOPs,
+"""What a region of code asks of a device, counted as it runs on its tensors, real ones or fake: kernels, bytes, FLOPs,
 copies between host and device, and moments at which the host waits for the device.
 
 An operation counts as one kernel if it launches at least one, as none without elements does; some launch several, so
@@ -23,7 +23,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 import lightning_megatron
-from tests.harness.fake_cuda import is_cuda
 
 PACKAGE = str(Path(lightning_megatron.__file__).parent)
 _ATEN = torch.ops.aten
@@ -123,9 +122,10 @@ class Work:
 class DeviceWork(TorchDispatchMode):
     """A mode that notes in `work` every operation on the device; entered after `FakeCuda`, where that is used."""
 
-    def __init__(self) -> None:
+    def __init__(self, device_type: str = "cuda") -> None:
         super().__init__()
         self.work = Work()
+        self._device_type = device_type
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -136,14 +136,24 @@ class DeviceWork(TorchDispatchMode):
             with self:
                 return func.decompose(*args, **kwargs)
         output = func(*args, **kwargs)
-        if any(is_cuda(x) for x in pytree.arg_tree_leaves(*args, **kwargs)):
-            launch = _launch(func, args, kwargs, output)
+        if any(_is_on(x, self._device_type) for x in pytree.arg_tree_leaves(*args, **kwargs)):
+            launch = _launch(func, args, kwargs, output, self._device_type)
             if launch.num_kernels or launch.flops or launch.copy or launch.waits:
                 self.work.launches.append(launch)
         return output
 
 
-def _launch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Launch:
+def _is_on(x: Any, device_type: str) -> bool:
+    """Whether a leaf of arguments is a tensor on the device, or names it."""
+    device = x.device if isinstance(x, Tensor) else x
+    return isinstance(device, torch.device) and device.type == device_type
+
+
+def _tensors(values: Any, device_type: str) -> list[Tensor]:
+    return [x for x in pytree.tree_leaves(values) if isinstance(x, Tensor) and x.device.type == device_type]
+
+
+def _launch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, device_type: str) -> Launch:
     packet = func.overloadpacket
     where = {"name": packet.__name__, "site": _site()}
     if packet in _PRODUCTS:
@@ -156,7 +166,9 @@ def _launch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: An
     if packet in (_ATEN._to_copy, _ATEN.copy_) and (copy := _copy_between(packet, args, kwargs, output)):
         return Launch(**where, **copy)
     waits = packet in _SIZED_BY_VALUES or _has_mask(packet, args) or _repeats_by_values(packet, args, kwargs)
-    return Launch(**where, num_kernels=1, num_bytes=_bytes_of_kernel(packet, args, kwargs, output), waits=waits)
+    return Launch(
+        **where, num_kernels=1, num_bytes=_bytes_of_kernel(packet, args, kwargs, output, device_type), waits=waits
+    )
 
 
 def _copy_between(packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> dict[str, Any] | None:
@@ -180,11 +192,10 @@ def _repeats_by_values(packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     return packet is _ATEN.repeat_interleave and kwargs.get("output_size") is None
 
 
-def _bytes_of_kernel(packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> int:
+def _bytes_of_kernel(packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, device_type: str) -> int:
     # What is named `out` is written alone.
     read = args, {name: value for name, value in kwargs.items() if name != "out"}
-    inputs = [x for x in pytree.tree_leaves(read) if isinstance(x, Tensor) and x.is_cuda]
-    outputs = [x for x in pytree.tree_leaves(output) if isinstance(x, Tensor) and x.is_cuda]
+    inputs, outputs = _tensors(read, device_type), _tensors(output, device_type)
     if packet in _PICKS:
         return 2 * _bytes(outputs) + _bytes(inputs[1:])
     if packet in _PUTS:
