@@ -357,7 +357,7 @@ class CutModel(PipelineModule):
             self._payload = self._packed(index, output)
             raise _StageEnd
         if index in self._shared:
-            self._received[index] = output
+            self._received[index] = _copy(output)
         return output
 
     def _on_own_tokens(
@@ -371,9 +371,7 @@ class CutModel(PipelineModule):
 
     def _of_earlier_stage(self, index: int) -> Any:
         if index in self._received:
-            # A copy: the model may change in place what a layer returned.
-            text, tensors = taken_apart(self._received[index])
-            return put_together(text, [tensor.clone() for tensor in tensors])
+            return _copy(self._received[index])
         text, tensors = taken_apart(self._received[max(self._received)])
         return put_together(text, [_unknown_like(tensor) for tensor in tensors])
 
@@ -447,6 +445,12 @@ def _draw_for_layer(index: int) -> None:
     """
     drawn = int(torch.randint(1 << 31, ()).item())
     rng.seed_torch(rng.key(drawn, "layer", index) & ((1 << 63) - 1))
+
+
+def _copy(output: Any) -> Any:
+    """What a layer returned, which the model may change in place: each stage does so with its own."""
+    text, tensors = taken_apart(output)
+    return put_together(text, [tensor.clone() for tensor in tensors])
 
 
 def _unpacked(payload: Mapping[str, Tensor]) -> dict[int, Any]:

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from lightning_megatron.precision.cast import Operand
 from lightning_megatron.tensor.linear import as_gemm_input
-from lightning_megatron.tensor.weight_gradients import WeightGradientMode, WeightGradients
+from lightning_megatron.tensor.weight_gradients import WeightGradientMode, WeightGradients, add_gradient
 
 _KERNEL_DTYPES = {
     "cpu": (torch.float32, torch.bfloat16, torch.float16),
@@ -198,17 +198,6 @@ def grouped_linear(
     is_training = torch.is_grad_enabled()
     y_RO: Tensor = _GroupedLinear.apply(x_RI, weight, values, probs_R, groups, gradients, gemm, is_own, is_training)
     return y_RO.view(y_RO.shape[0], *weight.shape[1:-1])
-
-
-def add_gradient(weight: Tensor, gradient_LOI: Tensor, grad_view: Tensor | None) -> None:
-    """Adds a gradient to the weight's `.grad`, which is made at `grad_view` where there is none yet."""
-    gradient = gradient_LOI.view(weight.shape)
-    if weight.grad is not None:
-        weight.grad.add_(gradient)
-    elif grad_view is None:
-        weight.grad = gradient.to(weight.dtype)
-    else:
-        weight.grad = grad_view.copy_(gradient)
 
 
 class _GroupedLinear(torch.autograd.Function):

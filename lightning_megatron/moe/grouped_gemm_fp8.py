@@ -9,10 +9,11 @@ R rows sorted by expert, L own experts, I features in, O features out.
 import torch
 from torch import Tensor
 
-from lightning_megatron.moe.grouped_gemm import ExpertGroups, add_gradient
+from lightning_megatron.moe.grouped_gemm import ExpertGroups
 from lightning_megatron.precision.cast import Operand
 from lightning_megatron.precision.gemm import Fp8Gemm
 from lightning_megatron.precision.scaling import Scaling
+from lightning_megatron.tensor.weight_gradients import add_gradient
 
 
 class GroupedFp8Gemm:

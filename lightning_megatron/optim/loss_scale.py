@@ -21,30 +21,25 @@ class LossScale:
         self._good_steps = 0
         # Steps with Inf or NaN until the factor shrinks.
         self._bad_steps_left = config.hysteresis
-        # The loss weight (number of valid targets) of the first step.
-        self._usual_weight: float | None = None
+        self.usual_weight: float | None = None
+        """The loss weight (number of valid targets) of the first step; while that runs, what is expected of it."""
         self._is_expected = False
 
     @property
     def of_sums(self) -> float:
         """Scale of a loss that is a sum: `factor`, which is meant for means, over the usual loss weight of a step."""
-        return self.factor / (self._usual_weight or 1.0)
-
-    @property
-    def knows_weight(self) -> bool:
-        """Whether the usual loss weight of a step is known, or expected."""
-        return self._usual_weight is not None
+        return self.factor / (self.usual_weight or 1.0)
 
     def expect_weight(self, weight: float) -> None:
         """Takes a loss weight for the usual one until the first step tells it. Without one the first gradients would be
         those of a sum: too large for float16, so that the first step is left out."""
-        self._usual_weight, self._is_expected = max(1.0, weight), True
+        self.usual_weight, self._is_expected = max(1.0, weight), True
 
     def learn_weight(self, weight: Tensor) -> None:
         """Remembers the loss weight [] of the first step as the usual one. Later ones are not read, so that the scale
         changes by its rule alone and no device is waited for."""
-        if self._usual_weight is None or self._is_expected:
-            self._usual_weight, self._is_expected = max(1.0, weight.item()), False
+        if self.usual_weight is None or self._is_expected:
+            self.usual_weight, self._is_expected = max(1.0, weight.item()), False
 
     def update(self, *, found_nonfinite: bool) -> None:
         """Updates the scale by whether any rank found Inf or NaN in a gradient of the step."""
@@ -67,7 +62,7 @@ class LossScale:
             "factor": self.factor,
             "good_steps": self._good_steps,
             "bad_steps_left": self._bad_steps_left,
-            "usual_weight": self._usual_weight,
+            "usual_weight": None if self._is_expected else self.usual_weight,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -75,4 +70,4 @@ class LossScale:
         self.factor = float(state["factor"])
         self._good_steps = int(state["good_steps"])
         self._bad_steps_left = int(state["bad_steps_left"])
-        self._usual_weight = state["usual_weight"]
+        self.usual_weight = state["usual_weight"]

@@ -29,14 +29,6 @@ def num_rows(batch: Any) -> int:
     return sizes.pop() if sizes else 0
 
 
-def num_targets(batch: Any) -> int:
-    """About how many targets a batch has: the elements of its largest tensor of integers [rows] or [rows, tokens], else
-    its rows."""
-    tensors = [leaf for leaf in _leaves(batch) if isinstance(leaf, Tensor) and 0 < leaf.dim() <= 2]
-    counts = [one.numel() for one in tensors if not one.is_floating_point() and one.dtype != torch.bool]
-    return max(counts, default=tensors[0].shape[0] if tensors else 1)
-
-
 def _entries(value: Any) -> dict[Any, Any] | None:
     """Entries of a record that is a single leaf to pytree: a dataclass, or a user's own mapping (as of transformers);
     None for anything else."""

@@ -101,7 +101,9 @@ def share(module: nn.Module, weight_gradients: WeightGradients) -> None:
 
 @torch.no_grad()
 def add_gradient(weight: Tensor, grad: Tensor, grad_view: Tensor | None) -> None:
-    """Adds a gradient, of any dtype, to the weight's `.grad`, which is made at `grad_view` where there is none yet."""
+    """Adds a gradient of any dtype, as large as the weight, to its `.grad`, which is made at `grad_view` where there is
+    none yet."""
+    grad = grad.view(weight.shape)
     if weight.grad is not None:
         weight.grad.add_(grad)
     elif grad_view is None:
@@ -110,6 +112,7 @@ def add_gradient(weight: Tensor, grad: Tensor, grad_view: Tensor | None) -> None
         weight.grad = grad_view.copy_(grad)
 
 
+@torch.no_grad()
 def add_product(weight: Tensor, left_OT: Tensor, right_TI: Tensor, grad_view: Tensor | None) -> None:
     """Adds the matrix product, in the shape of the weight, to the weight's `.grad`, which is made at `grad_view` where
     there is none yet. O rows, T tokens, I columns."""

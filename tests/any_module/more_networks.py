@@ -85,6 +85,21 @@ class UNet(nn.Module):
         return self.head(x.mean((2, 3)))  # type: ignore[no-any-return]
 
 
+class ChangingUNet(UNet):
+    """What is read later is changed in place before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Conv2d(8, 8, 3, padding=1) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.blocks[0](self.stem(x))
+        first += 0.5
+        x = self.blocks[2](self.blocks[1](F.avg_pool2d(first, 2)))
+        x = self.blocks[3](F.interpolate(x, scale_factor=2.0) + first)
+        return self.head(x.mean((2, 3)))  # type: ignore[no-any-return]
+
+
 class FitsUNet(Fits):
     """Does not say which of its layers are read later."""
 
@@ -95,6 +110,12 @@ class FitsSkips(FitsUNet):
     """Says so."""
 
     plan = ModelPlan(skip_connections=("net.blocks.0",))
+
+
+class FitsChangingSkips(FitsSkips):
+    """Adds to what is read later."""
+
+    network = ChangingUNet
 
 
 class Deep(nn.Module):

@@ -18,6 +18,7 @@ from tests.any_module import more_networks as networks
         (networks.FitsMixture, networks.ids, ("dp2pp2-zero",)),
         (networks.FitsForked, networks.ids, ("pp2",)),
         (networks.FitsSkips, networks.images, ("pp2", "pp2vp2-zb_v")),
+        (networks.FitsChangingSkips, networks.images, ("pp2",)),
     ],
 )
 def test_a_network_trains_as_on_one_device(

@@ -77,9 +77,8 @@ def test_sums_are_scaled_by_what_the_first_mean_divided_by_also_after_a_resume()
 
 def test_an_expected_weight_serves_until_the_first_step_tells_it() -> None:
     scale = LossScale(LossScaleConfig(initial=64.0))
-    assert not scale.knows_weight
     scale.expect_weight(16.0)
-    assert scale.of_sums == 4 and scale.knows_weight
+    assert scale.of_sums == 4 and scale.state_dict()["usual_weight"] is None
     scale.learn_weight(torch.tensor(5.0))
     scale.learn_weight(torch.tensor(8.0))
     assert scale.of_sums == 64 / 5

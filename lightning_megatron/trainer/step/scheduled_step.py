@@ -18,7 +18,7 @@ from torchmetrics import Metric
 from lightning_megatron.comm import collectives
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.optim.loss_scale import LossScale
-from lightning_megatron.pipeline.microbatches import map_tensors, num_targets
+from lightning_megatron.pipeline.microbatches import map_tensors
 from lightning_megatron.pipeline.module import Driver
 from lightning_megatron.pipeline.plans import training_plan
 from lightning_megatron.pipeline.runtime import Runtime
@@ -31,7 +31,15 @@ from lightning_megatron.trainer.step.step_batches import StepBatches
 from lightning_megatron.trainer.step.step_checks import LossCheck, StateWatch
 from lightning_megatron.trainer.step.step_gradients import StepGradients
 from lightning_megatron.trainer.step.step_log import StepLog
-from lightning_megatron.trainer.step.user_step import OWN_KEYS, Context, UserStep, loss_of, loss_reduction_of, no_loss
+from lightning_megatron.trainer.step.user_step import (
+    OWN_KEYS,
+    Context,
+    UserStep,
+    loss_of,
+    loss_reduction_of,
+    no_loss,
+    says_what_it_counts,
+)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -70,7 +78,7 @@ class ScheduledStep:
             gradients.dp_comm,
         )
         num_updates = self._num_updates()
-        self._expect_weight(gradients.loss_scale, args[0])
+        is_first = gradients.loss_scale is not None and gradients.loss_scale.usual_weight is None
         with gradients.scheduled():
             user_step.drive(call)
             self.is_running = True
@@ -84,17 +92,24 @@ class ScheduledStep:
                 self.log.num_copies = self.mesh.cp.size
         if self.batches.are_planned:
             self._refuse_metrics(num_updates)
+        if is_first:
+            assert gradients.loss_scale is not None
+            self._share_expected(gradients.loss_scale)
         summary = self.log.replay(user_step.whereabouts)
         gradients.weigh_scheduled(summary.weight)
         self.loss_check.check(summary.loss)
         return {**summary.outputs, "loss": summary.loss.to(self.log.dtype)}
 
-    def _expect_weight(self, loss_scale: LossScale | None, batch: Any) -> None:
-        """Tells a loss scale, before the first step, about how many targets a step has. Collective over all ranks."""
-        if loss_scale is None or loss_scale.knows_weight:
-            return
-        own = torch.tensor(float(num_targets(batch)), device=self.log.device)
-        loss_scale.expect_weight(collectives.all_reduce(own, self.mesh.world, "max").item() * self.mesh.dp.size)
+    def _expect_weight(self, loss_scale: LossScale, weight: Tensor, num_parts: int) -> None:
+        """Tells the loss scale of the first step about what its weight will be, by that of its first microbatch.
+        Collective over the ranks of dp and cp that compute losses."""
+        largest = collectives.all_reduce(weight * num_parts, self.mesh.axis("dp+cp"), "max")
+        loss_scale.expect_weight(largest.item())
+
+    def _share_expected(self, loss_scale: LossScale) -> None:
+        """Tells the ranks of the stages without a loss what was expected. Collective over all ranks."""
+        own = torch.tensor(loss_scale.usual_weight or 0.0, dtype=torch.float64, device=self.log.device)
+        loss_scale.expect_weight(collectives.all_reduce(own, self.mesh.world, "max").item())
 
     @contextmanager
     def _guarded(self, num_microbatches: int) -> Iterator[None]:
@@ -137,7 +152,7 @@ class ScheduledStep:
         num_parts = len(parts) * self.mesh.dp.size
         rows = None if self.batches.are_planned else part.rows
         weight = user_step.loss_weight(output, rows, self.log.device, num_parts=num_parts)
-        if rows is not None and loss_reduction_of(output) != "mean":
+        if rows is not None and not says_what_it_counts(output):
             self.row_check.check(loss, rows_of(part.batch), num_parts)
         self._take_outputs(output)
         self.log.end_microbatch(loss, weight, part.rows, is_sum=is_sum)
@@ -145,6 +160,8 @@ class ScheduledStep:
         share = (torch.ones_like(weight) if is_sum else weight) / part.num_copies
         if gradients.loss_scale is None:
             return loss * share.to(loss.dtype)
+        if gradients.loss_scale.usual_weight is None:
+            self._expect_weight(gradients.loss_scale, weight, num_parts)
         # Not in float16, whose range a number of tokens can leave.
         return loss.float() * (share * gradients.scale_of_sums).float()
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn import functional
 
 from lightning_megatron.comm import collectives
 from lightning_megatron.mesh import Axis, Mesh
@@ -84,23 +85,21 @@ class StateWatch:
     def _states(self) -> dict[str, tuple[int, int]]:
         found = {name: child._buffers[key] for name, (child, key) in self._buffers.items()}
         versions = {name: (id(buffer), 0 if buffer is None else buffer._version) for name, buffer in found.items()}
-        # A change by `.data`, as teachers' weights are moved, counts for no version.
-        return versions | {name: _hash(one.detach()) for name, one in self._frozen.items()}
+        return versions | {name: _state(one) for name, one in self._frozen.items()}
 
 
-def _hash(tensor: Tensor) -> tuple[int, int]:
-    """Exclusive ors of the bytes of a tensor of any dtype: of eight and eight, and of what is left."""
-    own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    # A copy: bytes are read as integers where they begin at a multiple of eight.
+def _state(weight: Tensor) -> tuple[int, int]:
+    """The exclusive or of a weight's bytes, since a change by `.data` counts for no version; the version of a weight
+    that has no plain bytes."""
+    own = weight.to_local() if isinstance(weight, DTensor) else weight.detach()
+    is_plain = type(own) is Tensor and own.layout is torch.strided and not (own.is_quantized or own.is_nested)
+    if not is_plain or own.is_meta or not own.numel():
+        return weight._version, 0
+    # A copy, whose bytes begin where integers may; what is left of it is filled up with zeros.
     read = own.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
-    whole = len(read) // 8 * 8
-    return _xor(read[:whole].view(torch.int64)), _xor(read[whole:])
-
-
-def _xor(integers: Tensor) -> int:
+    integers = functional.pad(read, (0, -len(read) % 8)).view(torch.int64)
     # Not int(): that refuses numbers of 64 bits without a sign.
-    found: int = torch.hash_tensor(integers).tolist() if len(integers) else 0  # type: ignore[assignment]
-    return found
+    return 0, int(torch.hash_tensor(integers).view(torch.int64))
 
 
 @contextmanager

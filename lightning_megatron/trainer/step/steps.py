@@ -52,6 +52,7 @@ from lightning_megatron.trainer.step.user_step import (
     loss_reduction_of,
     no_loss,
     reciprocal,
+    says_what_it_counts,
 )
 from lightning_megatron.transformer.moe import share_yield_to_peer
 
@@ -189,7 +190,7 @@ class Steps:
         self._log.end_microbatch(loss, weight, rows, is_sum=is_sum)
         summary = self._log.replay(self._user_step.whereabouts)
         self._loss_check.check(loss)
-        if loss is not None and self._module.automatic_optimization and loss_reduction_of(output) != "mean":
+        if loss is not None and self._module.automatic_optimization and not says_what_it_counts(output):
             self._row_check.check(loss, rows, num_parts)
         if loss is None or not self._module.automatic_optimization or dp_cp.size == 1:
             return output

@@ -211,6 +211,12 @@ def loss_reduction_of(output: Any) -> Literal["mean", "sum"] | None:
     return said
 
 
+def says_what_it_counts(output: Any) -> bool:
+    """Whether a step says what its loss is a mean or a sum over: how its parts add up is then the user's word."""
+    said = output if isinstance(output, dict) else {}
+    return any(said.get(name) is not None for name in ("loss_weight", "loss_reduction"))
+
+
 def reciprocal(weight: Tensor) -> Tensor:
     """1/weight, and 0 for a weight of 0: nothing was valid, and every gradient is zero."""
     return torch.where(weight > 0, 1.0 / weight, torch.zeros_like(weight))
