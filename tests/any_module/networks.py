@@ -1,5 +1,6 @@
 """Networks as people write them, who never heard of ranks, and LightningModules that train them."""
 
+from dataclasses import replace
 from typing import Any
 
 import lightning as L
@@ -593,6 +594,15 @@ class TrainsAdding(Trains):
 
 class TrainsSkipping(Trains):
     network = SkippingGPT
+
+
+class TrainsSaidSkipping(TrainsOverTensor):
+    """Says which block is read later."""
+
+    network = SkippingGPT
+
+    def model_plan(self) -> ModelPlan:
+        return replace(super().model_plan(), skip_connections=("net.blocks.0",))
 
 
 class TrainsInPlace(Trains):

@@ -23,6 +23,10 @@ def test_a_network_of_ones_own_runs_its_norms_on_own_tokens() -> None:
     certify(networks.TrainsScaled, networks.batches, layouts=layouts[:1], steps=2).assert_equal()
 
 
+def test_what_later_layers_read_goes_to_their_stages_as_own_tokens() -> None:
+    certify(networks.TrainsSaidSkipping, networks.batches, layouts=("tp2-sp-pp2",), steps=1).assert_equal()
+
+
 def test_a_weight_that_is_handed_out_of_a_part_is_summed_over_ranks() -> None:
     certify(networks.TrainsLending, networks.batches, layouts=("tp2-sp",), steps=2).assert_equal()
 
