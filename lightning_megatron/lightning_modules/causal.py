@@ -15,7 +15,7 @@ from lightning_megatron.lightning_modules.conversation_data import ConversationD
 from lightning_megatron.lightning_modules.generative import PredictedTexts
 from lightning_megatron.lightning_modules.gpt_data import GPTDataModule
 from lightning_megatron.lightning_modules.pretrain import Batch
-from lightning_megatron.lightning_modules.text_data import TextDataModule, require_fitting_tokenizer
+from lightning_megatron.lightning_modules.text_data import require_fitting_tokenizer
 from lightning_megatron.mesh import ambient_mesh
 from lightning_megatron.metrics.token_means import TokenMean
 from lightning_megatron.models.generation import generate_rows
@@ -132,7 +132,8 @@ class CausalModule(L.LightningModule):
 
     def on_fit_start(self) -> None:
         data = self.trainer.datamodule  # type: ignore[attr-defined]
-        if isinstance(data, TextDataModule):
+        # Rows of conversations are as long as what is in them.
+        if isinstance(data, GPTDataModule):
             self._require_positions(data.sequence_length, "rows of data.sequence_length", "a smaller sequence_length")
 
     @cached_property

@@ -20,6 +20,7 @@ from lightning_megatron.testing.islands import LiftedIslands
 from lightning_megatron.transformer.lora import LoraConfig
 from tests.data.chats import HEADERS, write_tokenizer
 from tests.harness.ranks import run_on_ranks
+from tests.lightning_modules import corpus
 from tests.lightning_modules.losses import Losses
 from tests.lightning_modules.pretrained import SIZES, write_chats, write_model
 from tests.lightning_modules.test_chat_data import data
@@ -154,13 +155,19 @@ def test_what_cannot_be_fine_tuned_is_told(folder: Path) -> None:
 
 
 def test_rows_longer_than_a_table_of_positions_are_refused_before_the_first_step(folder: Path) -> None:
-    sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 32}
+    sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 63}
     transformers.GPT2Config(vocab_size=304, **sizes).save_pretrained(str(folder / "gpt2"))
-    module = CausalModule(str(folder / "gpt2"), from_scratch=True)
+
+    def fit(text: Any) -> None:
+        module = CausalModule(str(folder / "gpt2"), from_scratch=True)
+        make_trainer(Layout(), max_epochs=1, limit_train_batches=2, limit_val_batches=1).fit(module, datamodule=text)
+
     with pytest.raises(
-        ConfigurationError, match=r"data\.sequence_length \(64 tokens\) are longer than the 32 positions"
+        ConfigurationError, match=r"data\.sequence_length \(64 tokens\) are longer than the 63 positions"
     ):
-        make_trainer(Layout()).fit(module, datamodule=data(folder))
+        fit(corpus.data(folder, sequence_length=64))
+    # Of conversations that is the most, and these are shorter.
+    fit(data(folder))
 
 
 def test_padding_that_an_auxiliary_loss_would_count_is_refused(folder: Path) -> None:
