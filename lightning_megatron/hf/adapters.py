@@ -121,5 +121,5 @@ def _peft() -> Any:
         import peft
         import peft.utils.transformers_weight_conversion
     except ImportError as error:
-        raise ValueError("lora needs the package 'peft': pip install 'lightning_megatron[peft]'") from error
+        raise ValueError("lora needs the package 'peft>=0.19': pip install 'lightning_megatron[peft]'") from error
     return peft

@@ -1,6 +1,8 @@
 """Adapters that peft gives an unchanged model train over ranks, and their files are those of one device."""
 
 import functools
+import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -157,3 +159,12 @@ def test_a_target_whose_weight_another_module_has_too_is_refused(target: str) ->
     with pytest.raises(ValueError, match=both):
         adapted("qwen3", "q_proj", target, tie_word_embeddings=True)
     assert adapted("qwen3", "q_proj", "lm_head", tie_word_embeddings=False) == {"q_proj", "lm_head"}
+
+
+def test_an_older_peft_is_told_the_version_that_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    # It has no such module.
+    monkeypatch.setitem(sys.modules, "peft.utils.transformers_weight_conversion", None)
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    [needed] = project["optional-dependencies"]["peft"]
+    with pytest.raises(ValueError, match=f"lora needs the package '{needed}'"):
+        adapted("qwen3")
