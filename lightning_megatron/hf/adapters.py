@@ -76,17 +76,23 @@ def _target_faults(model: Any, targets: Sequence[str]) -> list[str]:
     known = sorted({one[0].rpartition(".")[2] for weight, one in owners.items() if weight.dim() > 1 == len(one)})
     if not targets:
         return [f"a {kind} has no linears of torch to adapt; name lora targets, which may be {', '.join(known)}"]
+    # By each end of them behind a dot, and in full.
+    names: dict[str, list[str]] = {}
+    for name in modules:
+        parts = name.split(".")
+        for first in range(len(parts)):
+            names.setdefault(".".join(parts[first:]), []).append(name)
     faults = []
     for target in targets:
-        found = [name for name in modules if f".{name}".endswith(f".{target}")]
+        found = names.get(target, [])
         if not found:
             faults.append(f"lora target {target!r} is no module of a {kind}; targets may be {', '.join(known)}")
         shared = (owners[weight] for name in found for weight in modules[name].parameters(recurse=False))
         faults += [
-            f"lora target {target!r} has one weight under two names ({' and '.join(names)}), and merging its adapter "
+            f"lora target {target!r} has one weight under two names ({' and '.join(both)}), and merging its adapter "
             "would change both; leave it out of the targets"
-            for names in shared
-            if len(names) > 1
+            for both in shared
+            if len(both) > 1
         ]
     return faults
 

@@ -1,6 +1,8 @@
 """Adapters that peft gives an unchanged model train over ranks, and their files are those of one device."""
 
+import cProfile
 import functools
+import pstats
 import sys
 import tomllib
 from pathlib import Path
@@ -10,11 +12,12 @@ import pytest
 import torch
 from peft import IA3Config, LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file
+from torch import nn
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
 from lightning_megatron import hf
-from lightning_megatron.hf.adapters import add_adapters
+from lightning_megatron.hf.adapters import _target_faults, add_adapters
 from lightning_megatron.hf.unchanged import on_meta
 from lightning_megatron.testing import certify
 from lightning_megatron.transformer.lora import LoraConfig as AdapterConfig
@@ -159,6 +162,19 @@ def test_a_target_whose_weight_another_module_has_too_is_refused(target: str) ->
     with pytest.raises(ValueError, match=both):
         adapted("qwen3", "q_proj", target, tie_word_embeddings=True)
     assert adapted("qwen3", "q_proj", "lm_head", tie_word_embeddings=False) == {"q_proj", "lm_head"}
+
+
+def test_twice_the_targets_take_twice_the_calls() -> None:
+    def num_calls(num_layers: int) -> int:
+        model = nn.ModuleList(
+            nn.ModuleDict({"up": nn.Linear(1, 1), "down": nn.Linear(1, 1)}) for _ in range(num_layers)
+        )
+        targets = [f"{layer}.{name}" for layer in range(num_layers) for name in ("up", "down")]
+        profile = cProfile.Profile()
+        assert profile.runcall(_target_faults, model, targets) == []
+        return int(pstats.Stats(profile).total_calls)  # type: ignore[attr-defined]
+
+    assert num_calls(200) < 2.1 * num_calls(100)
 
 
 def test_an_older_peft_is_told_the_version_that_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
