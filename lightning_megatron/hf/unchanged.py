@@ -20,6 +20,8 @@ from transformers import (
     PreTrainedModel,
 )
 
+from lightning_megatron.any_module.check_styles import without_fp8
+from lightning_megatron.any_module.deviation import relative_deviation
 from lightning_megatron.hf.folder import DTYPES, WeightFiles, on_disk
 from lightning_megatron.hf.new_weights import NewWeights, draw_later
 from lightning_megatron.hub import CONFIG_FILES, model_folder
@@ -28,6 +30,8 @@ from lightning_megatron.mesh import ambient_mesh
 logger = logging.getLogger(__name__)
 
 _GENERATION = "generation_config.json"
+# Few, so that each weighs much. No usual number of ranks divides it: ranks of cp and sp each take all of them.
+_NUM_LOOKED_AT = 7
 
 
 def read_config(path: str | os.PathLike[str]) -> Any:
@@ -46,6 +50,35 @@ def sees_later_tokens(config: Any) -> bool:
     too and is not told to be a decoder."""
     is_both = type(config) in MODEL_FOR_MASKED_LM_MAPPING and not config.is_encoder_decoder
     return is_both and getattr(config, "is_decoder", None) is False
+
+
+@torch.no_grad()
+def deviation_by_later_tokens(model: Any) -> str:
+    """The deviation, in words, of a token's logits by other tokens behind it; empty where rounding explains it.
+
+    Calls a causal model once, on all ranks that it is cut over, and leaves it and random numbers as they were.
+    """
+    size = int(model.config.get_text_config().vocab_size)
+    row_T = torch.randint(size, (_NUM_LOOKED_AT,), generator=torch.Generator().manual_seed(0))
+    other_T = (row_T + 1) % size
+    other_T[0] = row_T[0]
+    device = next(one.device for one in model.parameters() if not one.is_meta)
+    modes = {module: module.training for module in model.modules()}
+    before = [(one, one.clone()) for one in model.buffers()]
+    model.eval()
+    try:
+        # Compiled for these few tokens, layers would be compiled for any number of them from then on.
+        stance = torch.compiler.set_stance("force_eager")
+        with stance, without_fp8(model), torch.random.fork_rng([device] if device.type == "cuda" else []):
+            logits = model(input_ids=torch.stack([row_T, other_T]).to(device)).logits
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+        for one, value in before:
+            one.copy_(value)
+    # Masks of finite numbers let a millionth through (ProphetNet), which is no sight in float64 either.
+    first, other = logits[:, 0].float() if logits.dtype == torch.float64 else logits[:, 0]
+    return relative_deviation(other, first)
 
 
 def num_positions(model: Any) -> int | None:

@@ -44,7 +44,9 @@ class CausalModule(L.LightningModule):
     A batch holds `tokens`, `labels` and `loss_mask`, each [batch, sequence]; a label is the token behind the one in its
     place. Logs `train_loss`, and of validations `val_loss`, the mean over the valid labels. Prediction takes batches of
     `tokens` and `lengths` [batch], as those of `GPTModule`, and returns each row with the generated tokens; all tokens
-    are computed anew for each. Raises ValueError for a model whose tokens see those behind them (RoBERTa).
+    are computed anew for each. A model whose tokens see those behind them is refused: by ValueError where its
+    configuration says so (RoBERTa), and else (XLNet) by ConfigurationError before the first step of training, where
+    other tokens behind a token move its logits by more than rounding explains.
 
     Args:
         path: Folder with the model's config.json, and with its weights where training begins from them.
@@ -135,6 +137,14 @@ class CausalModule(L.LightningModule):
         # Rows of conversations are as long as what is in them.
         if isinstance(data, GPTDataModule):
             self._require_positions(data.sequence_length, "rows of data.sequence_length", "a smaller sequence_length")
+
+    def on_train_start(self) -> None:
+        if deviation := unchanged.deviation_by_later_tokens(self.model):
+            raise ConfigurationError(
+                f"the model in {self.path} ({self.config.model_type}) lets a token see those behind it, which it is to "
+                f"predict: with others behind it its logits are {deviation}; train a causal model, or, where its type "
+                "has is_decoder, set that to true in its config.json"
+            )
 
     @cached_property
     def _num_positions(self) -> int | None:

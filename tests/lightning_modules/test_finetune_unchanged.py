@@ -154,6 +154,51 @@ def test_what_cannot_be_fine_tuned_is_told(folder: Path) -> None:
         make_trainer(Layout()).fit(module, datamodule=data(folder, packing="documents"))
 
 
+SEEING: dict[str, Any] = {
+    "xlm": transformers.XLMConfig(n_words=304, emb_dim=32, n_layers=2, n_heads=4),
+    "xlnet": transformers.XLNetConfig(vocab_size=304, d_model=32, n_layer=2, n_head=4, d_inner=48),
+    "bert-generation": transformers.BertGenerationConfig(**SIZES),
+}
+"""Types whose tokens see later ones, which their configurations do not tell."""
+
+
+def refusal(layout: Layout, folder: Path, name: str) -> str:
+    """What a fit says to the model in a folder; it leaves random numbers as they are."""
+    module = CausalModule(str(folder / name), from_scratch=name in SEEING)
+    before = []
+
+    def look(start: Callable[[], None] = module.on_train_start) -> None:
+        before.append((torch.get_rng_state(), [one.clone() for one in module.buffers()]))
+        start()
+        state, buffers = before[0]
+        assert torch.equal(torch.get_rng_state(), state) and all(one.training for one in module.modules())
+        assert all(torch.equal(*both) for both in zip(module.buffers(), buffers, strict=True))
+
+    module.on_train_start = look  # type: ignore[method-assign]
+    try:
+        make_trainer(layout, max_steps=1, limit_val_batches=0).fit(module, datamodule=data(folder))
+    except ConfigurationError as error:
+        return str(error)
+    assert before
+    return ""
+
+
+LOOKS = [(name, "one") for name in SEEING] + [("bert-generation", "tp=2 sp"), ("bert-generation", "pp=2")]
+LOOKS += [("bert-generation", "cp=2"), ("gemma2", "tp=2 sp"), ("gemma2", "pp=2"), ("olmoe", "ep=2")]
+
+
+@pytest.mark.parametrize(("name", "layout"), LOOKS)
+def test_a_model_whose_tokens_see_later_ones_is_refused_before_the_first_step(
+    folder: Path, name: str, layout: str
+) -> None:
+    if name in SEEING:
+        SEEING[name].save_pretrained(str(folder / name))
+    found = {"one": ONE, "cp=2": Layout(world=2, cp=2), **LAYOUTS}[layout]
+    for said in run_on_ranks(found.world, refusal, found, folder, name, init=False):
+        assert bool(said) == (name in SEEING)
+        assert not said or f"({name}) lets a token see those behind it" in said
+
+
 def test_rows_longer_than_a_table_of_positions_are_refused_before_the_first_step(folder: Path) -> None:
     sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 63}
     transformers.GPT2Config(vocab_size=304, **sizes).save_pretrained(str(folder / "gpt2"))

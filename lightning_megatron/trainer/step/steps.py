@@ -110,6 +110,8 @@ class Steps:
         self._driver: Driver = LocalCall()
         if mesh.pp.size > 1:
             self._driver = CollectiveCall(mesh.pp, mailbox, device, batches.count_of)
+        # Hooks before the first step may call the models too.
+        user_step.drive(self._driver)
         self._log = StepLog(module, mesh, device, log_dtype, tail_on_last_stage=False)
         self._loss_check = LossCheck(mesh.axis("pp+cp+tp"))
         self._state_watch = StateWatch(module, mesh)
