@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
 
 from tests.harness import device
+from tests.harness.ranks import start_server
 from tests.harness.sample import WHOLE, sample_of_matrix
 
 torch.set_num_threads(1)
@@ -34,6 +35,13 @@ def fixed_seed() -> None:
     """The test's own random stream, whatever ran before it."""
     random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def loaded_server() -> None:
+    """Starts the fork server that ranks come from, whose modules are loaded, before `certify` starts one without."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        start_server()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -139,7 +139,10 @@ class CausalModule(L.LightningModule):
             self._require_positions(data.sequence_length, "rows of data.sequence_length", "a smaller sequence_length")
 
     def on_train_start(self) -> None:
-        if deviation := unchanged.deviation_by_later_tokens(self.model):
+        # As steps run: under mixed precision weights and hidden states have dtypes of their own.
+        with self.trainer.precision_plugin.forward_context():
+            deviation = unchanged.deviation_by_later_tokens(self.model)
+        if deviation:
             raise ConfigurationError(
                 f"the model in {self.path} ({self.config.model_type}) lets a token see those behind it, which it is to "
                 f"predict: with others behind it its logits are {deviation}; train a causal model, or, where its type "
