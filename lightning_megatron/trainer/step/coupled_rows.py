@@ -162,8 +162,10 @@ def _is_of_weights(node: Any, known: dict[Any, bool]) -> bool:
         leaf, sources = _leaf(one), [source for source, _ in _inputs(one)]
         if leaf is not None or not sources:
             known[one] = isinstance(leaf, nn.Parameter)
-        elif missing := [source for source in sources if source not in known]:
+        elif any(known.get(source) is False for source in sources):
             # What is not of weights alone shows at its first other source.
+            known[one] = False
+        elif missing := [source for source in sources if source not in known]:
             todo.append(missing[0])
             continue
         else:
