@@ -169,7 +169,7 @@ def _is_of_weights(node: Any, known: dict[Any, bool]) -> bool:
             todo.append(missing[0])
             continue
         else:
-            known[one] = all(known[source] for source in sources) and _keeps_weights(one)
+            known[one] = _keeps_weights(one)
         todo.pop()
     return known[node]
 
