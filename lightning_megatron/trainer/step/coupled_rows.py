@@ -1,79 +1,114 @@
-"""Finds in a loss's graph whether it couples the rows of a batch, as in-batch negatives do.
+"""Finds whether a loss couples the rows of a batch, as in-batch negatives do.
 
-Where each row has a term of its own in a loss, the gradient by the numbers of one row does not depend on those of
-another: second derivatives between rows are zero. They are taken by the numbers that the last weights computed: the
-graph is followed from the loss to the operations that apply a weight, or to a pipelined model's output.
+Where each row has a term of its own in a loss, L(a, b) + L(a', b') = L(a, b') + L(a', b) for any numbers a and a' of
+the first half of the rows and b and b' of the others. The numbers are those that the last weights computed; the loss is
+that of the operations after them, recorded in a step and run again.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from itertools import islice, product
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge
+from torch import Tensor
 
-from lightning_megatron.any_module.loss_count import is_output, kind_of
+from lightning_megatron.trainer.step.operation_record import OperationRecord, Value, history, run_again, widened
+from lightning_megatron.trainer.step.user_step import says_what_it_counts
 
-MAX_NUMBERS = 2**24
-"""Numbers above which second derivatives are not taken: logits of a vocabulary, of which a step holds few copies."""
-ROUNDING = 1e-4
-"""Part of the largest second derivative up to which one between rows is taken for the rounding of a zero."""
+ROUNDING, EPSILON = 1e-6, 1e-12
+"""Parts of the largest change of a loss, and of the loss, up to which a difference is taken for rounding."""
 _MAX_ORDERS = 64
-# They pick rows of a weight, or multiply it, by what the batch holds.
-_PICKS = ("Embedding", "EmbeddingBag", "IndexSelect", "Index", "Gather", "Take")
-_PRODUCTS = ("Mm", "Addmm", "Bmm", "Baddbmm", "Mv", "Convolution")
+# Of two rows one is the harder with either numbers in some two of three draws.
+_NUM_DRAWS = 12
 
-Value = TypeVar("Value")
+Numbers = dict[Value, Tensor]
 
 
 class RowCheck:
-    """Warns, once, of a training loss that couples rows where a step runs in several parts of a global batch."""
+    """Warns, once, of a training loss that couples rows where a step runs in several parts of a global batch.
 
-    def __init__(self) -> None:
-        self._is_over = False
+    `own_ranks`: ranks that compute the same rows.
+    """
 
-    def check(self, loss: Tensor, num_rows: int, num_parts: int) -> None:
-        """Looks at the first loss, [], of at least two rows, whose graph no backward has freed."""
-        # While torch looks for anomalies it would tell of those of a second derivative.
-        if self._is_over or num_parts == 1 or num_rows < 2 or torch.is_anomaly_enabled():
+    def __init__(self, module: LightningModule, own_ranks: tuple[int, ...]) -> None:
+        self._module, self._own_ranks = module, own_ranks
+        self._is_over = not module.automatic_optimization
+
+    def recording(self, num_rows: int, num_parts: int) -> AbstractContextManager[OperationRecord | None]:
+        """Records the step of so many rows that runs inside the block; None where its loss is not looked at."""
+        if self._is_over or num_parts == 1 or num_rows < 2:
+            return nullcontext()
+        return OperationRecord(self._module.buffers(), self._own_ranks)
+
+    def check(
+        self, record: OperationRecord | None, loss: Tensor | None, output: Any, num_rows: int, num_parts: int
+    ) -> None:
+        """Looks at the loss, [], of a recorded step; not where its output says how its parts add up."""
+        if record is None or self._is_over:
             return
         self._is_over = True
-        if couples_rows(loss, num_rows):
+        if loss is None or says_what_it_counts(output):
+            return
+        if couples_rows(record, loss, num_rows):
             rank_zero_warn(
-                "the loss of training_step seems to couple the rows of its batch (in-batch negatives, statistics of "
-                f"the batch, a root of a mean), of which each of the {num_parts} parts of a global batch (microbatches "
-                "of data-parallel ranks) has its own: the mean over parts is then not the loss of one device. Use "
-                "num_microbatches=1, and gather what couples rows by self.all_gather(rows, sync_grads=True); where "
-                'each part may stand for itself, return {"loss": loss, "loss_reduction": "mean"}',
+                "the loss of training_step seems to couple the rows of its batch (in-batch negatives, hardest rows, "
+                f"statistics of the batch, a root of a mean), of which each of the {num_parts} parts of a global batch "
+                "(microbatches of data-parallel ranks) has its own: the mean over parts is then not the loss of one "
+                "device. Use num_microbatches=1, and gather what couples rows by self.all_gather(rows, "
+                "sync_grads=True); where each part may stand for itself, return "
+                '{"loss": loss, "loss_reduction": "mean"}',
                 category=UserWarning,
             )
 
 
-def couples_rows(loss: Tensor, num_rows: int) -> bool:
-    """Whether a loss, [], of so many rows shows second derivatives between two of them.
+def couples_rows(record: OperationRecord, loss: Tensor, num_rows: int) -> bool:
+    """Whether a loss, [], of so many rows changes by more than the sum of what changes in two halves of them.
 
-    False also where nothing can be known: for operations without second derivatives or in Python (which may
-    communicate), for more than `MAX_NUMBERS` numbers, and where rows depend on each other before the last weights.
+    False also where it is not known: where the operations after the last weights cannot run again, or not in double
+    precision, and where they have more numbers than a record keeps.
     """
-    edges = _last_edges(loss)
-    if not edges:
+    value = record.value_of(loss)
+    if value is None or loss.is_meta:
         return False
+    sources, operations = history(value)
+    if any(source.numbers is None for source in sources):
+        return False
+    numbers = {source: widened(source.numbers) for source in sources if source.numbers is not None}
+    orders = {source: found for source, own in numbers.items() if (found := list(_first_rows(own, num_rows)))}
+    run = partial(run_again, value, operations)
     try:
-        grads = torch.autograd.grad(loss, edges, retain_graph=True, allow_unused=True)
-        sizes = [0 if grad is None else grad.numel() for grad in grads]
-        orders = [[] if grad is None else list(_first_rows(grad, num_rows)) for grad in grads]
-        edges, orders = _where(edges, map(bool, orders)), _where(orders, map(bool, orders))
-        if not edges or sum(sizes) > MAX_NUMBERS:
-            return False
-        grads = torch.autograd.grad(loss, edges, create_graph=True)
-        return all(_is_coupled(edges, grads, chosen) for chosen in islice(product(*orders), _MAX_ORDERS))
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError:
-        # An operation has no second derivative; what else is wrong with the graph the step's own backward raises.
+        own = float(run(numbers))
+        return bool(orders) and all(
+            any(_differs(run, own, numbers, dict(zip(orders, masks, strict=True)), draw) for draw in range(_NUM_DRAWS))
+            for masks in islice(product(*orders.values()), _MAX_ORDERS)
+        )
+    except (RuntimeError, NotImplementedError):
         return False
+
+
+def _differs(run: Callable[[Numbers], Tensor], own: float, numbers: Numbers, first_rows: Numbers, draw: int) -> bool:
+    """Whether the change of a loss by other numbers in all rows is not the sum of those by the first and the rest."""
+    # Of its own: torch's default generator shuffles the rows of the next epoch, on all ranks alike.
+    generator = torch.Generator(next(iter(first_rows.values())).device).manual_seed(draw)
+    others = {one: _others(numbers[one], generator) for one in first_rows}
+    first = {one: torch.where(mask, others[one], numbers[one]) for one, mask in first_rows.items()}
+    rest = {one: torch.where(mask, numbers[one], others[one]) for one, mask in first_rows.items()}
+    by_all, by_first, by_rest = (float(run(numbers | changed)) - own for changed in (others, first, rest))
+    largest = max(abs(by_all), abs(by_first), abs(by_rest))
+    return abs(by_all - by_first - by_rest) > ROUNDING * largest + EPSILON * abs(own)
+
+
+def _others(numbers: Tensor, generator: torch.Generator) -> Tensor:
+    """Numbers of the same size, in other rows and elsewhere."""
+    if not numbers.numel():
+        return numbers
+    noise = torch.randn(numbers.shape, dtype=numbers.dtype, device=numbers.device, generator=generator)
+    scale = numbers.std(correction=0)
+    return numbers + noise * torch.where(scale > 0, scale, 1.0)
 
 
 def _first_rows(numbers: Tensor, num_rows: int) -> Iterator[Tensor]:
@@ -86,116 +121,3 @@ def _first_rows(numbers: Tensor, num_rows: int) -> Iterator[Tensor]:
         for size in range(each, 0, -1):
             if each % size == 0:
                 yield places // size % num_rows < num_rows // 2
-
-
-def _is_coupled(edges: list[GradientEdge], grads: tuple[Tensor, ...], chosen: tuple[Tensor, ...]) -> bool:
-    """Whether gradients by the chosen numbers change with others."""
-    if not any(grad.requires_grad for grad in grads):
-        return False
-    # Of its own: torch's default generator shuffles the rows of the next epoch, on all ranks alike.
-    generator = torch.Generator(grads[0].device).manual_seed(0)
-    weights = [
-        torch.randn(grad.shape, dtype=grad.dtype, device=grad.device, generator=generator) * own
-        for grad, own in zip(grads, chosen, strict=True)
-    ]
-    differentiable = [grad.requires_grad for grad in grads]
-    second = torch.autograd.grad(
-        _where(grads, differentiable),
-        edges,
-        _where(weights, differentiable),
-        retain_graph=True,
-        allow_unused=True,
-    )
-    found = [(grad, own) for grad, own in zip(second, chosen, strict=True) if grad is not None]
-    largest = max((float(grad.abs().max()) for grad, _ in found), default=0.0)
-    return any(float((grad * ~own).abs().max()) > ROUNDING * largest for grad, own in found)
-
-
-def _where(values: Iterable[Value], are_wanted: Iterable[bool]) -> list[Value]:
-    return [value for value, is_wanted in zip(values, are_wanted, strict=True) if is_wanted]
-
-
-def _last_edges(loss: Tensor) -> list[GradientEdge]:
-    """Edges of a loss's graph at which the last weights, or a pipelined model, handed on what the loss is made of; none
-    where an operation in Python comes first."""
-    if loss.grad_fn is None:
-        return []
-    found: list[GradientEdge] = []
-    are_weights: dict[Any, bool] = {}
-    todo, seen = [(loss.grad_fn, 0)], set()
-    while todo:
-        node, output = todo.pop()
-        if (node, output) in seen or _is_of_weights(node, are_weights):
-            continue
-        seen.add((node, output))
-        if is_output(node) or _leaf(node) is not None or _applies_weight(node, are_weights):
-            found.append(GradientEdge(node, output))
-        elif isinstance(node, torch.autograd.function.BackwardCFunction):
-            return []
-        else:
-            todo.extend(_inputs(node))
-    # Derivatives by what others are made of would go through the network between them.
-    before: set[Any] = set()
-    todo = [one for edge in found for one in _inputs(edge.node)]
-    while todo:
-        node, output = todo.pop()
-        if (node, output) not in before:
-            before.add((node, output))
-            todo.extend(_inputs(node))
-    return [edge for edge in found if (edge.node, edge.output_nr) not in before]
-
-
-def _applies_weight(node: Any, are_weights: dict[Any, bool]) -> bool:
-    """Whether an operation of other numbers reads a weight of several."""
-    return any(_is_of_weights(source, are_weights) and _numel(source, output) > 1 for source, output in _inputs(node))
-
-
-def _is_of_weights(node: Any, known: dict[Any, bool]) -> bool:
-    """Whether a parameter, or what an operation makes of parameters alone, comes from a node: a scaled weight, a normed
-    one. `known` holds what is known of nodes."""
-    todo = [node]
-    while todo:
-        one = todo[-1]
-        if one in known:
-            todo.pop()
-            continue
-        leaf, sources = _leaf(one), [source for source, _ in _inputs(one)]
-        if leaf is not None or not sources:
-            known[one] = isinstance(leaf, nn.Parameter)
-        elif any(known.get(source) is False for source in sources):
-            # What is not of weights alone shows at its first other source.
-            known[one] = False
-        elif missing := [source for source in sources if source not in known]:
-            todo.append(missing[0])
-            continue
-        else:
-            known[one] = _keeps_weights(one)
-        todo.pop()
-    return known[node]
-
-
-def _keeps_weights(node: Any) -> bool:
-    """Whether an operation of parameters has no other input, such as a batch that needs no gradient: it has no place
-    for one, or its result is as large as a parameter."""
-    if kind_of(node) in _PICKS:
-        return False
-    if all(source is not None for source, _ in node.next_functions):
-        return True
-    sizes = {_numel(source, output) for source, output in _inputs(node)}
-    return kind_of(node) not in _PRODUCTS and _numel(node, 0) in sizes
-
-
-def _numel(node: Any, output: int) -> int:
-    """Elements of an output of an operation, or of a leaf."""
-    leaf = _leaf(node)
-    return leaf.numel() if leaf is not None else torch.Size(node._input_metadata[output].shape).numel()
-
-
-def _inputs(node: Any) -> Iterator[tuple[Any, int]]:
-    return ((source, output) for source, output in node.next_functions if source is not None)
-
-
-def _leaf(node: Any) -> Tensor | None:
-    """The tensor whose gradient a node keeps; None for an operation."""
-    leaf: Tensor | None = getattr(node, "variable", None)
-    return leaf

@@ -38,7 +38,6 @@ from lightning_megatron.trainer.step.user_step import (
     loss_of,
     loss_reduction_of,
     no_loss,
-    says_what_it_counts,
 )
 
 
@@ -136,8 +135,17 @@ class ScheduledStep:
         self.log.num_copies = part.num_copies
         # A rank that holds the last stage alone leaves no step early, and need not copy the states of metrics.
         mark = self.log.mark() if self.mesh.own_stages[0] < self.mesh.sizes.num_stages - 1 else None
+        num_parts = len(parts) * self.mesh.dp.size
+        rows = None if self.batches.are_planned else part.rows
+        # Elsewhere nothing reaches a loss.
+        holds_last = self.mesh.own_stages[-1] == self.mesh.sizes.num_stages - 1
+        num_recorded = rows_of(part.batch) if holds_last and rows is not None else 0
         try:
-            with user_step.synced_random(microbatch, part.group_index, is_scheduled=True), context():
+            with (
+                user_step.synced_random(microbatch, part.group_index, is_scheduled=True),
+                context(),
+                self.row_check.recording(num_recorded, num_parts) as record,
+            ):
                 # A step that changes its batch in place does so once for each stage of this rank.
                 is_shared = len(self.mesh.own_stages) > 1
                 batch = map_tensors(part.batch, Tensor.clone) if is_shared else part.batch
@@ -149,11 +157,8 @@ class ScheduledStep:
         loss, is_sum = loss_of(output), loss_reduction_of(output) == "sum"
         if loss is None:
             raise no_loss("microbatch")
-        num_parts = len(parts) * self.mesh.dp.size
-        rows = None if self.batches.are_planned else part.rows
         weight = user_step.loss_weight(output, rows, self.log.device, num_parts=num_parts)
-        if rows is not None and not says_what_it_counts(output):
-            self.row_check.check(loss, rows_of(part.batch), num_parts)
+        self.row_check.check(record, loss, output, num_recorded, num_parts)
         self._take_outputs(output)
         self.log.end_microbatch(loss, weight, part.rows, is_sum=is_sum)
         # Each of these ranks has the whole loss and their gradients are summed: so each counts for its share.

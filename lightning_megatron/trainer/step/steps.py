@@ -52,7 +52,6 @@ from lightning_megatron.trainer.step.user_step import (
     loss_reduction_of,
     no_loss,
     reciprocal,
-    says_what_it_counts,
 )
 from lightning_megatron.transformer.moe import share_yield_to_peer
 
@@ -115,7 +114,7 @@ class Steps:
         self._log = StepLog(module, mesh, device, log_dtype, tail_on_last_stage=False)
         self._loss_check = LossCheck(mesh.axis("pp+cp+tp"))
         self._state_watch = StateWatch(module, mesh)
-        self._row_check = RowCheck()
+        self._row_check = RowCheck(module, self._mesh.axis("pp+cp+tp").ranks)
         self._scheduled: ScheduledStep | None = None
         if uses_schedule:
             self._scheduled = ScheduledStep(
@@ -183,7 +182,13 @@ class Steps:
         self._log.num_copies, num_parts = self._user_step.num_copies, self._mesh.dp.size
         # Over several stages the model's calls are cut.
         num_calls = num_parts * (self._cutting.count_of(rows) if self._mesh.pp.size > 1 else 1)
-        with self._log.recording(), self._user_step.synced_random(), context(), self._state_watch.watching(num_calls):
+        with (
+            self._log.recording(),
+            self._user_step.synced_random(),
+            context(),
+            self._state_watch.watching(num_calls),
+            self._row_check.recording(rows, num_parts) as record,
+        ):
             output = self._module.training_step(*args, **kwargs)
         loss, is_sum = loss_of(output), loss_reduction_of(output) == "sum"
         if not self._module.automatic_optimization:
@@ -192,8 +197,7 @@ class Steps:
         self._log.end_microbatch(loss, weight, rows, is_sum=is_sum)
         summary = self._log.replay(self._user_step.whereabouts)
         self._loss_check.check(loss)
-        if loss is not None and self._module.automatic_optimization and not says_what_it_counts(output):
-            self._row_check.check(loss, rows, num_parts)
+        self._row_check.check(record, loss, output, rows, num_parts)
         if loss is None or not self._module.automatic_optimization or dp_cp.size == 1:
             return output
         part = torch.ones_like(weight) if is_sum else weight

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.parametrizations import weight_norm
+from torch.testing import assert_close
 from torch.utils.data import DataLoader
 
 from lightning_megatron.trainer.step.coupled_rows import couples_rows
+from lightning_megatron.trainer.step.operation_record import OperationRecord, history, run_again, widened
 from tests.harness.ranks import run_on_ranks
 from tests.trainer.layouts import Layout, make_trainer
 from tests.trainer.modules import Data, Small, samples
@@ -35,6 +37,8 @@ class Network(nn.Module):
         self.normed = weight_norm(nn.Linear(WIDTH, WIDTH, bias=False))
         layer = nn.TransformerEncoderLayer(WIDTH, 2, dim_feedforward=WIDTH, dropout=0.0)
         self.encoder = nn.TransformerEncoder(layer, 1, norm=nn.LayerNorm(WIDTH), enable_nested_tensor=False)
+        self.batch_norm = nn.BatchNorm1d(WIDTH, affine=False)
+        self.register_buffer("prompts", torch.randn(ROWS, WIDTH))
         self.inputs = torch.randn(ROWS, TOKENS, WIDTH)
         self.ids = torch.randint(0, 12, (ROWS, TOKENS))
 
@@ -102,6 +106,60 @@ def with_an_earlier_term(of: Network) -> Tensor:
 
 def root_of_mean(of: Network) -> Tensor:
     return functional.mse_loss(of.rows, of.others).sqrt()
+
+
+def hardest(of: Network) -> Tensor:
+    """Each row against the nearest of the others, whose distances have no second derivatives in torch."""
+    far = torch.cdist(of.rows, of.others)
+    return functional.relu(1 + far.diagonal() - (far + 9 * torch.eye(ROWS)).amin(1)).mean()
+
+
+def of_the_worst(of: Network) -> Tensor:
+    """The mean over half of the rows, whose own losses are the largest."""
+    losses: Tensor = functional.cross_entropy(of.rows, torch.arange(ROWS), reduction="none")
+    return losses.topk(ROWS // 2).values.mean()
+
+
+def by_detached_shares(of: Network) -> Tensor:
+    losses = functional.cross_entropy(of.rows, torch.arange(ROWS), reduction="none")
+    return (losses * (losses / losses.sum()).detach()).sum()
+
+
+def in_place(of: Network) -> Tensor:
+    """Similarities that are written into a tensor of zeros, row by row."""
+    alike, found = torch.zeros(ROWS, ROWS), of.rows
+    for row in range(ROWS):
+        alike[row] = found @ found[row]
+    alike.fill_diagonal_(-9).mul_(2)
+    alike += torch.ones(ROWS).mul_(found[:, 0])
+    return functional.cross_entropy(alike, torch.arange(ROWS))
+
+
+def in_half(of: Network) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return negatives(of)
+
+
+def mapped(of: Network) -> Tensor:
+    found = of.others
+    logsumexp: Callable[[Tensor], Tensor] = torch.func.vmap(lambda row: (found @ row).logsumexp(0))
+    return logsumexp(of.rows).mean()
+
+
+def of_a_compiled_network(of: Network) -> Tensor:
+    found: Tensor = torch.compile(of.query, backend="aot_eager")(of.inputs[:, 0])
+    return functional.cross_entropy(found @ found.T, torch.arange(ROWS))
+
+
+def batch_norm(of: Network) -> Tensor:
+    of.batch_norm.double()
+    return functional.mse_loss(of.batch_norm(of.rows.double()), of.batch_norm(of.others.double()))
+
+
+def of_generated(of: Network) -> Tensor:
+    """Numbers that a network makes of noise."""
+    found: Tensor = of.query(torch.randn(ROWS, WIDTH))
+    return found.mean(0).square().sum()
 
 
 def classes(of: Network) -> Tensor:
@@ -172,6 +230,34 @@ def preferred(of: Network) -> Tensor:
     return -functional.logsigmoid(of_rows[:ROWS] - of_rows[ROWS:]).mean()
 
 
+def of_computed_classes(of: Network) -> Tensor:
+    """As many classes as rows, from what stands for them by a weight."""
+    return functional.cross_entropy(of.rows @ of.key(of.prompts).T, torch.arange(ROWS))
+
+
+def noisy(of: Network) -> Tensor:
+    found = functional.dropout(of.rows, 0.5) + torch.randn(ROWS, WIDTH)
+    return functional.cross_entropy(found * torch.rand(ROWS, 1), torch.arange(ROWS))
+
+
+def in_place_of_rows(of: Network) -> Tensor:
+    logits = torch.empty(ROWS, WIDTH)
+    logits[:, :4], logits[:, 4:] = of.rows[:, 4:], of.rows[:, :4]
+    logits /= 2
+    logits[:, 0].add_(1)
+    return functional.cross_entropy(logits, torch.arange(ROWS))
+
+
+def of_own_tokens_in_half(of: Network) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return functional.cross_entropy(of.query(of.tokens).mean(1).float(), torch.arange(ROWS))
+
+
+def of_masked_mean(of: Network) -> Tensor:
+    is_seen = of.ids > 5
+    return (functional.mse_loss(of.tokens, of.inputs, reduction="none").mean(-1) * is_seen).sum() / is_seen.sum()
+
+
 def sequences_first(of: Network) -> Tensor:
     found = of.encoder(of.inputs.transpose(0, 1)).mean(0)
     return functional.cross_entropy(found, torch.arange(ROWS))
@@ -186,25 +272,47 @@ def two_heads(of: Network) -> Tensor:
 
 
 COUPLING = [negatives, both_views, pooled_negatives, triplets, standardised, root_of_mean, with_an_earlier_term]
+COUPLING += [hardest, of_the_worst, by_detached_shares, in_place, in_half, mapped, of_a_compiled_network, batch_norm]
+COUPLING += [of_generated]
 OF_ROWS = [classes, masked_tokens, weighted, own_pairs, of_own_tokens, penalised, two_heads, normed_classes, actions]
 OF_ROWS += [of_normed_weight, of_low_rank, of_a_table, mixture, preferred, sequences_first]
+OF_ROWS += [of_computed_classes, noisy, in_place_of_rows, of_own_tokens_in_half, of_masked_mean]
+
+
+def looked_at(loss: Callable[[Network], Tensor]) -> bool:
+    network = Network()
+    torch.manual_seed(1)
+    wanted = loss(network)
+    network = Network()
+    torch.manual_seed(1)
+    with OperationRecord(network.buffers()) as record:
+        found = loss(network)
+    random, buffers = torch.get_rng_state(), [buffer.clone() for buffer in network.buffers()]
+    is_coupled = couples_rows(record, found, ROWS)
+    if loss is not noisy:
+        value = record.value_of(found)
+        assert value is not None
+        sources, operations = history(value)
+        numbers = {source: widened(source.numbers) for source in sources if source.numbers is not None}
+        again = run_again(value, operations, numbers)
+        assert_close(again.to(found.dtype), found, rtol=1e-2 if loss.__name__.endswith("in_half") else 1e-5, atol=1e-6)
+    # Neither the record nor the look moves anything.
+    assert torch.equal(found, wanted)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(map(torch.equal, network.buffers(), buffers))
+    found.backward()
+    assert any(weight.grad is not None for weight in network.parameters())
+    return is_coupled
 
 
 @pytest.mark.parametrize("loss", COUPLING)
 def test_losses_that_couple_rows_are_found(loss: Callable[[Network], Tensor]) -> None:
-    found = loss(Network())
-    assert couples_rows(found, ROWS)
-    # The graph is as it was.
-    found.backward()
+    assert looked_at(loss)
 
 
 @pytest.mark.parametrize("loss", OF_ROWS)
 def test_losses_of_rows_by_themselves_are_not(loss: Callable[[Network], Tensor]) -> None:
-    network = Network()
-    found = loss(network)
-    assert not couples_rows(found, ROWS)
-    found.backward()
-    assert any(weight.grad is not None for weight in network.parameters())
+    assert not looked_at(loss)
 
 
 class Negatives(Small):
@@ -213,6 +321,14 @@ class Negatives(Small):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         found = self.logits(batch[0])
         return functional.cross_entropy(found @ found.T, torch.arange(len(found)))
+
+
+class OfTheWorst(Small):
+    """Learns from the half of its rows on which it is worst."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        losses = functional.cross_entropy(self.logits(batch[0]), batch[1], reduction="none")
+        return losses.topk(len(losses) // 2).values.mean()
 
 
 class Confirmed(Negatives):
@@ -227,7 +343,9 @@ class Gathered(Negatives):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         found = self.logits(batch[0])
-        rows = self.all_gather(found, sync_grads=True).reshape(-1, found.shape[1])
+        gathered = self.all_gather(found, sync_grads=True)
+        assert isinstance(gathered, Tensor)
+        rows = gathered.reshape(-1, found.shape[1])
         own = torch.arange(len(found)) + len(found) * self.global_rank
         return functional.cross_entropy(found @ rows.T, own)
 
@@ -311,6 +429,9 @@ def told(layout: Layout, kind: type[L.LightningModule]) -> list[str]:
         (Negatives, COLLECTIVE, ""),
         (Negatives, Layout(world=2, pp=2), ""),
         (Negatives, Layout(world=2, tp=2), ""),
+        (Negatives, Layout(world=4, tp=2), COUPLED),
+        (OfTheWorst, M2, COUPLED),
+        (OfTheWorst, DP2PP2, COUPLED),
         (Confirmed, DP2, ""),
         (Gathered, DP2, ""),
         (Small, DP2PP2, ""),
