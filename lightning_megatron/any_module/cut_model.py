@@ -2,14 +2,14 @@
 
 On each stage the model's forward runs as it is written. A layer of an earlier stage returns what was received from
 there; the last layer of the stage leaves the forward, and what it returned goes to the next stage. What stands around
-the layers (embeddings, masks, rotary tables, the head) is held, and computed, by every stage, so that it reads what it
-reads on one device; its gradients are summed over the stages.
+the layers (embeddings, masks, rotary tables, the head) is held, and computed, by every stage that reads it, as far as
+that is known, else by all; the gradients of its weights are summed over the stages that hold them.
 
     stage 0    embedding   layer 0 ► layer 1 ─────► sent
-    stage 1    embedding   (NaN)     received ────► layer 2 ► layer 3    norm   head   loss
+    stage 1    (NaN)       (NaN)     received ────► layer 2 ► layer 3    norm   head   loss
 
-A layer of an earlier stage other than the last returns NaN: whoever reads it, reads what this stage does not have, and
-no number of it can pass for a right one.
+What a stage does not have, and a layer of an earlier stage other than the last, returns NaN: whoever reads it, reads
+what this stage does not have, and no number of it can pass for a right one.
 """
 
 import inspect
@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_megatron.any_module.check_styles import without_fp8
 from lightning_megatron.any_module.cut_error import CutError
@@ -40,6 +40,7 @@ from lightning_megatron.any_module.whole_weights import (
 from lightning_megatron.comm import collectives, rng
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.pipeline.module import Part, PipelineModule, StagePart
+from lightning_megatron.sharding import sharded_parameters
 
 _NUM_CHECKED = 8
 """Calls of a rank in which it looks for numbers that a stage does not have."""
@@ -57,8 +58,9 @@ class CutModel(PipelineModule):
 
     `layers` are names of its layers in the order in which its forward calls them, `ends` how many of them end a list
     whose output later layers read too (the last layer of an encoder), `skips` names of others that are read so;
-    `is_on_features` tells which weights are used on the features of a rank of tp. The parameters and children are the
-    model's own, under its own names. Layers of other ranks lose their weights. Raises ValueError for a layer whose
+    `is_on_features` tells which weights are used on the features of a rank of tp. `readers` has the modules around the
+    layers of which is known which layers read them, as `readers_of` finds. The parameters and children are the model's
+    own, under its own names. Layers and modules of other ranks lose their weights. Raises ValueError for a layer whose
     weight another module has too, and for a stage without a layer.
     """
 
@@ -74,6 +76,7 @@ class CutModel(PipelineModule):
         mesh: Mesh,
         attention: ContextAttention | None = None,
         is_on_features: Callable[[nn.Parameter], bool] = lambda weight: False,
+        readers: Mapping[str, Collection[int]] | None = None,
     ) -> None:
         parts = [Part(name=name, build=partial(model.get_submodule, name)) for name in layers]
         super().__init__(parts, mesh=mesh)
@@ -115,6 +118,14 @@ class CutModel(PipelineModule):
                 module.__dict__["forward"] = partial(self._refuse_forward, layers[index])
             module.__dict__[_LAYER] = (self, index)
             _call_through(module, _LAYER)
+        read = {index for stage in self.mesh.own_stages for index in self.stages[stage]}
+        if self.mesh.own_stages[-1] == mesh.sizes.num_stages - 1:
+            read.add(len(layers))
+        for name, indices in (readers or {}).items():
+            module = model.get_submodule(name)
+            if read.isdisjoint(indices) and (min(indices) == len(layers) or _has_known_shape(module)):
+                _drop_weights(module)
+                module.__dict__["forward"] = partial(self._unknown_output, name)
         model.__dict__[_CUT] = self
         _call_through(model, _CUT)
 
@@ -307,6 +318,28 @@ class CutModel(PipelineModule):
             f"stages; let it call the layer itself, or use {self._way_out}"
         )
 
+    def _unknown_output(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """What a module around the layers returns where no layer reads it: NaN in the place of its numbers.
+
+        Raises CutError outside of the model's call, where anything may read it.
+        """
+        if self._stage < 0:
+            raise CutError(
+                f"{name} is called outside of the call of {type(self._whole).__name__}, on a rank whose stages do not "
+                "have its weights; let the model call it, name it in ModelPlan(on_all_stages=...), or use "
+                f"{self._way_out}"
+            )
+        self._is_checked = self._num_calls[self._stage] <= _NUM_CHECKED and not _has_nan((self._received, args, kwargs))
+        module = self.get_submodule(name)
+        if isinstance(module, nn.Embedding):
+            tokens = args[0] if args else kwargs["input"]
+            shape = (*tokens.shape, module.embedding_dim)
+            return torch.full(shape, torch.nan, dtype=module.weight.dtype, device=tokens.device)
+        device = next(leaf.device for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+        args, kwargs = tree_map_only(Tensor, lambda one: one.to("meta"), (args, kwargs))
+        output = type(module).forward(module, *args, **kwargs)
+        return tree_map_only(Tensor, lambda one: _unknown_like(torch.empty_like(one, device=device)), output)
+
     def _refuse_what_is_shared(self, kwargs: dict[str, Any]) -> None:
         """Raises CutError for options of transformers by which a call collects something of every layer and token."""
         config = getattr(self._whole, "config", None)
@@ -406,7 +439,7 @@ class CutModel(PipelineModule):
 
 
 def names_around(module: nn.Module) -> set[str]:
-    """Names of the parameters and buffers around the layers of the cut networks of a module: every stage has them."""
+    """Names of the parameters and buffers around the layers of the cut networks of a module that this rank has."""
     found: set[str] = set()
     for prefix, child in module.named_modules():
         cut = child.__dict__.get(_CUT)
@@ -486,6 +519,11 @@ def _drop_weights(module: nn.Module) -> None:
                     del held[name]
                     # One number, however many there were: a model may be on the meta device as a whole.
                     child.__dict__[name] = torch.empty((), dtype=tensor.dtype, device="meta").expand(tensor.shape)
+
+
+def _has_known_shape(module: nn.Module) -> bool:
+    """Whether the shape of what a module returns is known without its weights: cut ones would talk over tp."""
+    return isinstance(module, nn.Embedding) or not any(True for _ in sharded_parameters(module))
 
 
 def _call_through(module: nn.Module, mark: str) -> None:

@@ -1,10 +1,11 @@
 """How a network that knows nothing of parallelism is cut, as data."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import field
 
 from torch import nn
 
+from lightning_megatron.any_module.around_layers import known_readers
 from lightning_megatron.any_module.layer_list import is_list, layers_of
 from lightning_megatron.any_module.tensor_styles import EMBEDDING, REPLICATE, STYLES, matching, styles_of
 from lightning_megatron.config_dataclass import config_dataclass
@@ -24,6 +25,9 @@ class ModelPlan:
     skip_connections: tuple[str, ...] = ()
     """Layers whose outputs other layers than the next one read too, as the first halves of a U-Net:
     ("net.layers.0", "net.layers.1"). They go to all stages after theirs."""
+    on_all_stages: tuple[str, ...] = ()
+    """Modules around the layers that the step uses outside of the network's call, as ("net.embedding",): every stage
+    has their weights."""
     styles: Mapping[str, str] = field(default_factory=dict)
     """Style of linears under tensor parallelism by pattern, as {"net.layers.*.up": "colwise"}; they come before those
     that a model of transformers brings along."""
@@ -44,6 +48,11 @@ class ModelPlan:
                     f"plan layers ({name!r}) is a {type(modules[name]).__name__}; it must be an nn.ModuleList or "
                     "nn.Sequential of layers"
                 )
+        faults += [
+            f"plan on_all_stages ({name!r}) is no module of {type(module).__name__}"
+            for name in self.on_all_stages
+            if name not in modules
+        ]
         if len({name.partition(".")[0] for name in self.layers}) > 1:
             faults.append(f"plan layers ({', '.join(self.layers)}) must lie in one network, whose call is cut")
         if not faults:
@@ -86,6 +95,12 @@ class ModelPlan:
     def skips_in(self, name: str) -> set[str]:
         """Layers within a network, the child `name` of a module, whose outputs go to all stages after theirs."""
         return {one.removeprefix(f"{name}.") for one in self.skip_connections if one.startswith(f"{name}.")}
+
+    def readers_in(self, module: nn.Module, name: str, layers: Sequence[str]) -> dict[str, frozenset[int]]:
+        """By module around the layers of a network, the child `name` of `module`: the layers that read it, where that
+        is known, and no other stage has to have it."""
+        found = known_readers(module, name, layers)
+        return {one: indices for one, indices in found.items() if indices and f"{name}.{one}" not in self.on_all_stages}
 
     def styles_in(self, name: str, network: nn.Module) -> dict[str, str]:
         """Styles by pattern within a network, the child `name` of a module."""

@@ -1,6 +1,6 @@
 """What a plan makes of a network, in words: stages, cut linears and experts, what stays whole, what a rank holds."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from torch import nn
 
@@ -19,11 +19,12 @@ from lightning_megatron.mesh import Sizes, StageLayout
 from lightning_megatron.pipeline.layout import assign
 
 
-def report_of(name: str, network: nn.Module, plan: ModelPlan, sizes: Sizes) -> str:
-    """A text for a network, the child `name` of its module, over `sizes.tp`, `sizes.ep` and `sizes.num_stages` ranks.
+def report_of(module: nn.Module, name: str, plan: ModelPlan, sizes: Sizes) -> str:
+    """A text for a network, the child `name` of `module`, over `sizes.tp`, `sizes.ep` and `sizes.num_stages` ranks.
 
     Raises ValueError where the layers are fewer than the stages.
     """
+    network = module.get_submodule(name)
     layers, _ = plan.layers_in(name, network)
     styles = plan.styles_in(name, network)
     cut = {one: style for one, _, style in cut_by(network, styles, sizes.tp)} if sizes.tp > 1 else {}
@@ -32,7 +33,14 @@ def report_of(name: str, network: nn.Module, plan: ModelPlan, sizes: Sizes) -> s
         blocks.append(_linears(network, styles, cut, sizes.tp))
     if sizes.ep > 1 or (sizes.tp > 1 and any(True for _ in expert_modules(network))):
         blocks.append(_experts(network, sizes))
-    blocks.append(_held(network, layers, cut, sizes))
+    readers = plan.readers_in(module, name, layers) if layers and sizes.num_stages > 1 else {}
+    # What is cut and comes before the layers talks over tp, and every stage calls it.
+    alone = {
+        one: indices
+        for one, indices in readers.items()
+        if min(indices) == len(layers) or not any(found.startswith(f"{one}.") for found in cut)
+    }
+    blocks.append(_held(network, layers, cut, alone, sizes))
     return "\n".join(line for block in blocks for line in block)
 
 
@@ -91,10 +99,20 @@ def _experts(network: nn.Module, sizes: Sizes) -> list[str]:
     ]
 
 
-def _held(network: nn.Module, layers: Sequence[str], cut: Mapping[str, str], sizes: Sizes) -> list[str]:
+def _held(
+    network: nn.Module,
+    layers: Sequence[str],
+    cut: Mapping[str, str],
+    readers: Mapping[str, Collection[int]],
+    sizes: Sizes,
+) -> list[str]:
     """Parameters of the network, and of the rank that holds most."""
-    inside: dict[str, int] = dict.fromkeys(layers, 0)
-    around = 0
+    everywhere = range(len(layers) + 1)
+    stages = _stages(layers, sizes) if layers else (everywhere,)
+    by_rank: list[set[int]] = [set() for _ in range(sizes.pp)]
+    for stage, own in enumerate(stages):
+        by_rank[sizes.pp_rank_of(stage)] |= {*own, *([len(layers)] if stage == len(stages) - 1 else [])}
+    held, on_all = [0] * sizes.pp, 0
     cut_experts = shared_experts(network, sizes.tp if sizes.ep == 1 else 1)
     experts = {weight for module in cut_experts for _, weight in expert_weights(module)}
     num_parts = sizes.tp if sizes.ep == 1 else sizes.ep
@@ -102,19 +120,14 @@ def _held(network: nn.Module, layers: Sequence[str], cut: Mapping[str, str], siz
         owner = name.rpartition(".")[0]
         is_cut = cut.get(owner) in (*BY_OUTPUTS, EMBEDDING) or (cut.get(owner) in BY_INPUTS and weight.dim() > 1)
         count = weight.numel() // (sizes.tp if is_cut else num_parts if weight in experts else 1)
-        layer = next((layer for layer in layers if name.startswith(f"{layer}.")), None)
-        if layer is None:
-            around += count
-        else:
-            inside[layer] += count
+        layer = next((index for index, layer in enumerate(layers) if name.startswith(f"{layer}.")), None)
+        read = next((found for one, found in readers.items() if name.startswith(f"{one}.")), everywhere)
+        users = {layer} if layer is not None else set(read)
+        is_held = [not users.isdisjoint(own) for own in by_rank]
+        held = [total + count * own for total, own in zip(held, is_held, strict=True)]
+        on_all += count * (layer is None and all(is_held))
     whole = sum(weight.numel() for weight in network.parameters())
-    most = sum(inside.values())
-    if layers and sizes.num_stages > 1:
-        by_rank = [0] * sizes.pp
-        for stage, own in enumerate(_stages(layers, sizes)):
-            by_rank[sizes.pp_rank_of(stage)] += sum(inside[layers[index]] for index in own)
-        most = max(by_rank)
-    lines = [f"parameters: {whole:,}, of which a rank holds at most {most + around:,}"]
+    lines = [f"parameters: {whole:,}, of which a rank holds at most {max(held):,}"]
     if sizes.num_stages > 1:
-        lines.append(f"  {around:,} of them stand around the layers, and are on every stage")
+        lines.append(f"  {on_all:,} of them stand around the layers, and are on every stage")
     return lines

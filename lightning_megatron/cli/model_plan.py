@@ -77,7 +77,7 @@ def _report(model: str, sizes: Sizes) -> str:
         if faults := plan.faults(module):
             raise SubjectError("\n".join(faults))
         texts = [
-            f"{name} ({type(child).__name__})\n{report_of(name, child, plan, sizes)}"
+            f"{name} ({type(child).__name__})\n{report_of(module, name, plan, sizes)}"
             + _attention(name, child, plan, sizes)
             for name, child in module.named_children()
         ]

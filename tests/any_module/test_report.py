@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from lightning_megatron import ModelPlan
 from lightning_megatron.any_module.report import report_of
@@ -16,7 +17,7 @@ from tests.any_module.model_families import config_of
 
 
 def report(network: nn.Module, plan: ModelPlan, tp: int = 1, pp: int = 1, vp: int = 1) -> str:
-    return report_of("net", network, plan, Sizes(world=tp * pp, tp=tp, pp=pp, vp=vp))
+    return report_of(nn.ModuleDict({"net": network}), "net", plan, Sizes(world=tp * pp, tp=tp, pp=pp, vp=vp))
 
 
 def test_layers_stages_and_linears_are_told() -> None:
@@ -29,6 +30,17 @@ def test_layers_stages_and_linears_are_told() -> None:
         "  head                      whole: no style (1)",
     ):
         assert f"{line}\n" in text, text
+
+
+def test_stages_hold_of_what_is_around_the_layers_what_they_read() -> None:
+    network = AutoModelForCausalLM.from_config(config_of("llama"))
+    layer, one = (sum(p.numel() for p in part.parameters()) for part in (network.model.layers[0], network.lm_head))
+    text = report(network, ModelPlan(), pp=2)
+    norm = sum(p.numel() for p in network.model.norm.parameters())
+    assert text.endswith(
+        f"of which a rank holds at most {2 * layer + one + norm:,}\n"
+        "  0 of them stand around the layers, and are on every stage"
+    )
 
 
 def test_what_a_rank_holds_is_what_it_holds() -> None:
@@ -92,7 +104,7 @@ def test_experts_and_attention_are_told(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["model-plan", str(tmp_path), "--tp", "16"]) == 0
     assert "experts: layers.*.mlp.experts, 8 each, whole: tp (16) does not divide them (4)\n" in capsys.readouterr().out
     assert told.endswith("context parallel: layers look up their attention by name, which is cut over the tokens\n")
-    text = report_of("net", networks.GPT(), ModelPlan(), Sizes(world=2, ep=2))
+    text = report_of(nn.ModuleDict({"net": networks.GPT()}), "net", ModelPlan(), Sizes(world=2, ep=2))
     assert "experts: the network has none as transformers' models have them\n" in text
 
 

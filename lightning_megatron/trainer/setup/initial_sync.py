@@ -63,13 +63,37 @@ def sync_module_states(module: nn.Module, mesh: Mesh) -> None:
         if (isinstance(shard, Shard) and name not in taken) or is_lazy(tensor):
             continue
         is_inside = name in inside or (bool(model_prefixes) and name.startswith(model_prefixes))
-        axes = [mesh.axis("dp+cp"), mesh.tp] if is_inside and name not in around else [mesh.world]
+        axes = [mesh.axis("dp+cp"), mesh.tp] if is_inside else [mesh.world]
         if isinstance(shard, Shard):
-            axes = [shard.data or mesh.axis("dp+cp"), *shard.replicas, *([mesh.pp] if name in around else [])]
+            axes = [shard.data or mesh.axis("dp+cp"), *shard.replicas]
         contiguous = tensor.data.contiguous()
         for axis in axes:
             collectives.broadcast_(contiguous, axis)
         tensor.data.copy_(contiguous)
+    _sync_over_stages(
+        {name: tensor.data for name, tensor in tensors if name in around and not is_lazy(tensor)}, mesh.pp
+    )
+
+
+def _sync_over_stages(own: dict[str, Tensor], pp: Axis) -> None:
+    """Gives tensors that several stages hold, by name, the value of the first one on `pp`."""
+    shapes: dict[str, tuple[torch.Size, torch.dtype]] = {}
+    holders: dict[str, list[int]] = {}
+    held_by = collectives.gather_objects({name: (tensor.shape, tensor.dtype) for name, tensor in own.items()}, pp)
+    for rank, held in enumerate(held_by):
+        shapes |= held
+        for name in held:
+            holders.setdefault(name, []).append(rank)
+    device = next(iter(own.values())).device if own else torch.device("cpu")
+    for name, ranks in sorted(holders.items()):
+        if len(ranks) == 1:
+            continue
+        # The others take part, since a group of these ranks alone is not there yet.
+        shape, dtype = shapes[name]
+        tensor = own[name].contiguous() if name in own else torch.empty(shape, dtype=dtype, device=device)
+        collectives.broadcast_(tensor, pp, ranks[0])
+        if name in own:
+            own[name].copy_(tensor)
 
 
 def seed_workers_by_dp_rank(dataloader: object, dp: Axis) -> object:

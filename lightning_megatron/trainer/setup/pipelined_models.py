@@ -61,6 +61,12 @@ def _cut_networks(module: pl.LightningModule, mesh: Mesh, given: ModelPlan | Non
     if pipelined_modules(module) or plan.faults(module):
         return False
     networks, is_cut = dict(module.named_children()), False
+    layered = _layered(module, mesh.sizes.num_stages, plan)
+    readers: dict[str, frozenset[int]] = {}
+    if mesh.pp.size > 1 and len(layered) == 1:
+        # Before linears are cut, whose calls talk over tp.
+        [(name, (layers, _))] = layered.items()
+        readers = plan.readers_in(module, name, layers)
     on_features: dict[str, Callable[[nn.Parameter], bool]] = {}
     for name, network in networks.items():
         if _TRANSFORMERS in sys.modules:
@@ -78,7 +84,6 @@ def _cut_networks(module: pl.LightningModule, mesh: Mesh, given: ModelPlan | Non
             is_cut |= any(True for _ in sharded_parameters(network))
     if mesh.pp.size * mesh.cp.size * mesh.sp.size == 1:
         return is_cut
-    layered = _layered(module, mesh.sizes.num_stages, plan)
     chains = _chains(module, mesh.pp.size) if mesh.pp.size > 1 else {}
     if len(chains) == 1 and not plan.layers:
         [(name, chain)] = chains.items()
@@ -109,6 +114,7 @@ def _cut_networks(module: pl.LightningModule, mesh: Mesh, given: ModelPlan | Non
             mesh=mesh,
             attention=attention,
             is_on_features=is_on_features,
+            readers=readers,
         )
         return True
     return is_cut

@@ -1,0 +1,115 @@
+"""Which layers of a network read what the modules around them compute: found by a call of it without memory."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+
+def known_readers(module: nn.Module, name: str, layers: Sequence[str]) -> dict[str, frozenset[int]]:
+    """`readers_of` the network `name` of a module, by its `example_input_array`, or the network's `dummy_inputs`, which
+    models of transformers have; nothing where there are neither."""
+    network = module.get_submodule(name)
+    example, dummy = getattr(module, "example_input_array", None), getattr(network, "dummy_inputs", None)
+    if isinstance(example, dict):
+        return readers_of(module, name, layers, (), example)
+    if example is not None:
+        return readers_of(module, name, layers, example if isinstance(example, tuple) else (example,), {})
+    return readers_of(network, "", layers, (), {**dummy, "use_cache": False}) if isinstance(dummy, dict) else {}
+
+
+def readers_of(
+    root: nn.Module, name: str, layers: Sequence[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[str, frozenset[int]]:
+    """By module around the layers: indices of the layers whose arguments its weights reach other than through layers,
+    and `len(layers)` where they so reach what the call returns.
+
+    `root(*args, **kwargs)` calls the network, its child of that name; `layers` are names within the network. Modules
+    without weights, and those whose weights reach nothing, are left out; all are where the call does not run on tensors
+    without numbers.
+    """
+    network = root.get_submodule(name)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    found: dict[int, frozenset[nn.Parameter]] = {}
+    with ExitStack() as stack:
+        stack.enter_context(mode)
+        stack.enter_context(torch.enable_grad())
+        states = [*root.named_parameters(), *root.named_buffers()]
+        fakes = {
+            key: torch.empty(one.shape, dtype=one.dtype, requires_grad=one.is_floating_point()) for key, one in states
+        }
+        owners = {id(fakes[key]): one for key, one in states}
+        for index, layer in enumerate(layers):
+            module = network.get_submodule(layer)
+            own = module.__dict__.get("forward")
+            stack.callback(_restore, module, own)
+            module.__dict__["forward"] = partial(_run_layer, found, owners, index, module.forward)
+        try:
+            given, named = tree_map_only(Tensor, mode.from_tensor, (args, dict(kwargs)))
+            output = torch.func.functional_call(root, fakes, given, named)
+        # Whatever the network's code makes of tensors without numbers.
+        except Exception:
+            return {}
+        found[len(layers)] = _reached(output, owners)
+    return {
+        one: indices
+        for one, module in _around(network, layers)
+        if (indices := frozenset(i for i, weights in found.items() if not weights.isdisjoint(module.parameters())))
+    }
+
+
+def _around(network: nn.Module, layers: Sequence[str]) -> list[tuple[str, nn.Module]]:
+    """The largest modules of a network without a layer within them."""
+    path = {""}
+    for layer in layers:
+        names = layer.split(".")
+        path |= {".".join(names[:depth]) for depth in range(1, len(names) + 1)}
+    return [
+        (name, module)
+        for name, module in network.named_modules()
+        if name not in path and name.rpartition(".")[0] in path and name.rpartition(".")[0] not in layers
+    ]
+
+
+def _run_layer(
+    found: dict[int, frozenset[nn.Parameter]],
+    owners: Mapping[int, Any],
+    index: int,
+    forward: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    found[index] = found.get(index, frozenset()) | _reached((args, kwargs), owners)
+    try:
+        output = forward(*args, **kwargs)
+    except (DataDependentOutputException, DynamicOutputShapeException):
+        # Experts, whose shapes are those of their tokens.
+        output = args[0]
+    return tree_map_only(Tensor, Tensor.detach, output)
+
+
+def _restore(module: nn.Module, forward: Any) -> None:
+    if forward is None:
+        del module.__dict__["forward"]
+    else:
+        module.__dict__["forward"] = forward
+
+
+def _reached(values: Any, owners: Mapping[int, Any]) -> frozenset[Any]:
+    """The weights that tensors follow from."""
+    todo = [leaf.grad_fn for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+    found, seen = set(), set()
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if (leaf := getattr(node, "variable", None)) is not None and id(leaf) in owners:
+            found.add(owners[id(leaf)])
+        todo.extend(source for source, _ in node.next_functions)
+    return frozenset(found)

@@ -1,0 +1,142 @@
+"""Stages hold of the modules around the layers those that their layers read, and no other number is read for them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_megatron import ModelPlan
+from lightning_megatron.any_module.around_layers import readers_of
+from lightning_megatron.testing import certify
+from tests.any_module import networks
+from tests.harness.ranks import run_on_ranks
+from tests.trainer.layouts import Layout, make_trainer
+
+LAYERS = tuple(f"blocks.{index}" for index in range(4))
+TOKENS = torch.zeros(2, networks.TOKENS, dtype=torch.long)
+
+
+class ReadAgain(networks.UntiedGPT):
+    """Every block reads the embedding, beside the block before."""
+
+    def run_blocks(self, x: Tensor) -> Tensor:
+        first = x
+        for block in self.blocks:
+            x = block(x + first)
+        return x
+
+
+class Curious(networks.UntiedGPT):
+    """Looks at numbers, of which a call without memory has none."""
+
+    def run_blocks(self, x: Tensor) -> Tensor:
+        return super().run_blocks(x / max(float(x.detach().abs().max()), 1e-3))
+
+
+@pytest.mark.parametrize(
+    ("network", "found"),
+    [
+        (networks.UntiedGPT, {"tokens": {0}, "norm": {4}, "head": {4}}),
+        (networks.GPT, {"tokens": {0, 4}, "norm": {4}, "head": {0, 4}}),
+        (ReadAgain, {"tokens": {0, 1, 2, 3}, "norm": {4}, "head": {4}}),
+        (Curious, {}),
+    ],
+)
+def test_readers_are_found_without_numbers(network: type[nn.Module], found: dict[str, set[int]]) -> None:
+    root = nn.ModuleDict({"net": network()})
+    before = torch.get_rng_state()
+    assert readers_of(root["net"], "", LAYERS, (TOKENS,), {}) == found
+    assert torch.equal(torch.get_rng_state(), before)
+    # The network is as it was.
+    assert all("forward" not in module.__dict__ for module in root.modules())
+
+
+class Trains(networks.Trains):
+    """Says by an example how its network is called."""
+
+    network = networks.UntiedGPT
+    example_input_array = TOKENS
+
+    def forward(self, tokens: Tensor) -> Any:
+        return self.net(tokens)
+
+
+class TrainsReadAgain(Trains):
+    """Trains the network whose blocks all read the embedding."""
+
+    network = ReadAgain
+
+
+class OnAllStages(Trains):
+    """Wants the embedding everywhere."""
+
+    def model_plan(self) -> ModelPlan:
+        return ModelPlan(on_all_stages=("net.tokens",))
+
+
+class Wrong(ModelPlan):
+    """Takes the embedding for one that the first block alone reads."""
+
+    def readers_in(self, module: nn.Module, name: str, layers: Sequence[str]) -> dict[str, frozenset[int]]:
+        return {"tokens": frozenset({0})}
+
+
+class WronglyPlanned(TrainsReadAgain):
+    """Has what stages read taken from them."""
+
+    def model_plan(self) -> ModelPlan:
+        return Wrong()
+
+
+class CallsOutside(Trains):
+    """Calls the embedding by itself, before the network."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.net.tokens(batch["tokens"])
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("kind", [Trains, TrainsReadAgain, OnAllStages])
+def test_numbers_are_those_of_one_device(kind: type[Trains]) -> None:
+    certify(kind, networks.batches, layouts=("pp2", "pp2vp2", "dp2pp2-zero"), steps=3).assert_equal()
+
+
+def held(layout: Layout, kind: type[L.LightningModule]) -> set[str]:
+    module = kind()
+    make_trainer(layout, max_steps=1, limit_val_batches=0).fit(module, DataLoader(networks.batches(), batch_size=None))
+    return {name.split(".")[1] for name, _ in module.named_parameters()} - {"blocks"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "of_last"),
+    [
+        (Trains, {"norm", "head"}),
+        (TrainsReadAgain, {"tokens", "norm", "head"}),
+        (OnAllStages, {"tokens", "norm", "head"}),
+    ],
+)
+def test_a_rank_has_what_its_stage_reads(kind: type[L.LightningModule], of_last: set[str]) -> None:
+    last, first = run_on_ranks(2, held, Layout(world=2, pp=2, microbatches=2), kind, init=False)
+    # What is no module of its own is everywhere.
+    assert first == {"places", "tokens"} and last == {"places"} | of_last
+
+
+@pytest.mark.parametrize(
+    ("kind", "shown"),
+    [
+        (CallsOutside, "tokens is called outside of the call of UntiedGPT"),
+        (WronglyPlanned, "blocks.2 reads argument 0, which layers of an earlier stage computed"),
+    ],
+)
+def test_no_stage_reads_what_it_has_not(kind: type[Trains], shown: str) -> None:
+    [result] = certify(kind, networks.batches, layouts=("pp2",), steps=1).results
+    assert result.verdict == "refused" and shown in result.message
+
+
+def test_an_unknown_name_is_told() -> None:
+    plan = ModelPlan(on_all_stages=("net.embedding",))
+    assert plan.faults(Trains()) == ["plan on_all_stages ('net.embedding') is no module of Trains"]
