@@ -30,6 +30,14 @@ class ReadAgain(networks.UntiedGPT):
         return x
 
 
+class NormedTokens(networks.UntiedGPT):
+    """What comes before its blocks is more than an embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Sequential(self.tokens, nn.LayerNorm(networks.WIDTH), nn.Dropout(0.0))
+
+
 class Curious(networks.UntiedGPT):
     """Looks at numbers, of which a call without memory has none."""
 
@@ -71,6 +79,12 @@ class TrainsReadAgain(Trains):
     network = ReadAgain
 
 
+class TrainsNormedTokens(Trains):
+    """Trains the network with more before its blocks."""
+
+    network = NormedTokens
+
+
 class OnAllStages(Trains):
     """Wants the embedding everywhere."""
 
@@ -100,7 +114,7 @@ class CallsOutside(Trains):
         return super().training_step(batch, batch_idx)
 
 
-@pytest.mark.parametrize("kind", [Trains, TrainsReadAgain, OnAllStages])
+@pytest.mark.parametrize("kind", [Trains, TrainsReadAgain, TrainsNormedTokens, OnAllStages])
 def test_numbers_are_those_of_one_device(kind: type[Trains]) -> None:
     certify(kind, networks.batches, layouts=("pp2", "pp2vp2", "dp2pp2-zero"), steps=3).assert_equal()
 
@@ -115,6 +129,7 @@ def held(layout: Layout, kind: type[L.LightningModule]) -> set[str]:
     ("kind", "of_last"),
     [
         (Trains, {"norm", "head"}),
+        (TrainsNormedTokens, {"norm", "head"}),
         (TrainsReadAgain, {"tokens", "norm", "head"}),
         (OnAllStages, {"tokens", "norm", "head"}),
     ],
