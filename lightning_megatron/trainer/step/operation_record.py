@@ -11,6 +11,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.distributed import ProcessGroup, get_process_group_ranks
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -129,6 +130,8 @@ class OperationRecord(TorchDispatchMode):
         for tensor in constants:
             self._found[tensor] = _Kind.CONSTANT
 
+    supports_higher_order_operators = True
+
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """True: compiled code stays compiled."""
@@ -143,6 +146,9 @@ class OperationRecord(TorchDispatchMode):
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         given = dict(kwargs or {})
+        if not isinstance(func, OpOverload):
+            # It runs others, such as attention of a mask in Python.
+            return func(*args, **given)
         leaves, spec = tree_flatten((args, given))
         found = [self._read(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves]
         named = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | given
@@ -154,14 +160,16 @@ class OperationRecord(TorchDispatchMode):
             for tensor in (leaves[place] for place in changed):
                 self._found[tensor] = self._found[_root(tensor)] = kind
             return result
-        # Both as they are before the operation changes them.
+        # All as it is before the operation changes it.
         storages = [self._storage(leaves[place]) for place in changed]
-        recorded = [
-            value if isinstance(value, Value) else leaf.clone() if place in changed else leaf
-            for place, (leaf, value) in enumerate(zip(leaves, found, strict=True))
-        ]
+        operation = None
+        if kind is _Kind.FOLLOWS:
+            given_leaves = [
+                value if isinstance(value, Value) else leaf.clone() if place in changed else leaf
+                for place, (leaf, value) in enumerate(zip(leaves, found, strict=True))
+            ]
+            operation = self._operation(func, given_leaves, spec, changed)
         result = func(*args, **given)
-        operation = self._operation(func, recorded, spec, changed) if kind is _Kind.FOLLOWS else None
         outputs = _tensors(result)
         for output, tensor in enumerate(outputs):
             self._found[tensor] = self._value(kind, tensor, operation, output)

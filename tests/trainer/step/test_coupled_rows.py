@@ -258,6 +258,13 @@ def of_masked_mean(of: Network) -> Tensor:
     return (functional.mse_loss(of.tokens, of.inputs, reduction="none").mean(-1) * is_seen).sum() / is_seen.sum()
 
 
+def of_a_condition(of: Network) -> Tensor:
+    """One of two functions, which torch takes as an operation of its own."""
+    is_seen = torch.tensor(True)
+    found = torch.cond(is_seen, lambda rows: rows * 2, lambda rows: rows + 1, (of.rows,))
+    return functional.cross_entropy(found, torch.arange(ROWS))
+
+
 def sequences_first(of: Network) -> Tensor:
     found = of.encoder(of.inputs.transpose(0, 1)).mean(0)
     return functional.cross_entropy(found, torch.arange(ROWS))
@@ -276,7 +283,7 @@ COUPLING += [hardest, of_the_worst, by_detached_shares, in_place, in_half, mappe
 COUPLING += [of_generated]
 OF_ROWS = [classes, masked_tokens, weighted, own_pairs, of_own_tokens, penalised, two_heads, normed_classes, actions]
 OF_ROWS += [of_normed_weight, of_low_rank, of_a_table, mixture, preferred, sequences_first]
-OF_ROWS += [of_computed_classes, noisy, in_place_of_rows, of_own_tokens_in_half, of_masked_mean]
+OF_ROWS += [of_computed_classes, noisy, in_place_of_rows, of_own_tokens_in_half, of_masked_mean, of_a_condition]
 
 
 def looked_at(loss: Callable[[Network], Tensor]) -> bool:
