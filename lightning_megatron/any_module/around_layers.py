@@ -44,10 +44,11 @@ def readers_of(
             key: torch.empty(one.shape, dtype=one.dtype, requires_grad=one.is_floating_point()) for key, one in states
         }
         owners = {id(fakes[key]): one for key, one in states}
+        for module in root.modules():
+            # What a forward notes for its next call is no tensor of another one.
+            stack.callback(_restore, module, dict(module.__dict__), dict(module._buffers))
         for index, layer in enumerate(layers):
             module = network.get_submodule(layer)
-            own = module.__dict__.get("forward")
-            stack.callback(_restore, module, own)
             module.__dict__["forward"] = partial(_run_layer, found, owners, index, module.forward)
         try:
             given, named = tree_map_only(Tensor, mode.from_tensor, (args, dict(kwargs)))
@@ -93,11 +94,11 @@ def _run_layer(
     return tree_map_only(Tensor, Tensor.detach, output)
 
 
-def _restore(module: nn.Module, forward: Any) -> None:
-    if forward is None:
-        del module.__dict__["forward"]
-    else:
-        module.__dict__["forward"] = forward
+def _restore(module: nn.Module, attributes: dict[str, Any], buffers: dict[str, Any]) -> None:
+    module.__dict__.clear()
+    module.__dict__.update(attributes)
+    module._buffers.clear()
+    module._buffers.update(buffers)
 
 
 def _reached(values: Any, owners: Mapping[int, Any]) -> frozenset[Any]:

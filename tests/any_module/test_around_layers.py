@@ -38,6 +38,18 @@ class NormedTokens(networks.UntiedGPT):
         self.tokens = nn.Sequential(self.tokens, nn.LayerNorm(networks.WIDTH), nn.Dropout(0.0))
 
 
+class Noting(networks.UntiedGPT):
+    """Keeps a table that its first call makes, for the next ones."""
+
+    table: Tensor | None = None
+
+    def run_blocks(self, x: Tensor) -> Tensor:
+        if self.table is None:
+            self.table = torch.linspace(0.5, 1.5, networks.WIDTH)
+            self.register_buffer("count", torch.zeros(()))
+        return super().run_blocks(x * self.table)
+
+
 class Curious(networks.UntiedGPT):
     """Looks at numbers, of which a call without memory has none."""
 
@@ -51,16 +63,18 @@ class Curious(networks.UntiedGPT):
         (networks.UntiedGPT, {"tokens": {0}, "norm": {4}, "head": {4}}),
         (networks.GPT, {"tokens": {0, 4}, "norm": {4}, "head": {0, 4}}),
         (ReadAgain, {"tokens": {0, 1, 2, 3}, "norm": {4}, "head": {4}}),
+        (Noting, {"tokens": {0}, "norm": {4}, "head": {4}}),
         (Curious, {}),
     ],
 )
 def test_readers_are_found_without_numbers(network: type[nn.Module], found: dict[str, set[int]]) -> None:
     root = nn.ModuleDict({"net": network()})
-    before = torch.get_rng_state()
+    random, attributes = torch.get_rng_state(), [dict(module.__dict__) for module in root.modules()]
+    buffers = dict(root.named_buffers())
     assert readers_of(root["net"], "", LAYERS, (TOKENS,), {}) == found
-    assert torch.equal(torch.get_rng_state(), before)
-    # The network is as it was.
-    assert all("forward" not in module.__dict__ for module in root.modules())
+    # All is as it was.
+    assert torch.equal(torch.get_rng_state(), random)
+    assert [module.__dict__ for module in root.modules()] == attributes and dict(root.named_buffers()) == buffers
 
 
 class Trains(networks.Trains):
