@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 
@@ -37,6 +38,8 @@ def readers_of(
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     found: dict[int, frozenset[nn.Parameter]] = {}
     with ExitStack() as stack:
+        # What counts memory shall not count tensors without numbers.
+        stack.enter_context(_disable_current_modes())
         stack.enter_context(mode)
         stack.enter_context(torch.enable_grad())
         states = [*root.named_parameters(), *root.named_buffers()]
