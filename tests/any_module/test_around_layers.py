@@ -128,9 +128,17 @@ class CallsOutside(Trains):
         return super().training_step(batch, batch_idx)
 
 
-@pytest.mark.parametrize("kind", [Trains, TrainsReadAgain, TrainsNormedTokens, OnAllStages])
-def test_numbers_are_those_of_one_device(kind: type[Trains]) -> None:
-    certify(kind, networks.batches, layouts=("pp2", "pp2vp2", "dp2pp2-zero"), steps=3).assert_equal()
+@pytest.mark.parametrize(
+    ("kind", "layouts"),
+    [
+        (Trains, ("pp2", "dp2pp2-zero")),
+        (TrainsReadAgain, ("pp2vp2",)),
+        (TrainsNormedTokens, ("pp2",)),
+        (OnAllStages, ("pp2",)),
+    ],
+)
+def test_numbers_are_those_of_one_device(kind: type[Trains], layouts: tuple[str, ...]) -> None:
+    certify(kind, networks.batches, layouts=layouts, steps=2).assert_equal()
 
 
 def held(layout: Layout, kind: type[L.LightningModule]) -> set[str]:
