@@ -21,8 +21,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_megatron.any_module.loss_count import is_output
 
-MAX_NUMBERS = 2**24
-"""Numbers of a network of which a record keeps the newest: logits of a vocabulary, of which a step holds few copies."""
+MAX_NUMBERS = 2**20
+"""Numbers of a network of which a record keeps the newest: a look takes several copies of them in double."""
 # Their results follow from their arguments, and from torch's random numbers.
 _REPLAYED = ("aten", "prims")
 _COMMUNICATING = ("c10d", "_c10d_functional")
