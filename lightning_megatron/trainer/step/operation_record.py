@@ -161,6 +161,10 @@ class OperationRecord(TorchDispatchMode):
                 self._found[tensor] = self._found[_root(tensor)] = kind
             return result
         # All as it is before the operation changes it.
+        for place in changed:
+            for value in (found[place], self._read(_root(leaves[place]))):
+                if isinstance(value, Value) and value.numbers is not None:
+                    value.numbers = value.numbers.clone()
         storages = [self._storage(leaves[place]) for place in changed]
         operation = None
         if kind is _Kind.FOLLOWS:
@@ -205,9 +209,12 @@ class OperationRecord(TorchDispatchMode):
             return _Kind.COMPUTED if is_known and self._own_ranks.issuperset(_ranks(named)) else _Kind.UNKNOWN
         if not all(_is_plain(leaf) for leaf in leaves if isinstance(leaf, Tensor)):
             return _Kind.UNKNOWN
-        tensors = zip(leaves, found, strict=True)
-        if any(kind is _Kind.WEIGHTS and leaf.numel() > 1 for leaf, kind in tensors):
-            return _Kind.COMPUTED
+        weights = [leaf.shape for leaf, kind in zip(leaves, found, strict=True) if kind is _Kind.WEIGHTS]
+        if any(shape.numel() > 1 for shape in weights):
+            # Masked and noisy weights are weights.
+            shapes = [leaf.shape for leaf in leaves if isinstance(leaf, Tensor)]
+            is_elementwise = torch.Tag.pointwise in func.tags and torch.broadcast_shapes(*shapes) in weights
+            return _Kind.WEIGHTS if is_elementwise and not values else _Kind.COMPUTED
         if not values:
             return _Kind.DATA
         # A user's generator is drawn from once.
@@ -217,6 +224,8 @@ class OperationRecord(TorchDispatchMode):
     def _value(self, kind: _Kind, tensor: Tensor, operation: Operation | None, output: int) -> _Kind | Value:
         """What stands for an output of an operation on values."""
         if kind is _Kind.COMPUTED:
+            if not _is_plain(tensor):
+                return Value()
             return self._computed(tensor) if tensor.is_floating_point() else _Kind.DATA
         return Value(operation=operation, output=output)
 
@@ -236,7 +245,7 @@ class OperationRecord(TorchDispatchMode):
     def _computed_unseen(self, tensor: Tensor) -> Value:
         """The value of a tensor that no operation in sight made."""
         if tensor not in self._unseen:
-            self._unseen[tensor] = self._computed(tensor)
+            self._unseen[tensor] = self._computed(tensor) if _is_plain(tensor) else Value()
         value: Value = self._unseen[tensor]
         return value
 
@@ -322,4 +331,5 @@ def _root(tensor: Tensor) -> Tensor:
 
 def _is_plain(tensor: Tensor) -> bool:
     """Whether a tensor is torch's own, with a storage."""
-    return type(tensor) in (Tensor, nn.Parameter, nn.Buffer) and tensor.layout is torch.strided
+    is_strided = tensor.layout is torch.strided and not tensor.is_nested
+    return is_strided and type(tensor) in (Tensor, nn.Parameter, nn.Buffer)

@@ -162,6 +162,13 @@ def of_generated(of: Network) -> Tensor:
     return found.mean(0).square().sum()
 
 
+def changed_in_place(of: Network) -> Tensor:
+    """Shares of a batch, of numbers that were changed where they are."""
+    found = of.query(20 * of.inputs[:, 0]).exp_()
+    shares: Tensor = found / found.sum(0)
+    return shares.square().sum()
+
+
 def classes(of: Network) -> Tensor:
     return functional.cross_entropy(of.rows, torch.arange(ROWS))
 
@@ -267,6 +274,17 @@ def of_a_condition(of: Network) -> Tensor:
     return functional.cross_entropy(found, torch.arange(ROWS))
 
 
+def of_masked_weight(of: Network) -> Tensor:
+    mask = torch.rand(WIDTH, WIDTH).round()
+    return functional.cross_entropy(functional.linear(of.rows, of.key.weight * mask), torch.arange(ROWS))
+
+
+def of_noisy_weight(of: Network) -> Tensor:
+    """Weights of a distribution, as in Bayes by backprop."""
+    weight = torch.distributions.Normal(of.key.weight, functional.softplus(of.query.weight)).rsample()
+    return functional.cross_entropy(functional.linear(of.inputs[:, 0], weight), torch.arange(ROWS))
+
+
 def sequences_first(of: Network) -> Tensor:
     found = of.encoder(of.inputs.transpose(0, 1)).mean(0)
     return functional.cross_entropy(found, torch.arange(ROWS))
@@ -282,10 +300,11 @@ def two_heads(of: Network) -> Tensor:
 
 COUPLING = [negatives, both_views, pooled_negatives, triplets, standardised, root_of_mean, with_an_earlier_term]
 COUPLING += [hardest, of_the_worst, by_detached_shares, in_place, in_half, mapped, of_a_compiled_network, batch_norm]
-COUPLING += [of_generated]
+COUPLING += [of_generated, changed_in_place]
 OF_ROWS = [classes, masked_tokens, weighted, own_pairs, of_own_tokens, penalised, two_heads, normed_classes, actions]
 OF_ROWS += [of_normed_weight, of_low_rank, of_a_table, mixture, preferred, sequences_first]
 OF_ROWS += [of_computed_classes, noisy, in_place_of_rows, of_own_tokens_in_half, of_masked_mean, of_a_condition]
+OF_ROWS += [of_masked_weight, of_noisy_weight]
 
 
 def looked_at(loss: Callable[[Network], Tensor]) -> bool:
@@ -322,6 +341,42 @@ def test_losses_that_couple_rows_are_found(loss: Callable[[Network], Tensor]) ->
 @pytest.mark.parametrize("loss", OF_ROWS)
 def test_losses_of_rows_by_themselves_are_not(loss: Callable[[Network], Tensor]) -> None:
     assert not looked_at(loss)
+
+
+def nested_teacher(of: Network) -> Tensor:
+    """A frozen encoder, whose fast path makes nested tensors."""
+    layer = nn.TransformerEncoderLayer(WIDTH, 2, WIDTH, batch_first=True)
+    teacher, is_padding = nn.TransformerEncoder(layer, 1).eval(), torch.zeros(ROWS, TOKENS, dtype=torch.bool)
+    is_padding[0, 2:] = True
+    with torch.no_grad(), warnings.catch_warnings():
+        # torch says that nested tensors may change.
+        warnings.simplefilter("ignore")
+        wanted = teacher(of.inputs, src_key_padding_mask=is_padding)
+    return functional.mse_loss(of.query(of.inputs) * ~is_padding[..., None], wanted)
+
+
+def as_many_as_are_positive(of: Network) -> Tensor:
+    """Of other numbers there are others, and the loop was of these."""
+    found = of.rows.flatten()
+    return torch.stack([one.square() for one in found[found > 0]]).mean()
+
+
+def by_computed_places(of: Network) -> Tensor:
+    """Other numbers than these have no place in the table."""
+    with torch.no_grad():
+        places = (of.rows * 2 + 4).long().clamp(0, WIDTH - 1)
+        table = torch.zeros(int(places.max()) + 1)
+    return (of.others - table[places]).square().mean()
+
+
+@pytest.mark.parametrize("loss", [nested_teacher, as_many_as_are_positive, by_computed_places])
+def test_a_loss_that_cannot_run_again_ends_no_run(loss: Callable[[Network], Tensor]) -> None:
+    network = Network()
+    with OperationRecord(network.buffers()) as record:
+        found = loss(network)
+    couples_rows(record, found, ROWS)
+    found.backward()
+    assert network.query.weight.grad is not None or network.key.weight.grad is not None
 
 
 class Negatives(Small):
