@@ -329,7 +329,7 @@ class CutModel(PipelineModule):
                 "have its weights; let the model call it, name it in ModelPlan(on_all_stages=...), or use "
                 f"{self._way_out}"
             )
-        self._is_checked = self._num_calls[self._stage] <= _NUM_CHECKED and not _has_nan((self._received, args, kwargs))
+        self._is_checked |= self._num_calls[self._stage] <= _NUM_CHECKED and not _has_nan(self._received)
         module = self.get_submodule(name)
         if isinstance(module, nn.Embedding):
             tokens = args[0] if args else kwargs["input"]

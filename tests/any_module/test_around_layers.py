@@ -120,6 +120,33 @@ class WronglyPlanned(TrainsReadAgain):
         return Wrong()
 
 
+class Projected(ReadAgain):
+    """What its blocks read comes from two modules, one behind the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.projection = nn.Linear(networks.WIDTH, networks.WIDTH)
+
+    def run_blocks(self, x: Tensor) -> Tensor:
+        return super().run_blocks(self.projection(x))
+
+
+class WrongOfBoth(ModelPlan):
+    """The same for two modules, of which one reads the other."""
+
+    def readers_in(self, module: nn.Module, name: str, layers: Sequence[str]) -> dict[str, frozenset[int]]:
+        return {"tokens": frozenset({0}), "projection": frozenset({0})}
+
+
+class WronglyPlannedBoth(Trains):
+    """Has both taken from it."""
+
+    network = Projected
+
+    def model_plan(self) -> ModelPlan:
+        return WrongOfBoth()
+
+
 class CallsOutside(Trains):
     """Calls the embedding by itself, before the network."""
 
@@ -167,6 +194,7 @@ def test_a_rank_has_what_its_stage_reads(kind: type[L.LightningModule], of_last:
     [
         (CallsOutside, "tokens is called outside of the call of UntiedGPT"),
         (WronglyPlanned, "blocks.2 reads argument 0, which layers of an earlier stage computed"),
+        (WronglyPlannedBoth, "blocks.2 reads argument 0, which layers of an earlier stage computed"),
     ],
 )
 def test_no_stage_reads_what_it_has_not(kind: type[Trains], shown: str) -> None:

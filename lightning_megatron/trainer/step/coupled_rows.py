@@ -8,7 +8,8 @@ that of the operations after them, recorded in a step and run again.
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from itertools import islice, product
+from itertools import product
+from math import prod
 from typing import Any
 
 import torch
@@ -69,10 +70,11 @@ def couples_rows(record: OperationRecord, loss: Tensor, num_rows: int) -> bool:
     """Whether a loss, [], of so many rows changes by more than the sum of what changes in two halves of them.
 
     False also where it is not known: where the operations after the last weights cannot run again with other numbers,
-    or not in double precision, and where they have more numbers than a record keeps.
+    or not in double precision, where they have more numbers than a record keeps, and where rows may lie in the numbers
+    of a network in more than `_MAX_ORDERS` ways.
     """
     value = record.value_of(loss)
-    if value is None or loss.is_meta:
+    if value is None:
         return False
     sources, operations = history(value)
     if any(source.numbers is None for source in sources):
@@ -80,14 +82,16 @@ def couples_rows(record: OperationRecord, loss: Tensor, num_rows: int) -> bool:
     try:
         numbers = {source: widened(source.numbers) for source in sources if source.numbers is not None}
         orders = {source: found for source, own in numbers.items() if (found := list(_first_rows(own, num_rows)))}
+        if not orders or prod(map(len, orders.values())) > _MAX_ORDERS:
+            return False
         run = partial(run_again, value, operations)
         unchanged = float(run(numbers))
-        return bool(orders) and all(
+        return all(
             any(
                 _differs(run, unchanged, numbers, dict(zip(orders, masks, strict=True)), draw)
                 for draw in range(_NUM_DRAWS)
             )
-            for masks in islice(product(*orders.values()), _MAX_ORDERS)
+            for masks in product(*orders.values())
         )
     # Other numbers may lead operations anywhere, and a look that only warns ends no run.
     except Exception:
@@ -97,7 +101,7 @@ def couples_rows(record: OperationRecord, loss: Tensor, num_rows: int) -> bool:
 def _differs(run: Callable[[Numbers], Tensor], own: float, numbers: Numbers, first_rows: Numbers, draw: int) -> bool:
     """Whether the change of a loss by other numbers in all rows is not the sum of those by the first and the rest."""
     # Of its own: torch's default generator shuffles the rows of the next epoch, on all ranks alike.
-    generator = torch.Generator(next(iter(first_rows.values())).device).manual_seed(draw)
+    generator = torch.Generator().manual_seed(draw)
     others = {one: _others(numbers[one], generator) for one in first_rows}
     first = {one: torch.where(mask, others[one], numbers[one]) for one, mask in first_rows.items()}
     rest = {one: torch.where(mask, numbers[one], others[one]) for one, mask in first_rows.items()}

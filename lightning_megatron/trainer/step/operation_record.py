@@ -39,7 +39,7 @@ class _Kind(Enum):
     """Buffers, or no tensor at all."""
     WEIGHTS = auto()
     DATA = auto()
-    """The batch, or random numbers; no weight was applied to them."""
+    """Random numbers, and what no operation in sight made, such as a batch; no weight was applied to them."""
     COMPUTED = auto()
     """Computed by the last weights, or by what cannot be seen."""
     FOLLOWS = auto()
@@ -95,10 +95,12 @@ def history(result: Value) -> tuple[list[Value], list[Operation]]:
 
 
 def run_again(result: Value, operations: Iterable[Operation], sources: Mapping[Value, Tensor]) -> Tensor:
-    """The result for other numbers of a network, in double precision; random numbers are the same in every run."""
+    """The result for other numbers of a network, in double precision; random numbers are the same in every run.
+
+    In host memory: an index that other numbers lead out of a table raises IndexError there, and ends a GPU's context.
+    """
     known: dict[Any, Any] = dict(sources)
-    device = next(iter(sources.values())).device
-    with torch.no_grad(), torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
+    with torch.no_grad(), torch.random.fork_rng([]):
         for operation in operations:
             known[operation] = operation.run(known)
     found: Tensor = _taken(result, known)
@@ -106,8 +108,8 @@ def run_again(result: Value, operations: Iterable[Operation], sources: Mapping[V
 
 
 def widened(numbers: Tensor) -> Tensor:
-    """A copy in double precision; integers as they are."""
-    return numbers.detach().to(_WIDE.get(numbers.dtype, numbers.dtype), copy=True)
+    """A copy in host memory and double precision; integers as they are."""
+    return numbers.detach().to("cpu", _WIDE.get(numbers.dtype, numbers.dtype), copy=True)
 
 
 class OperationRecord(TorchDispatchMode):
@@ -130,6 +132,7 @@ class OperationRecord(TorchDispatchMode):
         for tensor in constants:
             self._found[tensor] = _Kind.CONSTANT
 
+    # Else torch refuses those that have others within them, such as `torch.cond`.
     supports_higher_order_operators = True
 
     @classmethod
@@ -205,7 +208,7 @@ class OperationRecord(TorchDispatchMode):
         if func.namespace in _COMMUNICATING:
             if not values:
                 return _Kind.DATA
-            is_known = all(value.operation is not None or value.numbers is not None for value in values)
+            is_known = all(source.numbers is not None for value in values for source in history(value)[0])
             return _Kind.COMPUTED if is_known and self._own_ranks.issuperset(_ranks(named)) else _Kind.UNKNOWN
         if not all(_is_plain(leaf) for leaf in leaves if isinstance(leaf, Tensor)):
             return _Kind.UNKNOWN
@@ -295,6 +298,8 @@ def _taken(leaf: Any, known: Mapping[Any, Any]) -> Any:
         return known[leaf] if leaf.operation is None else known[leaf.operation][leaf.output]
     if isinstance(leaf, Tensor):
         return widened(leaf)
+    if isinstance(leaf, torch.device):
+        return torch.device("cpu")
     return _WIDE.get(leaf, leaf) if isinstance(leaf, torch.dtype) else leaf
 
 

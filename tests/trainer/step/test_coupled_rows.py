@@ -274,6 +274,14 @@ def of_a_condition(of: Network) -> Tensor:
     return functional.cross_entropy(found, torch.arange(ROWS))
 
 
+def of_three_sequences(of: Network) -> Tensor:
+    """Tokens come first, and for each of three networks rows could lie in five ways."""
+    found = of.inputs.repeat(1, 4, 1).transpose(0, 1)
+    heads = (of.query, of.key, nn.Linear(WIDTH, WIDTH))
+    losses = [functional.cross_entropy(head(found).mean(0), torch.arange(ROWS)) for head in heads]
+    return torch.stack(losses).sum()
+
+
 def of_masked_weight(of: Network) -> Tensor:
     mask = torch.rand(WIDTH, WIDTH).round()
     return functional.cross_entropy(functional.linear(of.rows, of.key.weight * mask), torch.arange(ROWS))
@@ -304,7 +312,7 @@ COUPLING += [of_generated, changed_in_place]
 OF_ROWS = [classes, masked_tokens, weighted, own_pairs, of_own_tokens, penalised, two_heads, normed_classes, actions]
 OF_ROWS += [of_normed_weight, of_low_rank, of_a_table, mixture, preferred, sequences_first]
 OF_ROWS += [of_computed_classes, noisy, in_place_of_rows, of_own_tokens_in_half, of_masked_mean, of_a_condition]
-OF_ROWS += [of_masked_weight, of_noisy_weight]
+OF_ROWS += [of_three_sequences, of_masked_weight, of_noisy_weight]
 
 
 def looked_at(loss: Callable[[Network], Tensor]) -> bool:
