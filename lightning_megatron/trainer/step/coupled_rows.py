@@ -22,7 +22,7 @@ from lightning_megatron.trainer.step.user_step import says_what_it_counts
 
 ROUNDING, EPSILON = 1e-6, 1e-12
 """Parts of the largest change of a loss, and of the loss, up to which a difference is taken for rounding."""
-_MAX_ORDERS = 64
+_MAX_ORDERS, _MAX_OPERATIONS = 64, 1000
 # With two rows, a single draw shows that a loss is of the harder one in a third of all cases.
 _NUM_DRAWS = 12
 
@@ -43,7 +43,10 @@ class RowCheck:
         """Records the step of so many rows that runs inside the block; None where its loss is not looked at."""
         if self._is_over or num_parts == 1 or num_rows < 2:
             return nullcontext()
-        return OperationRecord(self._module.buffers(), self._own_ranks)
+        # Tokens of prompts and the like, which are attributes of a module.
+        attributes = (one for module in self._module.modules() for one in vars(module).values())
+        tensors = (one for one in attributes if isinstance(one, Tensor))
+        return OperationRecord(num_rows, (*self._module.buffers(), *tensors), self._own_ranks)
 
     def check(
         self, record: OperationRecord | None, loss: Tensor | None, output: Any, num_rows: int, num_parts: int
@@ -77,7 +80,7 @@ def couples_rows(record: OperationRecord, loss: Tensor, num_rows: int) -> bool:
     if value is None:
         return False
     sources, operations = history(value)
-    if any(source.numbers is None for source in sources):
+    if any(source.numbers is None for source in sources) or len(operations) > _MAX_OPERATIONS:
         return False
     try:
         numbers = {source: widened(source.numbers) for source in sources if source.numbers is not None}

@@ -3,9 +3,10 @@
 Only what follows from that is kept: an operation that applies a weight to numbers of the batch begins anew.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import cache, partial
 from typing import Any
 from weakref import ref
 
@@ -16,13 +17,13 @@ from torch.distributed import ProcessGroup, get_process_group_ranks
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_megatron.any_module.loss_count import is_output
 
 MAX_NUMBERS = 2**20
-"""Numbers of a network of which a record keeps the newest: a look takes several copies of them in double."""
+"""Numbers of a network of which a record keeps the newest: a look takes several copies of them in double. A tensor of
+more counts as data."""
 # Their results follow from their arguments, and from torch's random numbers.
 _REPLAYED = ("aten", "prims")
 _COMMUNICATING = ("c10d", "_c10d_functional")
@@ -64,19 +65,21 @@ class Operation:
 
     order: int
     func: Any
-    leaves: list[Any]
+    given: list[Any]
     """Its arguments, with a value in the place of a tensor that follows from a network."""
-    spec: Any
-    changed: list[int]
+    names: tuple[str, ...] = ()
+    """Names of the last of them, which are given by name."""
+    changed: tuple[int, ...] = ()
     """Places of the arguments that it changes."""
 
     def run(self, known: Mapping[Any, Any]) -> list[Tensor]:
         """Its outputs in double precision; no argument is changed."""
-        leaves = [_taken(leaf, known) for leaf in self.leaves]
+        given = [_mapped(one, partial(_taken, known)) for one in self.given]
         for place in self.changed:
-            leaves[place] = leaves[place].clone()
-        args, kwargs = tree_unflatten(leaves, self.spec)
-        return [*_tensors(self.func(*args, **kwargs)), *(leaves[place] for place in self.changed)]
+            given[place] = _mapped(given[place], Tensor.clone)
+        split = len(given) - len(self.names)
+        result = self.func(*given[:split], **dict(zip(self.names, given[split:], strict=True)))
+        return [*_tensors([result]), *_tensors([given[place] for place in self.changed])]
 
 
 def history(result: Value) -> tuple[list[Value], list[Operation]]:
@@ -90,7 +93,7 @@ def history(result: Value) -> tuple[list[Value], list[Operation]]:
             sources[value] = None
         elif value.operation not in operations:
             operations[value.operation] = None
-            todo.extend(leaf for leaf in value.operation.leaves if isinstance(leaf, Value))
+            todo.extend(leaf for leaf in _leaves(value.operation.given) if isinstance(leaf, Value))
     return list(sources), sorted(operations, key=lambda operation: operation.order)
 
 
@@ -103,7 +106,7 @@ def run_again(result: Value, operations: Iterable[Operation], sources: Mapping[V
     with torch.no_grad(), torch.random.fork_rng([]):
         for operation in operations:
             known[operation] = operation.run(known)
-    found: Tensor = _taken(result, known)
+    found: Tensor = _taken(known, result)
     return found
 
 
@@ -115,22 +118,24 @@ def widened(numbers: Tensor) -> Tensor:
 class OperationRecord(TorchDispatchMode):
     """Inside the block operations are recorded; numbers and gradients are as without it.
 
-    `constants`: buffers, which are no part of a batch. `own_ranks`: ranks that compute the same rows; what they send
+    `num_rows`: rows of the batch; weights that are applied to fewer numbers begin nothing anew (those of losses).
+    `constants`: tensors that are no part of a batch. `own_ranks`: ranks that compute the same rows; what they send
     counts as computed by the network, and what others send as unknown. Compiled code and kernels outside of torch are
     not seen: what they return counts as computed by the network.
     """
 
-    def __init__(self, constants: Iterable[Tensor] = (), own_ranks: Collection[int] = ()) -> None:
+    def __init__(self, num_rows: int, constants: Iterable[Tensor] = (), own_ranks: Collection[int] = ()) -> None:
         super().__init__()
-        self._own_ranks = frozenset(own_ranks)
+        self._num_rows, self._own_ranks = num_rows, frozenset(own_ranks)
         self._found = WeakTensorKeyDictionary()
         self._unseen = WeakTensorKeyDictionary()
         # Storages that an operation on values changed.
         self._changed: dict[int, tuple[StorageWeakRef, torch.dtype, Value]] = {}
         self._kept: list[ref[Value]] = []
+        self._num_kept = 0
         self._num_operations = 0
         for tensor in constants:
-            self._found[tensor] = _Kind.CONSTANT
+            self._found[tensor] = _Kind.WEIGHTS if tensor.requires_grad else _Kind.CONSTANT
 
     # Else torch refuses those that have others within them, such as `torch.cond`.
     supports_higher_order_operators = True
@@ -148,40 +153,40 @@ class OperationRecord(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        given = dict(kwargs or {})
+        by_name = kwargs or {}
         if not isinstance(func, OpOverload):
             # It runs others, such as attention of a mask in Python.
-            return func(*args, **given)
-        leaves, spec = tree_flatten((args, given))
-        found = [self._read(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves]
-        named = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | given
-        kind, changed = self._kind(func, named, leaves, found), _changed_places(func, named, leaves)
+            return func(*args, **by_name)
+        given = [*args, *by_name.values()]
+        tensors = _tensors(given)
+        found = [self._read(tensor) for tensor in tensors]
+        kind = self._kind(func, args, by_name, tensors, found)
+        places = _changed_places(func, len(args), tuple(by_name))
+        changed = _tensors([given[place] for place in places])
         if kind in (_Kind.CONSTANT, _Kind.WEIGHTS, _Kind.DATA):
-            result = func(*args, **given)
-            for tensor in _tensors(result):
+            result = func(*args, **by_name)
+            for tensor in _tensors([result]):
                 self._found[tensor] = kind
-            for tensor in (leaves[place] for place in changed):
+            for tensor in changed:
                 self._found[tensor] = self._found[_root(tensor)] = kind
             return result
         # All as it is before the operation changes it.
-        for place in changed:
-            for value in (found[place], self._read(_root(leaves[place]))):
+        for tensor in changed:
+            for value in (self._read(tensor), self._read(_root(tensor))):
                 if isinstance(value, Value) and value.numbers is not None:
                     value.numbers = value.numbers.clone()
-        storages = [self._storage(leaves[place]) for place in changed]
+        storages = [self._storage(tensor) for tensor in changed]
         operation = None
         if kind is _Kind.FOLLOWS:
-            given_leaves = [
-                value if isinstance(value, Value) else leaf.clone() if place in changed else leaf
-                for place, (leaf, value) in enumerate(zip(leaves, found, strict=True))
-            ]
-            operation = self._operation(func, given_leaves, spec, changed)
-        result = func(*args, **given)
-        outputs = _tensors(result)
+            by_id = dict(zip(map(id, tensors), found, strict=True))
+            kept = [_mapped(one, partial(_kept, by_id, place in places)) for place, one in enumerate(given)]
+            operation = self._operation(func, kept, tuple(by_name), places)
+        result = func(*args, **by_name)
+        outputs = _tensors([result])
         for output, tensor in enumerate(outputs):
             self._found[tensor] = self._value(kind, tensor, operation, output)
-        for output, (place, storage) in enumerate(zip(changed, storages, strict=True), start=len(outputs)):
-            self._change(leaves[place], storage, self._value(kind, leaves[place], operation, output))
+        for output, (tensor, storage) in enumerate(zip(changed, storages, strict=True), start=len(outputs)):
+            self._change(tensor, storage, self._value(kind, tensor, operation, output))
         return result
 
     def _read(self, tensor: Tensor) -> _Kind | Value:
@@ -190,15 +195,23 @@ class OperationRecord(TorchDispatchMode):
         node = tensor.grad_fn
         if node is not None and is_output(node):
             return self._computed_unseen(tensor)
-        if _is_plain(tensor) and (storage := self._changed.get(tensor.untyped_storage()._cdata)) is not None:
-            _, dtype, value = storage
-            return self._viewed(value, tensor) if tensor.dtype == dtype else Value()
+        if self._changed and _is_plain(tensor):
+            known = self._changed.get(tensor.untyped_storage()._cdata)
+            if known is not None:
+                return self._viewed(known[2], tensor) if tensor.dtype == known[1] else Value()
         found: _Kind | Value = self._found.get(tensor, _Kind.DATA)
-        if found in (_Kind.CONSTANT, _Kind.DATA) and node is not None:
+        if node is not None and found in (_Kind.CONSTANT, _Kind.DATA):
             return self._computed_unseen(tensor)
         return found
 
-    def _kind(self, func: Any, named: dict[str, Any], leaves: list[Any], found: list[Any]) -> _Kind:
+    def _kind(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        by_name: Mapping[str, Any],
+        tensors: list[Tensor],
+        found: list[_Kind | Value],
+    ) -> _Kind:
         """What an operation's results are made of."""
         values = [value for value in found if isinstance(value, Value)]
         if not values and _Kind.DATA not in found:
@@ -209,20 +222,29 @@ class OperationRecord(TorchDispatchMode):
             if not values:
                 return _Kind.DATA
             is_known = all(source.numbers is not None for value in values for source in history(value)[0])
-            return _Kind.COMPUTED if is_known and self._own_ranks.issuperset(_ranks(named)) else _Kind.UNKNOWN
-        if not all(_is_plain(leaf) for leaf in leaves if isinstance(leaf, Tensor)):
+            is_own = self._own_ranks.issuperset(_ranks(func, args, by_name))
+            return _Kind.COMPUTED if is_known and is_own else _Kind.UNKNOWN
+        if not all(map(_is_plain, tensors)):
             return _Kind.UNKNOWN
-        weights = [leaf.shape for leaf, kind in zip(leaves, found, strict=True) if kind is _Kind.WEIGHTS]
-        if any(shape.numel() > 1 for shape in weights):
+        weights = [tensor.shape for tensor, kind in zip(tensors, found, strict=True) if kind is _Kind.WEIGHTS]
+        if any(shape.numel() > 1 for shape in weights) and self._may_hold_rows(tensors, found):
+            if values or torch.Tag.pointwise not in func.tags:
+                return _Kind.COMPUTED
             # Masked and noisy weights are weights.
-            shapes = [leaf.shape for leaf in leaves if isinstance(leaf, Tensor)]
-            is_elementwise = torch.Tag.pointwise in func.tags and torch.broadcast_shapes(*shapes) in weights
-            return _Kind.WEIGHTS if is_elementwise and not values else _Kind.COMPUTED
+            is_weight = torch.broadcast_shapes(*(tensor.shape for tensor in tensors)) in weights
+            return _Kind.WEIGHTS if is_weight else _Kind.COMPUTED
         if not values:
             return _Kind.DATA
         # A user's generator is drawn from once.
-        is_pure = func.namespace in _REPLAYED and not any(isinstance(leaf, torch.Generator) for leaf in leaves)
-        return _Kind.FOLLOWS if is_pure else _Kind.COMPUTED
+        has_generator = any(isinstance(one, torch.Generator) for one in by_name.values())
+        return _Kind.FOLLOWS if func.namespace in _REPLAYED and not has_generator else _Kind.COMPUTED
+
+    def _may_hold_rows(self, tensors: list[Tensor], found: list[_Kind | Value]) -> bool:
+        """Whether any of an operation's tensors of a batch has as many numbers as there are rows."""
+        of_batch = (
+            tensor for tensor, kind in zip(tensors, found, strict=True) if kind is _Kind.DATA or isinstance(kind, Value)
+        )
+        return any(tensor.numel() >= self._num_rows for tensor in of_batch)
 
     def _value(self, kind: _Kind, tensor: Tensor, operation: Operation | None, output: int) -> _Kind | Value:
         """What stands for an output of an operation on values."""
@@ -232,34 +254,41 @@ class OperationRecord(TorchDispatchMode):
             return self._computed(tensor) if tensor.is_floating_point() else _Kind.DATA
         return Value(operation=operation, output=output)
 
-    def _computed(self, tensor: Tensor) -> Value:
+    def _computed(self, tensor: Tensor) -> _Kind | Value:
         """A new value; the oldest lose their numbers where they are too many."""
+        if tensor.numel() > MAX_NUMBERS:
+            return _Kind.DATA
         value = Value(tensor.detach())
-        kept = [one for one in (kept() for kept in self._kept) if one is not None and one.numbers is not None]
-        kept.append(value)
-        total = sum(one.numbers.numel() for one in kept if one.numbers is not None)
-        while total > MAX_NUMBERS:
-            oldest = kept.pop(0)
-            total -= 0 if oldest.numbers is None else oldest.numbers.numel()
-            oldest.numbers = None
-        self._kept = [ref(one) for one in kept]
+        self._kept.append(ref(value))
+        self._num_kept += tensor.numel()
+        if self._num_kept > MAX_NUMBERS:
+            kept = [one for one in (kept() for kept in self._kept) if one is not None]
+            self._num_kept = 0
+            for one in reversed(kept):
+                self._num_kept += 0 if one.numbers is None else one.numbers.numel()
+                if self._num_kept > MAX_NUMBERS:
+                    one.numbers = None
+            kept = [one for one in kept if one.numbers is not None]
+            self._num_kept = sum(one.numbers.numel() for one in kept if one.numbers is not None)
+            self._kept = [ref(one) for one in kept]
         return value
 
-    def _computed_unseen(self, tensor: Tensor) -> Value:
-        """The value of a tensor that no operation in sight made."""
+    def _computed_unseen(self, tensor: Tensor) -> _Kind | Value:
+        """What stands for a tensor that no operation in sight made."""
         if tensor not in self._unseen:
             self._unseen[tensor] = self._computed(tensor) if _is_plain(tensor) else Value()
-        value: Value = self._unseen[tensor]
-        return value
+        found: _Kind | Value = self._unseen[tensor]
+        return found
 
-    def _operation(self, func: Any, leaves: list[Any], spec: Any, changed: list[int]) -> Operation:
+    def _operation(
+        self, func: Any, given: list[Any], names: tuple[str, ...] = (), changed: tuple[int, ...] = ()
+    ) -> Operation:
         self._num_operations += 1
-        return Operation(self._num_operations, func, leaves, spec, changed)
+        return Operation(self._num_operations, func, given, names, changed)
 
-    def _call(self, func: Any, *args: Any) -> Value:
+    def _call(self, func: Any, *given: Any) -> Value:
         """The value of an operation that no step ran."""
-        leaves, spec = tree_flatten((args, {}))
-        return Value(operation=self._operation(func, leaves, spec, []))
+        return Value(operation=self._operation(func, list(given)))
 
     def _viewed(self, storage: Value, tensor: Tensor) -> Value:
         """A tensor as a part of its storage [N]."""
@@ -292,7 +321,7 @@ class OperationRecord(TorchDispatchMode):
         self._changed[own._cdata] = (StorageWeakRef(own), tensor.dtype, self._put(storage, value, tensor))
 
 
-def _taken(leaf: Any, known: Mapping[Any, Any]) -> Any:
+def _taken(known: Mapping[Any, Any], leaf: Any) -> Any:
     """An argument as an operation takes it that runs again."""
     if isinstance(leaf, Value):
         return known[leaf] if leaf.operation is None else known[leaf.operation][leaf.output]
@@ -303,22 +332,49 @@ def _taken(leaf: Any, known: Mapping[Any, Any]) -> Any:
     return _WIDE.get(leaf, leaf) if isinstance(leaf, torch.dtype) else leaf
 
 
-def _tensors(result: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+def _kept(found: Mapping[int, _Kind | Value], is_changed: bool, leaf: Any) -> Any:
+    """An argument as an operation keeps it; `found` of tensors by their ids."""
+    value = found.get(id(leaf))
+    if isinstance(value, Value):
+        return value
+    return leaf.clone() if is_changed else leaf
 
 
-def _changed_places(func: Any, named: dict[str, Any], leaves: list[Any]) -> list[int]:
-    """Places among the leaves of its arguments that an operation changes."""
-    changing = [one.name for one in func._schema.arguments if one.alias_info is not None and one.alias_info.is_write]
+def _leaves(given: Iterable[Any]) -> Iterator[Any]:
+    """Arguments or results, and in the place of a list what is in it."""
+    for one in given:
+        if isinstance(one, list | tuple):
+            yield from _leaves(one)
+        else:
+            yield one
+
+
+def _tensors(given: Iterable[Any]) -> list[Tensor]:
+    return [leaf for leaf in _leaves(given) if isinstance(leaf, Tensor)]
+
+
+def _mapped(one: Any, function: Callable[[Any], Any]) -> Any:
+    """An argument with a function's results in the place of what is in it."""
+    if isinstance(one, list | tuple):
+        return [_mapped(leaf, function) for leaf in one]
+    return function(one)
+
+
+@cache
+def _changed_places(func: Any, num_positional: int, names: tuple[str, ...]) -> tuple[int, ...]:
+    """Places among its arguments of those that an operation changes."""
+    arguments = func._schema.arguments
+    changing = [one.name for one in arguments if one.alias_info is not None and one.alias_info.is_write]
     if func.namespace == "c10d" and "send" not in func.name():
         # Their schemas do not say that they change the first.
-        changing = [func._schema.arguments[0].name]
-    changed = _tensors([named.get(name) for name in changing])
-    return [place for place, leaf in enumerate(leaves) if any(leaf is one for one in changed)]
+        changing = [arguments[0].name]
+    given = (*(one.name for one in arguments[:num_positional]), *names)
+    return tuple(place for place, name in enumerate(given) if name in changing)
 
 
-def _ranks(named: dict[str, Any]) -> list[int]:
+def _ranks(func: Any, args: tuple[Any, ...], by_name: Mapping[str, Any]) -> list[int]:
     """Ranks of the group that a collective talks over; none where it waits for one."""
+    named = {argument.name: one for argument, one in zip(func._schema.arguments, args, strict=False)} | {**by_name}
     if (group := named.get("process_group")) is not None:
         return get_process_group_ranks(ProcessGroup.unbox(group))
     name = named.get("group_name")

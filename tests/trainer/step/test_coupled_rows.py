@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -13,8 +14,14 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.testing import assert_close
 from torch.utils.data import DataLoader
 
-from lightning_megatron.trainer.step.coupled_rows import couples_rows
-from lightning_megatron.trainer.step.operation_record import OperationRecord, history, run_again, widened
+from lightning_megatron.trainer.step.coupled_rows import RowCheck, couples_rows
+from lightning_megatron.trainer.step.operation_record import (
+    MAX_NUMBERS,
+    OperationRecord,
+    history,
+    run_again,
+    widened,
+)
 from tests.harness.ranks import run_on_ranks
 from tests.trainer.layouts import Layout, make_trainer
 from tests.trainer.modules import Data, Small, samples
@@ -39,8 +46,19 @@ class Network(nn.Module):
         self.encoder = nn.TransformerEncoder(layer, 1, norm=nn.LayerNorm(WIDTH), enable_nested_tensor=False)
         self.batch_norm = nn.BatchNorm1d(WIDTH, affine=False)
         self.register_buffer("prompts", torch.randn(ROWS, WIDTH))
-        self.inputs = torch.randn(ROWS, TOKENS, WIDTH)
-        self.ids = torch.randint(0, 12, (ROWS, TOKENS))
+        # Neither a buffer nor a parameter.
+        self.class_ids, self.directions = torch.arange(ROWS), torch.randn(ROWS, WIDTH, requires_grad=True)
+        self.of_losses = nn.Parameter(torch.ones(2))
+        # Attributes of a module are no part of a batch.
+        self.batch = SimpleNamespace(inputs=torch.randn(ROWS, TOKENS, WIDTH), ids=torch.randint(0, 12, (ROWS, TOKENS)))
+
+    @property
+    def inputs(self) -> Tensor:
+        return self.batch.inputs  # type: ignore[no-any-return]
+
+    @property
+    def ids(self) -> Tensor:
+        return self.batch.ids  # type: ignore[no-any-return]
 
     @property
     def rows(self) -> Tensor:
@@ -56,6 +74,14 @@ class Network(nn.Module):
     def tokens(self) -> Tensor:
         """Numbers [4, 4, 8]."""
         return self.norm(self.words(self.ids))  # type: ignore[no-any-return]
+
+
+class Whole(L.LightningModule):
+    """A module that has a network."""
+
+    def __init__(self, network: Network) -> None:
+        super().__init__()
+        self.network = network
 
 
 def negatives(of: Network) -> Tensor:
@@ -169,6 +195,17 @@ def changed_in_place(of: Network) -> Tensor:
     return shares.square().sum()
 
 
+def by_learned_weights(of: Network) -> Tensor:
+    """Two losses with a weight each, which are the last weights of all."""
+    return (torch.stack([classes(of), negatives(of)]) * of.of_losses.exp()).sum()
+
+
+def beside_many_numbers(of: Network) -> Tensor:
+    """A term of more numbers than are kept, and one of negatives."""
+    many = of.query(of.inputs.repeat(1, MAX_NUMBERS // of.inputs.numel() + 1, 1))
+    return functional.mse_loss(many, torch.ones_like(many)) + negatives(of)
+
+
 def classes(of: Network) -> Tensor:
     return functional.cross_entropy(of.rows, torch.arange(ROWS))
 
@@ -242,6 +279,22 @@ def of_computed_classes(of: Network) -> Tensor:
     return functional.cross_entropy(of.rows @ of.key(of.prompts).T, torch.arange(ROWS))
 
 
+def of_attributes(of: Network) -> Tensor:
+    """As many classes as rows, from attributes of a module."""
+    return functional.cross_entropy(of.rows @ of.words(of.class_ids).T + of.rows @ of.directions.T, torch.arange(ROWS))
+
+
+def of_learned_weights(of: Network) -> Tensor:
+    losses = torch.stack([classes(of), functional.mse_loss(of.rows, of.inputs[:, 2])])
+    return (losses * of.of_losses.exp() - of.of_losses).sum()
+
+
+def of_many_numbers(of: Network) -> Tensor:
+    """Tokens of more numbers than are kept."""
+    many = of.query(of.inputs.repeat(1, MAX_NUMBERS // of.inputs.numel() + 1, 1)).flatten(0, 1)
+    return functional.cross_entropy(many, torch.arange(len(many)) % WIDTH) + classes(of)
+
+
 def noisy(of: Network) -> Tensor:
     found = functional.dropout(of.rows, 0.5) + torch.randn(ROWS, WIDTH)
     return functional.cross_entropy(found * torch.rand(ROWS, 1), torch.arange(ROWS))
@@ -308,11 +361,15 @@ def two_heads(of: Network) -> Tensor:
 
 COUPLING = [negatives, both_views, pooled_negatives, triplets, standardised, root_of_mean, with_an_earlier_term]
 COUPLING += [hardest, of_the_worst, by_detached_shares, in_place, in_half, mapped, of_a_compiled_network, batch_norm]
-COUPLING += [of_generated, changed_in_place]
+COUPLING += [of_generated, changed_in_place, by_learned_weights, beside_many_numbers]
 OF_ROWS = [classes, masked_tokens, weighted, own_pairs, of_own_tokens, penalised, two_heads, normed_classes, actions]
 OF_ROWS += [of_normed_weight, of_low_rank, of_a_table, mixture, preferred, sequences_first]
 OF_ROWS += [of_computed_classes, noisy, in_place_of_rows, of_own_tokens_in_half, of_masked_mean, of_a_condition]
-OF_ROWS += [of_three_sequences, of_masked_weight, of_noisy_weight]
+OF_ROWS += [of_three_sequences, of_masked_weight, of_noisy_weight, of_attributes, of_learned_weights, of_many_numbers]
+
+
+def recording(network: Network) -> OperationRecord:
+    return RowCheck(Whole(network), own_ranks=()).recording(ROWS, num_parts=2)  # type: ignore[return-value]
 
 
 def looked_at(loss: Callable[[Network], Tensor]) -> bool:
@@ -321,7 +378,7 @@ def looked_at(loss: Callable[[Network], Tensor]) -> bool:
     wanted = loss(network)
     network = Network()
     torch.manual_seed(1)
-    with OperationRecord(network.buffers()) as record:
+    with recording(network) as record:
         found = loss(network)
     random, buffers = torch.get_rng_state(), [buffer.clone() for buffer in network.buffers()]
     is_coupled = couples_rows(record, found, ROWS)
@@ -380,11 +437,32 @@ def by_computed_places(of: Network) -> Tensor:
 @pytest.mark.parametrize("loss", [nested_teacher, as_many_as_are_positive, by_computed_places])
 def test_a_loss_that_cannot_run_again_ends_no_run(loss: Callable[[Network], Tensor]) -> None:
     network = Network()
-    with OperationRecord(network.buffers()) as record:
+    with recording(network) as record:
         found = loss(network)
     couples_rows(record, found, ROWS)
     found.backward()
     assert network.query.weight.grad is not None or network.key.weight.grad is not None
+
+
+def test_the_oldest_numbers_are_given_up_where_there_are_too_many() -> None:
+    network = Network()
+    with recording(network) as record:
+        part = network.inputs.repeat(1, MAX_NUMBERS // network.inputs.numel() // 3, 1)
+        parts = [network.query(part) for _ in range(5)]
+        values = [value for part in parts if (value := record.value_of(part)) is not None]
+    known = [source.numbers is not None for value in values for source in history(value)[0]]
+    assert known == [False, False, True, True, True]
+
+
+def test_a_loss_of_very_many_operations_is_not_looked_at() -> None:
+    network, found = Network(), {}
+    for num_operations in (10, 1000):
+        with recording(network) as record:
+            loss = negatives(network)
+            for _ in range(num_operations):
+                loss = loss + 1
+        found[num_operations] = couples_rows(record, loss, ROWS)
+    assert found == {10: True, 1000: False}
 
 
 class Negatives(Small):
