@@ -11,6 +11,8 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from lightning_megatron.moe.grouped_shapes import of_any_dtype
+
 
 def known_readers(module: nn.Module, name: str, layers: Sequence[str]) -> dict[str, frozenset[int]]:
     """`readers_of` the network `name` of a module, by its `example_input_array`, or the network's `dummy_inputs`, which
@@ -41,6 +43,7 @@ def readers_of(
         # What counts memory shall not count tensors without numbers.
         stack.enter_context(_disable_current_modes())
         stack.enter_context(mode)
+        stack.enter_context(of_any_dtype())
         stack.enter_context(torch.enable_grad())
         states = [*root.named_parameters(), *root.named_buffers()]
         fakes = {

@@ -18,10 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_megatron.comm import differentiable
 from lightning_megatron.mesh import Axis, Sizes
 from lightning_megatron.moe.experts import ExpertAxes
-from lightning_megatron.moe.token_dispatcher import AllToAllTokenDispatcher, DispatchWork
+from lightning_megatron.moe.token_dispatcher import (
+    AllToAllTokenDispatcher,
+    DispatchWork,
+    SharedTokenDispatcher,
+    TokenDispatcher,
+)
 from lightning_megatron.sharding import Shard, ShardedParameter
 
 
@@ -59,14 +63,17 @@ def expert_faults(network: nn.Module, sizes: Sizes) -> list[str]:
 
 def cut_experts(network: nn.Module, axes: ExpertAxes) -> None:
     """Leaves each rank of ep its own experts, in place."""
+    # Ranks of etp hold the same experts, and each brings the same tokens.
+    alone = Axis.alone(axes.ep.ranks[axes.ep.rank], "etp")
     for _, module in expert_modules(network):
-        _Exchange(module, axes)
+        dispatcher = AllToAllTokenDispatcher(module.num_experts, ep=axes.ep, etp=alone)
+        _Dispatched(module, dispatcher, data=axes.edp, replicas=(axes.etp,))
 
 
 def share_experts(network: nn.Module, tp: Axis) -> None:
     """Leaves each rank of tp its own experts, in place, where the ranks divide them."""
     for module in shared_experts(network, tp.size):
-        _Share(module, tp)
+        _Dispatched(module, SharedTokenDispatcher(module.num_experts, ep=tp, etp=Axis.alone(tp.ranks[tp.rank], "etp")))
 
 
 def shared_experts(network: nn.Module, size: int) -> list[Any]:
@@ -74,26 +81,33 @@ def shared_experts(network: nn.Module, size: int) -> list[Any]:
     return [module for _, module in expert_modules(network) if module.num_experts % size == 0]
 
 
-class _Exchange:
-    """What a module of experts does before its forward and after it."""
+def token_dispatchers(network: nn.Module) -> Iterator[TokenDispatcher]:
+    """What sends tokens to the experts of a network that are spread over ranks."""
+    for module in network.modules():
+        for hook in module._forward_pre_hooks.values():
+            if isinstance(owner := getattr(hook, "__self__", None), _Dispatched):
+                yield owner.dispatcher
 
-    def __init__(self, module: Any, axes: ExpertAxes) -> None:
-        # Ranks of etp hold the same experts, and each brings the same tokens.
-        self._dispatcher = AllToAllTokenDispatcher(
-            module.num_experts, ep=axes.ep, etp=Axis.alone(axes.ep.ranks[axes.ep.rank], "etp")
-        )
+
+class _Dispatched:
+    """What a module of experts does before its forward and after it; `kinds` are those of its weights' shards."""
+
+    def __init__(self, module: Any, dispatcher: TokenDispatcher, **kinds: Any) -> None:
+        self.dispatcher = dispatcher
         # One at a time: recomputation may leave the forward before it is combined.
         self._work: DispatchWork | None = None
+        axis = dispatcher.ep
         for name, weight in expert_weights(module):
-            shard = Shard(global_shape=tuple(weight.shape), leading=axes.ep, data=axes.edp, replicas=(axes.etp,))
-            setattr(module, name, _own_experts(weight, axes.ep, shard))
-        module.num_experts //= axes.ep.size
+            # Leading: a rank whose experts no token chose steps them as the others do.
+            shard = Shard(global_shape=tuple(weight.shape), leading=axis, **kinds)
+            setattr(module, name, _own_experts(weight, axis, shard))
+        module.num_experts //= axis.size
         module.register_forward_pre_hook(self._dispatch, with_kwargs=True)
         module.register_forward_hook(self._combine)
 
     def _dispatch(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         hidden_TH, expert_ids_TK, probs_TK = signature(module.forward).bind(*args, **kwargs).args
-        self._work = work = self._dispatcher.dispatch(hidden_TH, expert_ids_TK, probs_TK)
+        self._work = work = self.dispatcher.dispatch(hidden_TH, expert_ids_TK, probs_TK)
         rows_RH, probs_R, groups = work.wait()
         own_L = torch.arange(len(groups.sizes), device=rows_RH.device)
         ids_R = own_L.repeat_interleave(groups.sizes_L, output_size=groups.num_rows)
@@ -107,39 +121,6 @@ class _Exchange:
         work, self._work = self._work, None
         assert work is not None, "a forward comes before"
         return work.combine(output_RH)
-
-
-class _Share:
-    """What a module of experts does before its forward and after it, on tokens that all ranks of tp have."""
-
-    def __init__(self, module: Any, tp: Axis) -> None:
-        self._tp, self._num_own = tp, module.num_experts // tp.size
-        # Rows of the running forward.
-        self._tokens_R = torch.empty(0, dtype=torch.long)
-        self._num_tokens = 0
-        for name, weight in expert_weights(module):
-            # Leading: a rank whose experts no token chose steps them as the others do.
-            shard = Shard(global_shape=tuple(weight.shape), leading=tp)
-            setattr(module, name, _own_experts(weight, tp, shard))
-        module.num_experts = self._num_own
-        module.register_forward_pre_hook(self._select, with_kwargs=True)
-        module.register_forward_hook(self._add)
-
-    def _select(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        hidden_TH, expert_ids_TK, probs_TK = signature(module.forward).bind(*args, **kwargs).args
-        hidden_TH, probs_TK = differentiable.copy(hidden_TH, self._tp), differentiable.copy(probs_TK, self._tp)
-        self._tokens_R, choices_R = (expert_ids_TK // self._num_own == self._tp.rank).nonzero(as_tuple=True)
-        self._num_tokens = len(hidden_TH)
-        ids_R, probs_R = (one[self._tokens_R, choices_R] for one in (expert_ids_TK % self._num_own, probs_TK))
-        return (hidden_TH[self._tokens_R], ids_R[:, None], probs_R[:, None]), {}
-
-    def _add(self, module: nn.Module, args: Any, output_RH: Tensor) -> Tensor:
-        rows_RH, _, probs_R1 = args
-        if not len(rows_RH):
-            # What no row went through has no backward, and other ranks would wait for its messages.
-            output_RH = rows_RH * probs_R1
-        own_TH = output_RH.new_zeros(self._num_tokens, output_RH.shape[-1])
-        return differentiable.reduce(own_TH.index_add(0, self._tokens_R, output_RH), self._tp)
 
 
 @torch.no_grad()

@@ -4,8 +4,7 @@ import argparse
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron.any_module.cut_error import CutError
-from lightning_megatron.any_module.cut_experts import expert_modules
+from lightning_megatron.any_module.cut_experts import token_dispatchers
 from lightning_megatron.any_module.pipelined_modules import pipelined_modules
 from lightning_megatron.any_module.plan import ModelPlan
 from lightning_megatron.cli.plan_file import table_of
 from lightning_megatron.cli.plan_recipe import run_of_causal_recipe
 from lightning_megatron.cli.plan_request import PlanRequest
+from lightning_megatron.cli.plan_run import with_run_options
 from lightning_megatron.cli.usage import UsageError
 from lightning_megatron.comm.p2p import Payload, TensorMeta
 from lightning_megatron.hf.adapters import add_adapters
@@ -33,14 +33,17 @@ from lightning_megatron.planner.dry_run import global_rank
 from lightning_megatron.planner.fake_process_group import fake_mesh
 from lightning_megatron.planner.memory_tracker import MemoryTracker
 from lightning_megatron.planner.run import RunSettings
+from lightning_megatron.precision.fp8 import Fp8Config
 from lightning_megatron.tensor.weight_gradients import WeightGradients
 from lightning_megatron.testing.telling import told
 from lightning_megatron.trainer import ConfigurationError
 from lightning_megatron.trainer.setup.early_model_checks import model_faults
+from lightning_megatron.trainer.setup.fp8_layers import linears_of_networks
 from lightning_megatron.trainer.setup.model_checks import share_recomputation
-from lightning_megatron.trainer.setup.pipelined_models import cut_plain_networks
+from lightning_megatron.trainer.setup.pipelined_models import cut_plain_networks, plan_of
 from lightning_megatron.trainer.step.user_step import loss_of
-from lightning_megatron.transformer.recompute import RecomputeConfig, part_faults, recomputable_parts
+from lightning_megatron.transformer.fp8_layers import TorchFp8Layers, tile_faults, use_torch
+from lightning_megatron.transformer.recompute import part_faults, recomputable_parts
 
 META = torch.device("meta")
 _NO_TRAINER = "You are trying to `self.log"
@@ -53,12 +56,16 @@ def read_causal_run(options: argparse.Namespace) -> tuple[PlanRequest[RunSetting
     """
     path = Path(options.config)
     try:
-        request, arguments = run_of_causal_recipe(path, table_of(path), options)
+        asked, arguments = run_of_causal_recipe(path, table_of(path), options)
     except ValueError as error:
         raise UsageError(str(error).splitlines()) from error
+    request = with_run_options(asked, options)
     run, faults = request.run, []
-    if run.fp8 is not None or options.fp8:
-        faults.append("a dry run knows no FP8 of models of transformers; leave it out to run the rest")
+    if run.fp8 is not None and run.fp8.engine != "torch":
+        faults.append(
+            f"fp8 engine {run.fp8.engine!r} runs layers of this package's models, and this is a model of transformers; "
+            "take engine 'torch'"
+        )
     if options.decoder_sequence_length is not None:
         faults.append("--decoder-sequence-length is that of a T5, and the model is causal; leave it out")
     if request.dynamic is not None or options.document_lengths is not None:
@@ -67,8 +74,6 @@ def read_causal_run(options: argparse.Namespace) -> tuple[PlanRequest[RunSetting
         faults.append(ONE_DOCUMENT)
     if faults:
         raise UsageError(faults)
-    if options.recompute is not None:
-        request = replace(request, run=replace(run, recompute=RecomputeConfig(granularity=options.recompute)))
     return request, arguments
 
 
@@ -123,8 +128,6 @@ class DryModule:
     def faults(self) -> list[str]:
         """Errors of the module on the run's ranks that show before it is cut."""
         sizes, module = self._run.sizes, self._made(META)
-        if any(True for _ in expert_modules(module)):
-            return [f"the experts of {type(module).__name__} are chosen by numbers, which a dry run does not have"]
         if faults := part_faults(self._run.recompute, recomputable_parts(module)):
             return faults
         uses_schedule = sizes.pp > 1 or self._run.num_microbatches > 1
@@ -141,7 +144,18 @@ class DryModule:
             share_recomputation(module, self._run.recompute, mesh)
         except ValueError as error:
             raise UsageError(str(error).splitlines()) from error
+        if device.type == "meta":
+            for dispatcher in token_dispatchers(module):
+                dispatcher.read = partial(_even_counts, dispatcher.num_experts)
         return module.train()
+
+    def use_fp8(self, own: nn.Module, config: Fp8Config, mesh: Mesh, device: torch.device) -> TorchFp8Layers:
+        """Lets the linears of the layers multiply in FP8."""
+        linears = linears_of_networks(own, plan_of(own, self._plan), config)
+        if faults := tile_faults((), config, linears):
+            raise UsageError(faults)
+        replicas = mesh.axis("dp+cp")
+        return use_torch({}, config, tp=mesh.tp, replicas=replicas, pp=mesh.pp, device=device, others=linears)
 
     def _made(self, device: torch.device) -> pl.LightningModule:
         with telling_model("cannot be made on the meta device"):
@@ -196,3 +210,11 @@ class DryModule:
             loss = loss_of(own.training_step(batch, 0))
         assert loss is not None
         return loss
+
+
+def _even_counts(num_experts: int, counts: Tensor, shape_TK: torch.Size) -> Tensor:
+    """Tokens by expert [..., E], which a meta tensor does not know: each expert gets as many, the first the rest."""
+    share, rest = divmod(shape_TK.numel(), num_experts)
+    even = torch.full(counts.shape, share)
+    even[..., :rest] += 1
+    return even

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_megatron.cli.plan_file import KINDS, model_of_folder, table_of
-from lightning_megatron.cli.plan_request import PlanRequest
+from lightning_megatron.cli.plan_request import PlanRequest, R
 from lightning_megatron.cli.usage import UsageError
 from lightning_megatron.data.bert_samples import BertSampleConfig
 from lightning_megatron.data.span_corruption import SpanCorruption
@@ -97,6 +97,11 @@ def read_run(options: argparse.Namespace) -> PlanRequest[Run]:
             )
     except ValueError as error:
         raise UsageError(str(error).splitlines()) from error
+    return with_run_options(request, options)
+
+
+def with_run_options(request: PlanRequest[R], options: argparse.Namespace) -> PlanRequest[R]:
+    """The request for the run with what the options of `add_run_options` say of FP8 and of recomputation."""
     run = request.run
     if options.fp8 and run.fp8 is None:
         run = replace(run, fp8=Fp8Config())

@@ -6,9 +6,11 @@ Every rank of ep x etp brings tokens of its own and holds E/ep experts, 1/etp of
                  combine    the reverse; each rank adds up the rows of its tokens
     AllGather    dispatch   all-gather all tokens over etp and ep; take the rows of own experts
                  combine    add up the rows of each token; reduce-scatter over ep and etp
+    Shared       dispatch   take the rows of own experts: all ranks of ep have the same tokens
+                 combine    add up the rows of each token; all-reduce over ep
 
 AllToAll moves the rows that are wanted; AllGather moves everything: it suits few ranks and many experts per token.
-Both hand the same rows in the same order to the experts. A fused backend is a third value of `TokenDispatcher`.
+Both hand the same rows in the same order to the experts. A fused backend is a further value of `TokenDispatcher`.
 
 How many rows go where is data, and a kernel's output needs its size: the host reads it once, in `on_host`, and never
 where every expert's rows are padded to a capacity.
@@ -23,7 +25,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lightning_megatron.comm import collectives
+from lightning_megatron.comm import collectives, differentiable
 from lightning_megatron.comm.async_collectives import (
     AsyncTensor,
     YieldToPeer,
@@ -39,8 +41,8 @@ from lightning_megatron.moe.grouped_gemm import ExpertGroups
 from lightning_megatron.moe.permute import Permutation, permute, regrouped, sort_by_expert, unpermute
 from lightning_megatron.tensor.linear import as_gemm_input
 
-ReadCounts = Callable[[Tensor, int], Tensor]
-"""Copies counts by expert [..., E] from the device to the host, given the number of tokens that each row counts."""
+ReadCounts = Callable[[Tensor, torch.Size], Tensor]
+"""Copies counts by expert [..., E] from the device to the host, given the shape [T, K] of the choices of a rank."""
 
 
 class DispatchWork(Protocol):
@@ -87,7 +89,7 @@ class AllToAllTokenDispatcher(TokenDispatcher):
         if capacity is None:
             counts_QE = collectives.all_gather(by_expert.counts_E[None], self.etp)
             counts_PQE = collectives.all_gather(counts_QE[None], self.ep)
-            sizes_PQE = self.read(counts_PQE, len(expert_ids_TK))
+            sizes_PQE = self.read(counts_PQE, expert_ids_TK.shape)
             choices_R = by_expert.dropless(int(sizes_PQE[self.ep.rank, self.etp.rank].sum()))
         else:
             counts_PQE = by_expert.counts_E.new_full(shape, capacity)
@@ -163,7 +165,7 @@ class AllGatherTokenDispatcher(TokenDispatcher):
         by_expert = sort_by_expert(expert_ids - self.ep.rank * num_own, num_own)
         if capacity is None:
             # Own experts take their share of all ranks' tokens.
-            sizes = tuple(self.read(by_expert.counts_E, len(expert_ids) // self.ep.size).tolist())
+            sizes = tuple(self.read(by_expert.counts_E, expert_ids_TK.shape).tolist())
             groups = ExpertGroups(sizes, by_expert.counts_E)
             choices_R = by_expert.dropless(groups.num_rows)
         else:
@@ -202,6 +204,40 @@ class _AllGatherWork:
         return _reduce_scatter(back_work.wait(), self._etp, self._yield_to_peer).wait()
 
 
+class SharedTokenDispatcher(TokenDispatcher):
+    """Takes the rows of own experts from tokens that all ranks of ep have. Sends nothing before the sum over ep."""
+
+    def dispatch(
+        self, hidden_TH: Tensor, expert_ids_TK: Tensor, probs_TK: Tensor, capacity: int | None = None
+    ) -> DispatchWork:
+        assert capacity is None, "experts of other models have none"
+        num_own = self.num_experts // self.ep.size
+        by_expert = sort_by_expert(expert_ids_TK - self.ep.rank * num_own, num_own)
+        groups = ExpertGroups(tuple(self.read(by_expert.counts_E, expert_ids_TK.shape).tolist()), by_expert.counts_E)
+        orders = by_expert.orders(by_expert.dropless(groups.num_rows), is_dropless=True)
+        hidden_TH, probs_TK = (differentiable.copy(x, self.ep) for x in (hidden_TH, probs_TK))
+        return _SharedWork(self.ep, orders, groups, hidden_TH, probs_TK)
+
+
+class _SharedWork:
+    def __init__(
+        self,
+        ep: Axis,
+        orders: tuple[Permutation, Permutation],
+        groups: ExpertGroups,
+        hidden_TH: Tensor,
+        probs_TK: Tensor,
+    ) -> None:
+        self._ep, self._groups, (self._of_tokens, of_choices) = ep, groups, orders
+        self._rows_RH, self._probs_R = permute(hidden_TH, self._of_tokens), permute(probs_TK.flatten(), of_choices)
+
+    def wait(self) -> DispatchedTokens:
+        return DispatchedTokens(self._rows_RH, self._probs_R, self._groups)
+
+    def combine(self, rows_RH: Tensor) -> Tensor:
+        return differentiable.reduce(unpermute(rows_RH, self._of_tokens), self._ep)
+
+
 def _all_gather(x: Tensor, axis: Axis, yield_to_peer: YieldToPeer) -> AsyncTensor:
     return start(
         x,
@@ -220,7 +256,7 @@ def _reduce_scatter(x: Tensor, axis: Axis, yield_to_peer: YieldToPeer) -> AsyncT
     )
 
 
-def on_host(counts: Tensor, num_tokens: int) -> Tensor:
+def on_host(counts: Tensor, shape_TK: torch.Size) -> Tensor:
     """The counts where Python can read them. The one place where experts make the host wait for the device."""
     return counts.cpu()
 

@@ -43,6 +43,7 @@ from lightning_megatron.planner.balanced_batch import BalancedBatch
 from lightning_megatron.planner.fake_process_group import fake_mesh
 from lightning_megatron.planner.memory_tracker import MemoryTracker
 from lightning_megatron.planner.run import Run, RunSettings
+from lightning_megatron.precision.fp8 import Fp8Config
 from lightning_megatron.tensor import weight_gradients
 from lightning_megatron.tensor.weight_gradients import WeightGradients
 from lightning_megatron.tensor.whole_linear import lend
@@ -63,6 +64,10 @@ class Trained(Protocol):
 
     def build(self, mesh: Mesh, device: torch.device) -> nn.Module:
         """A module that holds the part of this rank."""
+        ...
+
+    def use_fp8(self, own: nn.Module, config: Fp8Config, mesh: Mesh, device: torch.device) -> TorchFp8Layers:
+        """Lets the layers of the module `own` multiply in FP8."""
         ...
 
     def names_by_rank(self, own: nn.Module) -> list[list[str]]:
@@ -117,8 +122,7 @@ def build_rank(run: RunSettings, mesh: Mesh, new_group: NewGroup, device: torch.
     models = pipelined_modules(module)
     fp8 = None
     if run.fp8 is not None:
-        parts = {name: (model, model.part_names) for name, model in models.items()}
-        fp8 = use_torch(parts, run.fp8, tp=mesh.tp, replicas=mesh.axis("dp+cp"), pp=mesh.pp, device=device)
+        fp8 = trained.use_fp8(module, run.fp8, mesh, device)
     # Torch chooses foreach on a GPU.
     optimizer = AdamW(module.parameters(), foreach=True)
     config, low = run.optimizer, _LOW.get(run.precision)
@@ -190,10 +194,10 @@ def _model(run: Run, mesh: Mesh) -> PipelineModule:
     return GPTModel(config, mesh=mesh, seed=0)
 
 
-def _equal_counts(run: Run, moe: MoEConfig, counts: Tensor, num_tokens: int) -> Tensor:
+def _equal_counts(run: Run, moe: MoEConfig, counts: Tensor, shape_TK: torch.Size) -> Tensor:
     """Tokens by expert [..., E], which a meta tensor does not know: all experts get equally many, within a capacity of
     complete sequences."""
-    sequence, num_ranks = run.lengths.sequence, run.sizes.tp * run.sizes.cp
+    sequence, num_ranks, num_tokens = run.lengths.sequence, run.sizes.tp * run.sizes.cp, shape_TK[0]
     chosen = cost.expert_rows(
         moe,
         run.sizes,
@@ -368,6 +372,11 @@ class FullModel:
     def build(self, mesh: Mesh, device: torch.device) -> nn.Module:
         """A module that holds the part of this rank."""
         return nn.ModuleDict({_PREFIX: build_model(self._run, mesh, device)})
+
+    def use_fp8(self, own: nn.Module, config: Fp8Config, mesh: Mesh, device: torch.device) -> TorchFp8Layers:
+        """Lets the layers of the module `own` multiply in FP8."""
+        models = {name: (model, model.part_names) for name, model in pipelined_modules(own).items()}
+        return use_torch(models, config, tp=mesh.tp, replicas=mesh.axis("dp+cp"), pp=mesh.pp, device=device)
 
     def names_by_rank(self, own: nn.Module) -> list[list[str]]:
         """Names of the parameters on each rank of pp, of which this one has the module `own`."""

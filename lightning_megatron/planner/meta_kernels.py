@@ -1,8 +1,8 @@
-"""What devices do for torch's products and meta tensors do not: autocast, and attention in a fused kernel.
+"""What devices do for torch's products and meta tensors do not: autocast, fused attention, grouped products.
 
-torch's autocast passes meta tensors by, and its `scaled_dot_product_attention` materialises their scores. A library
-adds both, for meta tensors alone and as long as it is there. A mode for functions of torch would not do: it is off
-within backwards, where layers are computed once more.
+torch's autocast passes meta tensors by, its `scaled_dot_product_attention` materialises their scores, and its grouped
+product takes bfloat16 alone. A library adds the rest, for meta tensors alone and as long as it is there. A mode for
+functions of torch would not do: it is off within backwards, where layers are computed once more.
 """
 
 from collections.abc import Callable
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from lightning_megatron.moe.grouped_shapes import GROUPED_PRODUCT, grouped_shape
 from lightning_megatron.precision.autocast import autocast_dtype
 
 _ATEN = torch.ops.aten
@@ -77,3 +78,4 @@ for _name in ("linear", "matmul", "conv1d", "conv2d", "conv3d"):
 KERNELS.impl("addmm", partial(_added, torch.mm), "AutogradMeta")
 KERNELS.impl("baddbmm", partial(_added, torch.bmm), "AutogradMeta")
 KERNELS.impl("scaled_dot_product_attention", _attention, "AutogradMeta")
+KERNELS.impl(GROUPED_PRODUCT, grouped_shape, "Meta", allow_override=True)

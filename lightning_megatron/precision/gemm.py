@@ -2,10 +2,10 @@
 
     forward  y = x W^T        input gradient  dx = dy W        weight gradient  dW = dy^T x
 
-`Fp8Gemm` does each as torch's scaled GEMM of float8 operands. That wants the inner dim last on both sides, so the
-backward GEMMs transpose: the weight once a step, gradient and input each time. Inner dims are
-multiples of a tile: features are so by rule, tokens are padded with zeros. Dims: T tokens, I features in, O features
-out.
+`Fp8Gemm` does each as torch's scaled GEMM of float8 operands; on a CPU, which has none, of their numbers in float32.
+That wants the inner dim last on both sides, so the backward GEMMs transpose: the weight once a step, gradient and input
+each time. Inner dims are multiples of a tile: features are so by rule, tokens are padded with zeros. Dims: T tokens, I
+features in, O features out.
 """
 
 from typing import Protocol
@@ -143,9 +143,13 @@ def _multiply(
     assert left_MK.inverse_scale is not None and right_NK.inverse_scale is not None
     if left_MK.inverse_scale.dim():
         return multiply_blocks(left_MK, left_dtype, right_NK, right_dtype, dtype)
+    left, right = left_MK.values.view(left_dtype), right_NK.values.view(right_dtype).t()
+    if left.device.type == "cpu":
+        # On CPUs with units for matrices of other dtypes torch's own kernel takes 500 times as long and more.
+        return left.float().mm(right.float()).mul_(left_MK.inverse_scale * right_NK.inverse_scale).to(dtype)
     product: Tensor = torch._scaled_mm(
-        left_MK.values.view(left_dtype),
-        right_NK.values.view(right_dtype).t(),
+        left,
+        right,
         scale_a=left_MK.inverse_scale,
         scale_b=right_NK.inverse_scale,
         out_dtype=dtype,

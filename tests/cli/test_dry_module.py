@@ -10,6 +10,7 @@ import pytest
 import torch
 import yaml
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
@@ -31,6 +32,7 @@ from lightning_megatron.planner.dry_run import DryRun, dry_run
 from lightning_megatron.planner.memory_tracker import OTHERS, MemoryTracker
 from lightning_megatron.planner.model_parts import SequenceLengths
 from lightning_megatron.planner.run import RunSettings
+from lightning_megatron.precision.fp8 import Fp8Config
 from lightning_megatron.transformer.lora import LoraConfig
 from lightning_megatron.transformer.recompute import RecomputeConfig
 from tests.harness.ranks import run_on_ranks
@@ -52,6 +54,8 @@ SMALL: dict[str, Any] = {
 QWEN = Qwen3Config(**SMALL, tie_word_embeddings=True)
 GROUPED = Qwen3Config(**{**SMALL, "num_key_value_heads": 2})
 WINDOWS = Gemma2Config(**SMALL, sliding_window=16, attn_implementation="sdpa")
+# Every expert gets every token, so that a dry run, which shares them evenly, is right of numbers too.
+EXPERTS = MixtralConfig(**SMALL, num_local_experts=4, num_experts_per_tok=4)
 JETMOE = JetMoeConfig(
     vocab_size=512, hidden_size=64, num_hidden_layers=2, num_key_value_heads=2, kv_channels=16, intermediate_size=32
 )
@@ -77,7 +81,9 @@ def folder_of(config: PreTrainedConfig, path: Path) -> str:
 
 
 def run_of(layout: Layout, precision: str = "32-true", **changes: Any) -> RunSettings:
-    sizes = Sizes(world=layout.world, tp=layout.tp, pp=layout.pp, vp=layout.vp, sequence_parallel=layout.sp)
+    sizes = Sizes(
+        world=layout.world, tp=layout.tp, pp=layout.pp, vp=layout.vp, ep=layout.ep, sequence_parallel=layout.sp
+    )
     return RunSettings(
         lengths=SequenceLengths(sequence=TOKENS),
         sizes=sizes,
@@ -140,6 +146,16 @@ class Held(L.Callback):
         }
 
 
+class Products(TorchDispatchMode):
+    """Counts products of 8 bits."""
+
+    num_fp8 = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num_fp8 += func.overloadpacket is torch.ops.aten._scaled_mm
+        return func(*args, **(kwargs or {}))
+
+
 def trained(folder: str, layout: Layout, precision: str, lora: LoraConfig | None) -> tuple[int, dict[str, int], int]:
     """Global rank, and what it held in its second step: by kind, and at its peak."""
     torch.manual_seed(0)
@@ -156,21 +172,24 @@ def trained(folder: str, layout: Layout, precision: str, lora: LoraConfig | None
 
 
 @pytest.mark.parametrize(
-    ("layout", "precision", "lora"),
+    ("config", "layout", "precision", "lora"),
     [
-        (Layout(world=2, tp=2, sp=True, microbatches=NUM_MICROBATCHES), "32-true", None),
-        (Layout(world=2, pp=2, microbatches=NUM_MICROBATCHES), "32-true", None),
-        (Layout(world=2, microbatches=NUM_MICROBATCHES, optimizer=DISTRIBUTED), "bf16-mixed", None),
+        (QWEN, Layout(world=2, tp=2, sp=True, microbatches=NUM_MICROBATCHES), "32-true", None),
+        (QWEN, Layout(world=2, pp=2, microbatches=NUM_MICROBATCHES), "32-true", None),
+        (QWEN, Layout(world=2, microbatches=NUM_MICROBATCHES, optimizer=DISTRIBUTED), "bf16-mixed", None),
         # In the dtype of its file a weight on a CPU is a part of the file.
-        (Layout(world=2, microbatches=NUM_MICROBATCHES, optimizer=DISTRIBUTED), "bf16-true", LoraConfig(rank=4)),
+        (QWEN, Layout(world=2, microbatches=NUM_MICROBATCHES, optimizer=DISTRIBUTED), "bf16-true", LoraConfig(rank=4)),
+        (EXPERTS, Layout(world=2, ep=2, microbatches=NUM_MICROBATCHES), "32-true", None),
+        (EXPERTS, Layout(world=2, tp=2, microbatches=NUM_MICROBATCHES), "32-true", None),
+        (EXPERTS, Layout(world=2, pp=2, microbatches=NUM_MICROBATCHES), "32-true", None),
     ],
 )
 def test_a_rank_holds_the_bytes_of_a_real_one(
-    layout: Layout, precision: str, lora: LoraConfig | None, tmp_path: Path
+    config: PreTrainedConfig, layout: Layout, precision: str, lora: LoraConfig | None, tmp_path: Path
 ) -> None:
-    folder = folder_of(QWEN, tmp_path)
+    folder = folder_of(config, tmp_path)
     if lora is not None:
-        AutoModelForCausalLM.from_config(QWEN).save_pretrained(folder)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     run = run_of(layout, precision)
     for rank, by_kind, peak_bytes in run_on_ranks(2, trained, folder, layout, precision, lora, init=False):
         dry = found_by(folder, run, rank, lora)
@@ -181,22 +200,26 @@ def test_a_rank_holds_the_bytes_of_a_real_one(
 
 
 @pytest.mark.parametrize(
-    ("config", "precision"),
+    ("config", "precision", "fp8"),
     [
-        (QWEN, "32-true"),
-        (GPT2, "32-true"),
-        (WINDOWS, "32-true"),
-        (GPT2, "bf16-mixed"),
-        (WINDOWS, "bf16-mixed"),
+        (QWEN, "32-true", None),
+        (GPT2, "32-true", None),
+        (WINDOWS, "32-true", None),
+        (EXPERTS, "32-true", None),
+        (GPT2, "bf16-mixed", None),
+        (WINDOWS, "bf16-mixed", None),
         # In 32 bits GPUs have no kernel for groups, and CPUs do.
-        (GROUPED, "bf16-mixed"),
-        (GROUPED, "bf16-true"),
+        (GROUPED, "bf16-mixed", None),
+        (GROUPED, "bf16-true", None),
+        (QWEN, "bf16-mixed", Fp8Config()),
+        (QWEN, "bf16-true", Fp8Config(scaling="delayed")),
+        (EXPERTS, "32-true", Fp8Config(scaling="mxfp8")),
     ],
 )
 def test_tensors_without_numbers_take_the_memory_of_real_ones(
-    config: PreTrainedConfig, precision: str, tmp_path: Path
+    config: PreTrainedConfig, precision: str, fp8: Fp8Config | None, tmp_path: Path
 ) -> None:
-    folder, run = folder_of(config, tmp_path), run_of(Layout(optimizer=DISTRIBUTED), precision)
+    folder, run = folder_of(config, tmp_path), run_of(Layout(optimizer=DISTRIBUTED), precision, fp8=fp8)
     module = causal_module({"path": folder}, run, None)
     drawn = DryModule(partial(CausalModule, folder, from_scratch=True), module.batch, run, None)
     dry = dry_run(run, 0, full_model=module)
@@ -263,6 +286,26 @@ def test_a_plan_in_a_recipe_is_one_of_its_model(tmp_path: Path, capsys: pytest.C
     assert "plan layers ('model.model.no') is no module of CausalModule" in capsys.readouterr().err
 
 
+def test_linears_of_layers_multiply_in_fp8(tmp_path: Path) -> None:
+    folder = folder_of(QWEN, tmp_path)
+    for layout, num_layers in ((Layout(), 4), (Layout(world=2, tp=2), 4), (Layout(world=2, pp=2), 2)):
+        plain = found_by(folder, run_of(layout, "bf16-mixed"))
+        with Products() as products:
+            fp8 = found_by(folder, run_of(layout, "bf16-mixed", fp8=Fp8Config()))
+        assert fp8.flops == plain.flops
+        # Each of a layer's 7 linears multiplies twice in the backward. Some microbatches run before those that count.
+        num_runs, others = divmod(products.num_fp8, 3 * 7 * num_layers)
+        assert num_runs >= NUM_MICROBATCHES and not others
+
+
+def test_an_engine_of_the_packages_own_models_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe, file = yaml.safe_load(Path(RECIPE).read_text()), tmp_path / "recipe.yaml"
+    recipe["trainer"]["precision"] = "transformer-engine"
+    file.write_text(yaml.safe_dump(recipe))
+    assert main(["dry-run", str(file), "--model", folder_of(QWEN, tmp_path)]) == 2
+    assert "fp8 engine 'transformer_engine' runs layers of this package's models" in capsys.readouterr().err
+
+
 def test_adapters_of_a_recipe_are_those_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe, folder, file = yaml.safe_load(Path(RECIPE).read_text()), folder_of(QWEN, tmp_path), tmp_path / "recipe.yaml"
     args = ["dry-run", str(file), "--model", folder, *ALONE]
@@ -300,10 +343,9 @@ def test_a_recipe_runs_dry_from_a_configuration_alone(tmp_path: Path, capsys: py
 @pytest.mark.parametrize(
     ("config", "args", "words"),
     [
-        (MixtralConfig(**SMALL, num_local_experts=4), (), "experts of CausalModule are chosen by numbers"),
         (GPT2, (), "tensor_model_parallel_size (2) cuts nothing of CausalModule"),
         (QWEN, ("--layout", "pp=4,vp=2", "--world-size", "4"), "cannot be pipelined over 8 stages"),
-        (QWEN, ("--fp8",), "knows no FP8 of models of transformers"),
+        (Qwen3Config(**{**SMALL, "hidden_size": 72}), ("--fp8", *ALONE), "must have multiples of 16 both ways for fp8"),
         (QWEN, ("--recompute", "selective"), "recompute part 'core_attention' cannot act"),
         (QWEN, ("--recompute", "full", "--layout", "mbs=2"), "recompute granularity ('full') needs a model of parts"),
         (Qwen3Config(**SMALL, hidden_act="no"), (), "the model cannot be made on the meta device: KeyError: 'no'"),

@@ -38,7 +38,7 @@ def use_fp8(
     faults = []
     own = {name: model for name, model in pipelined.items() if not isinstance(model, CutModel)}
     # As nothing is cut of a module that holds a model of this package, nothing else of it multiplies in FP8.
-    others = {} if own else _linears_of_networks(module, plan, config)
+    others = {} if own else linears_of_networks(module, plan, config)
     modules = [child for model in own.values() for child in model.modules()]
     has_layers = bool(others) or any(isinstance(child, PreNormLayer) for child in modules)
     if not any(collectives.gather_objects(has_layers, mesh.pp)):
@@ -73,7 +73,7 @@ def ranks_of_stage(mesh: Mesh) -> tuple[int, ...]:
     return tuple(range(start, start + size))
 
 
-def _linears_of_networks(module: nn.Module, plan: ModelPlan, config: Fp8Config) -> dict[str, nn.Module]:
+def linears_of_networks(module: nn.Module, plan: ModelPlan, config: Fp8Config) -> dict[str, nn.Module]:
     """The linears in the layers of this rank, by name, of the networks of a module, but for the layers that stay as
     they are."""
     found: dict[str, nn.Module] = {}
