@@ -16,7 +16,7 @@ of them gives another takes.
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -50,10 +50,10 @@ STYLES = (
     "mla_kv_a_proj",
 )
 # What linears are called that go into attention and feed-forward networks, and that come out of them.
-_INTO = ("q_proj", "k_proj", "v_proj", "fc1", "fc_in", "c_fc", "dense_h_to_4h", "lin1", "up_proj", "gate_proj", "wi")
+_INTO = tuple("q_proj k_proj v_proj fc1 fc_in c_fc dense_h_to_4h lin1 up_proj gate_proj wi w1 w3".split())
 # The linears of peft's module: the model's own, and those of adapters.
 _ADAPTED = re.compile(r"\.(base_layer|lora_[AB]\.[^.]+)$")
-_OUT_OF = ("o_proj", "out_proj", "fc2", "fc_out", "c_proj", "dense_4h_to_h", "lin2", "down_proj", "wo")
+_OUT_OF = ("o_proj", "out_proj", "fc2", "fc_out", "c_proj", "dense_4h_to_h", "lin2", "down_proj", "wo", "w2")
 BY_OUTPUTS = ("colwise", "colwise_gather_output")
 EMBEDDING = "embedding_rowwise"
 BY_INPUTS = ("rowwise", "rowwise_split_input")
@@ -62,12 +62,18 @@ BY_INPUTS = ("rowwise", "rowwise_split_input")
 def styles_of(network: nn.Module) -> dict[str, str]:
     """The styles that a network brings along, by name pattern; transformers' models have some in `_tp_plan`.
 
-    Such plans leave out the embedding of tokens, which is cut as well. Where a model of transformers has no plan, it is
-    made from what its linears are called.
+    Such plans leave out the embedding of tokens, which is cut as well. Linears of modules of which a plan says nothing
+    are cut by what they are called, where a module has no other matrices.
     """
     styles: dict[str, str] = {}
     for prefix, model in _with_plans(network):
-        plan: Any = model._tp_plan or dict(_by_names(model))
+        given: Any = model._tp_plan or {}
+        planned = {parent_of(name) for name, _, _ in matching(model, given)}
+        named = dict(_by_names(model))
+        left_out = {
+            name: style for name, style in named.items() if not given or _is_left_out(model, name, named, planned)
+        }
+        plan = {**given, **left_out}
         if not plan:
             continue
         embedding = _embedding_of(model)
@@ -97,6 +103,18 @@ def _embedding_of(network: nn.Module) -> nn.Module | None:
         return None
 
 
+def _is_left_out(model: nn.Module, name: str, named: Collection[str], planned: Collection[str]) -> bool:
+    """Whether a plan with styles of the children of `planned` says nothing of a linear's module, in which all matrices
+    are those of linears with known names, and so what is beside them reads single features."""
+    parent = parent_of(name)
+    weights = model.get_submodule(parent).named_parameters(prefix=parent)
+    return parent not in planned and all(
+        key.rpartition(".")[0] in named
+        for key, weight in weights
+        if weight.ndim > 1 or key.rpartition(".")[0] == parent
+    )
+
+
 def _by_names(network: nn.Module) -> Iterator[tuple[str, str]]:
     """Styles of linears by their own names, of those whose counterpart has its name too."""
     linears = [name for name, module in network.named_modules() if type(module) is nn.Linear]
@@ -104,9 +122,11 @@ def _by_names(network: nn.Module) -> Iterator[tuple[str, str]]:
         parent, _, last = name.rpartition(".")
         beside = {one.rpartition(".")[2] for one in linears if parent_of(one) == parent}
         kind = parent.rpartition(".")[2]
-        if last in _INTO and beside & set(_OUT_OF):
+        # Of several that come out, one may read what another one gives.
+        comes_out = len(beside & set(_OUT_OF)) == 1
+        if last in _INTO and comes_out:
             yield name, "colwise"
-        elif last in _OUT_OF and beside & set(_INTO):
+        elif last in _OUT_OF and comes_out and beside & set(_INTO):
             yield name, "rowwise"
         # BERT's kin: `self` and `intermediate` go in, and the `output` beside them comes out.
         elif last in ("query", "key", "value") and kind == "self":

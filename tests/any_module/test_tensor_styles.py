@@ -12,12 +12,14 @@ from lightning_megatron.any_module.tensor_styles import (
     cut_by,
     cut_linears,
     matching,
+    parent_of,
     reason_of_whole,
     styles_of,
 )
 from lightning_megatron.mesh import Axis
 from lightning_megatron.testing import certify
 from tests.any_module import networks
+from tests.any_module.model_families import Causal
 from tests.harness.ranks import run_on_ranks
 from tests.trainer.layouts import Layout, make_trainer
 
@@ -107,6 +109,23 @@ def test_a_star_stands_for_one_name() -> None:
     assert len(list(matching(net, {"blocks.*.up": "colwise"}))) == 4
     assert not list(matching(net, {"*.up": "colwise"})) and not list(matching(net, {"blocks.*.upper": "colwise"}))
     assert styles_of(net) == {}
+
+
+def test_a_plan_of_transformers_is_completed_by_names_where_all_of_a_module_has_one() -> None:
+    def parents(model_type: str) -> set[str]:
+        module = Causal(model_type)
+        module.configure_model()
+        return {
+            name.rpartition(".")[2]
+            for found in cut_by(module.model, styles_of(module.model), 2)
+            if (name := parent_of(found[0]))
+        }
+
+    assert parents("qwen2_moe") == {"model", "self_attn", "shared_expert"}
+    # It weighs what heads attend to by numbers of its own, one for each head.
+    assert parents("gpt_oss") == {"model"}
+    # Convolutions stand between the linears of some of its layers.
+    assert parents("kimi_linear") == {"model", "mlp", "shared_experts"}
 
 
 def test_all_linears_of_a_parent_are_cut_or_none() -> None:

@@ -25,6 +25,8 @@ SAMPLE = [
     # Experts, and attention sinks.
     ("qwen3_moe", ("ep2", "tp2-sp", "pp2tp2")),
     ("gpt_oss", ("cp2",)),
+    # Its plan leaves out the attention.
+    ("granitemoe", ("tp2",)),
     # No plan of its own: linears go by their names, and its number of heads is that of a rank.
     ("opt", ("tp2",)),
     # Its activation has weights, which see the features of a rank.
