@@ -50,7 +50,8 @@ STYLES = (
     "mla_kv_a_proj",
 )
 # What linears are called that go into attention and feed-forward networks, and that come out of them.
-_INTO = tuple("q_proj k_proj v_proj fc1 fc_in c_fc dense_h_to_4h lin1 up_proj gate_proj wi w1 w3".split())
+_INTO: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "fc1", "fc_in", "c_fc", "dense_h_to_4h", "lin1", "up_proj")
+_INTO += ("gate_proj", "wi", "w1", "w3")
 # The linears of peft's module: the model's own, and those of adapters.
 _ADAPTED = re.compile(r"\.(base_layer|lora_[AB]\.[^.]+)$")
 _OUT_OF = ("o_proj", "out_proj", "fc2", "fc_out", "c_proj", "dense_4h_to_h", "lin2", "down_proj", "wo", "w2")
