@@ -23,6 +23,12 @@ class Box:
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
+    def of(self, tensor: Tensor) -> Tensor:
+        """This part of a tensor, which shares its memory."""
+        for dim, (start, length) in enumerate(zip(self.offsets, self.sizes, strict=True)):
+            tensor = tensor.narrow(dim, start, length)
+        return tensor
+
 
 @dataclass(frozen=True)
 class Initial:
@@ -44,6 +50,8 @@ class Shard:
     """Axis over which `dim` is cut."""
     local_length: int = 0
     """Length of the cut dim on this rank, padding included."""
+    blocks: int = 1
+    """Equal blocks that stand side by side along `dim`, each cut over `axis` without padding (gate and up)."""
     leading: Axis | None = None
     """Axis over which dim 0 is cut as well, into equal parts without padding (experts: ep)."""
     replicas: tuple[Axis, ...] = ()
@@ -56,8 +64,27 @@ class Shard:
     """Initial distribution of the parameter."""
 
     @property
+    def boxes(self) -> list[Box]:
+        """The parts of the unsplit parameter that this rank holds one behind the other along `dim`."""
+        if self.blocks == 1 or self.dim is None or self.axis is None:
+            return [self.box]
+        own, block = self.local_length // self.blocks, self.global_shape[self.dim] // self.blocks
+        before, behind = self.global_shape[: self.dim], self.global_shape[self.dim + 1 :]
+        zeros = (0,) * len(behind)
+        return [
+            Box((*(0 for _ in before), number * block + self.axis.rank * own, *zeros), (*before, own, *behind))
+            for number in range(self.blocks)
+        ]
+
+    def part_of(self, whole: Tensor) -> Tensor:
+        """What this rank holds of the unsplit parameter, without padding: a view of it, or a copy of several blocks."""
+        parts = [box.of(whole) for box in self.boxes]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=self.dim or 0)
+
+    @property
     def box(self) -> Box:
-        """The part of the unsplit parameter that this rank holds, without padding."""
+        """The part of the unsplit parameter that this rank holds, without padding; of several blocks there is none."""
+        assert self.blocks == 1, "several blocks make no box"
         offsets, sizes = [0] * len(self.global_shape), list(self.global_shape)
         if self.dim is not None and self.axis is not None:
             offsets[self.dim] = min(self.axis.rank * self.local_length, self.global_shape[self.dim])
@@ -70,7 +97,7 @@ class Shard:
     @property
     def is_cut(self) -> bool:
         """Whether this rank holds only a part of the parameter."""
-        return self.box.sizes != self.global_shape
+        return [box.sizes for box in self.boxes] != [self.global_shape]
 
     @property
     def is_counted(self) -> bool:
@@ -79,7 +106,7 @@ class Shard:
 
     def valid(self, local: Tensor) -> Tensor:
         """The view of `local` (a parameter, its gradient or a moment) that leaves padding out."""
-        if self.dim is None:
+        if self.dim is None or self.blocks > 1:
             return local
         return local.narrow(self.dim, 0, self.box.sizes[self.dim])
 

@@ -229,10 +229,18 @@ def without_fp8(module: nn.Module) -> Iterator[None]:
 def _gathered(linear: ColumnParallelLinear | RowParallelLinear, tp: Axis) -> nn.Linear:
     """The whole linear of which ranks have slices."""
     is_column = isinstance(linear, ColumnParallelLinear)
-    weight = collectives.all_gather(linear.weight.detach(), tp, 0 if is_column else 1)
+    num_blocks = getattr(linear, "num_blocks", 1)
+
+    def gathered(part: Tensor) -> Tensor:
+        of_ranks = collectives.all_gather(part.detach()[None], tp)
+        # Each rank has a part of each block.
+        blocks: Tensor = of_ranks.unflatten(1, (num_blocks, -1)).transpose(0, 1)
+        return blocks.flatten(0, 2)
+
+    weight = gathered(linear.weight) if is_column else collectives.all_gather(linear.weight.detach(), tp, 1)
     bias: nn.Parameter | None = linear.bias
     if bias is not None and is_column:
-        bias = nn.Parameter(collectives.all_gather(bias.detach(), tp, 0), requires_grad=False)
+        bias = nn.Parameter(gathered(bias), requires_grad=False)
     whole = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     whole.weight = nn.Parameter(weight, requires_grad=False)
     whole.register_parameter("bias", bias)

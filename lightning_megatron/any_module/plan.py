@@ -7,7 +7,7 @@ from torch import nn
 
 from lightning_megatron.any_module.around_layers import known_readers
 from lightning_megatron.any_module.layer_list import is_list, layers_of
-from lightning_megatron.any_module.tensor_styles import EMBEDDING, REPLICATE, STYLES, matching, styles_of
+from lightning_megatron.any_module.tensor_styles import EMBEDDING, REPLICATE, STYLES, is_style, matching, styles_of
 from lightning_megatron.config_dataclass import config_dataclass
 from lightning_megatron.tensor.linear import ParallelLinear
 
@@ -33,7 +33,7 @@ class ModelPlan:
     that a model of transformers brings along."""
 
     def __post_init__(self) -> None:
-        if unknown := sorted(set(self.styles.values()) - set(STYLES)):
+        if unknown := sorted(style for style in set(self.styles.values()) if not is_style(style)):
             raise ValueError(f"plan styles ({', '.join(map(repr, unknown))}) must be among {', '.join(STYLES)}")
 
     def faults(self, module: nn.Module) -> list[str]:

@@ -8,9 +8,9 @@ from lightning_megatron.any_module.cut_experts import expert_faults, expert_modu
 from lightning_megatron.any_module.plan import ModelPlan
 from lightning_megatron.any_module.tensor_styles import (
     BY_INPUTS,
-    BY_OUTPUTS,
     EMBEDDING,
     cut_by,
+    is_by_outputs,
     matching,
     pattern_of,
     reason_of_whole,
@@ -118,7 +118,8 @@ def _held(
     num_parts = sizes.tp if sizes.ep == 1 else sizes.ep
     for name, weight in network.named_parameters():
         owner = name.rpartition(".")[0]
-        is_cut = cut.get(owner) in (*BY_OUTPUTS, EMBEDDING) or (cut.get(owner) in BY_INPUTS and weight.dim() > 1)
+        style = cut.get(owner, "")
+        is_cut = is_by_outputs(style) or style == EMBEDDING or (style in BY_INPUTS and weight.dim() > 1)
         count = weight.numel() // (sizes.tp if is_cut else num_parts if weight in experts else 1)
         layer = next((index for index, layer in enumerate(layers) if name.startswith(f"{layer}.")), None)
         read = next((found for one, found in readers.items() if name.startswith(f"{one}.")), everywhere)

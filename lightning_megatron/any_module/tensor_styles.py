@@ -3,6 +3,7 @@
     style                            what becomes of a linear, and of its output
     colwise                          column-parallel: the features of a rank
     colwise_gather_output            the same, and all features are gathered: whole
+    packed_colwise, packed_colwise:3 colwise of each of two blocks of outputs, or of so many, which lie side by side
     rowwise                          row-parallel, behind a colwise one: whole
     rowwise_split_input              row-parallel, behind one that is whole: whole
     embedding_rowwise                an embedding cut by its rows, the vocabulary: whole
@@ -17,6 +18,7 @@ of them gives another takes.
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -28,7 +30,7 @@ from lightning_megatron.any_module.cut_logits import joined
 from lightning_megatron.any_module.latent_linear import LatentLinear
 from lightning_megatron.comm import differentiable
 from lightning_megatron.mesh import Axis
-from lightning_megatron.sharding import Initial, Shard, ShardedParameter, shard_of, shard_parameter
+from lightning_megatron.sharding import Initial, Shard, ShardedParameter, shard_of, shard_parameter, sharded_parameters
 from lightning_megatron.tensor.linear import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -42,6 +44,7 @@ REPLICATE = "replicate"
 STYLES = (
     "colwise",
     "colwise_gather_output",
+    "packed_colwise",
     "rowwise",
     "rowwise_split_input",
     "embedding_rowwise",
@@ -56,8 +59,25 @@ _INTO += ("gate_proj", "wi", "w1", "w3")
 _ADAPTED = re.compile(r"\.(base_layer|lora_[AB]\.[^.]+)$")
 _OUT_OF = ("o_proj", "out_proj", "fc2", "fc_out", "c_proj", "dense_4h_to_h", "lin2", "down_proj", "wo", "w2")
 BY_OUTPUTS = ("colwise", "colwise_gather_output")
+_PACKED = re.compile(r"packed_colwise(?::([2-9]))?")
 EMBEDDING = "embedding_rowwise"
 BY_INPUTS = ("rowwise", "rowwise_split_input")
+
+
+def is_style(style: str) -> bool:
+    """Whether a style is known."""
+    return style in STYLES or _PACKED.fullmatch(style) is not None
+
+
+def is_by_outputs(style: str) -> bool:
+    """Whether a style cuts a linear by its outputs."""
+    return style in BY_OUTPUTS or _PACKED.fullmatch(style) is not None
+
+
+def _num_blocks(style: str) -> int:
+    """Blocks of outputs that a linear packs."""
+    found = _PACKED.fullmatch(style)
+    return 1 if found is None else int(found[1] or 2)
 
 
 def styles_of(network: nn.Module) -> dict[str, str]:
@@ -242,7 +262,7 @@ def cut_linears(
         if style == "mla_kv_a_proj":
             _put(network, module, LatentLinear(module, tp, _rotary_size(owner)))
         else:
-            kind = ColwiseLinear if style in BY_OUTPUTS else RowwiseLinear
+            kind = RowwiseLinear if style in BY_INPUTS else ColwiseLinear
             cut = kind(module, tp, style)
             cut.weight = slices.setdefault(module.weight, cut.weight)
             _put(network, module, cut)
@@ -276,7 +296,7 @@ def _put(network: nn.Module, whole: nn.Module, cut: nn.Module) -> None:
 def _misfit(network: nn.Module, name: str, style: str, size: int) -> str:
     """Why a module cannot be cut by its style over so many ranks; empty where it can."""
     module = network.get_submodule(name)
-    if style not in STYLES:
+    if not is_style(style):
         return f"the style {style} is not known"
     if style == REPLICATE:
         return f"its style is {style}"
@@ -291,8 +311,11 @@ def _misfit(network: nn.Module, name: str, style: str, size: int) -> str:
         return f"{style} is a style of nn.Linear, and not of {type(module).__name__}"
     if style == "mla_kv_a_proj":
         return "" if _rotary_size(network.get_submodule(parent_of(name))) else "its attention has no qk_rope_head_dim"
-    features = module.out_features if style in BY_OUTPUTS else module.in_features
-    return f"{size} ranks do not divide its {features} features" if features % size else ""
+    features, blocks = module.in_features if style in BY_INPUTS else module.out_features, _num_blocks(style)
+    if features % (blocks * size):
+        of_blocks = "" if blocks == 1 else f" in {blocks} blocks"
+        return f"{size} ranks do not divide its {features} features{of_blocks}"
+    return ""
 
 
 def _rotary_size(attention: nn.Module) -> int:
@@ -363,7 +386,8 @@ class _SharedCopy:
 
 
 class ColwiseLinear(ColumnParallelLinear):
-    """A linear [*, I] to [*, O/tp], or to all outputs [*, O] under `colwise_gather_output`."""
+    """A linear [*, I] to [*, O/tp], in the blocks of the whole one, or to all outputs [*, O] under
+    `colwise_gather_output`."""
 
     copies: _SharedCopy
 
@@ -374,6 +398,10 @@ class ColwiseLinear(ColumnParallelLinear):
         self.gathers_output = style == "colwise_gather_output"
         self.in_features = linear.in_features
         self.out_features = linear.out_features // (1 if self.gathers_output else tp.size)
+        self.num_blocks = _num_blocks(style)
+        for _, weight, shard in list(sharded_parameters(self)):
+            # `take_weights` takes what the shard says.
+            weight.shard = replace(shard, blocks=self.num_blocks)  # type: ignore[attr-defined]
         take_weights(self, linear)
         self.register_forward_pre_hook(as_a_call)
 
@@ -456,9 +484,7 @@ def take_weights(cut: nn.Module, whole: nn.Module) -> None:
     """Gives a cut module this rank's slices of the weights of the whole one, on their device."""
     for name, weight in whole.named_parameters():
         shard = shard_of(cut.get_parameter(name))
-        box = shard.box
-        part = weight[tuple(slice(start, start + size) for start, size in zip(box.offsets, box.sizes, strict=True))]
-        values = part.detach().clone(memory_format=torch.contiguous_format)
+        values = shard.part_of(weight).detach().clone(memory_format=torch.contiguous_format)
         held = ShardedParameter(values, requires_grad=weight.requires_grad)
         held.shard = shard
         setattr(cut, name, held)

@@ -11,7 +11,6 @@ from lightning_megatron.checkpoint.save_plan import SavePlanner
 from lightning_megatron.checkpoint.state import Pieces, as_pieces
 from lightning_megatron.comm.collectives import carries_to_first, carry_to_first_, gather_objects, gather_on_first
 from lightning_megatron.mesh import Axis
-from lightning_megatron.sharding import Box
 
 
 def gather_on_first_rank(pieces: Pieces, world: Axis) -> dict[str, Tensor]:
@@ -34,15 +33,8 @@ def gather_on_first_rank(pieces: Pieces, world: Axis) -> dict[str, Tensor]:
             # Of a tensor that is not contiguous a copy, which is what the first rank then takes.
             flat = carry_to_first_(_bytes_of(tensor), world, source=rank)
             if world.is_first:
-                part_of(full[name], box).copy_(flat.view(dtype).view(box.sizes))
+                box.of(full[name]).copy_(flat.view(dtype).view(box.sizes))
     return full
-
-
-def part_of(tensor: Tensor, box: Box) -> Tensor:
-    """The box of a tensor, which shares its memory."""
-    for dim, (start, length) in enumerate(zip(box.offsets, box.sizes, strict=True)):
-        tensor = tensor.narrow(dim, start, length)
-    return tensor
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

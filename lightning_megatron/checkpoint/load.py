@@ -23,7 +23,6 @@ from typing_extensions import override
 
 from lightning_megatron.checkpoint.chunk_file import ChunkLocation, DamagedError, read_chunk, where
 from lightning_megatron.checkpoint.folder import Address, Folder
-from lightning_megatron.checkpoint.gather import part_of
 from lightning_megatron.checkpoint.manifest import read_entries
 from lightning_megatron.checkpoint.save_plan import ShardedTensorProxy, chunk_metadata
 from lightning_megatron.checkpoint.state import Piece, Pieces, as_pieces
@@ -116,7 +115,7 @@ def fill(
     for name, held in requested.items():
         if name in tensors and name not in report.misshapen:
             for piece in held:
-                piece.tensor.copy_(part_of(tensors[name], piece.box))
+                piece.tensor.copy_(piece.box.of(tensors[name]))
     return report
 
 

@@ -47,10 +47,16 @@ class Piece:
         return Piece(shape, Box((0,) * len(shape), shape), tensor.detach())
 
     @staticmethod
-    def like(parameter: Tensor, tensor: Tensor) -> "Piece":
-        """The piece of a tensor that is sharded and padded as `parameter`: itself, or a moment of it."""
-        shard = shard_of(parameter)
-        return Piece(shard.global_shape, shard.box, shard.valid(tensor.detach()))
+    def all_like(parameter: Tensor, tensor: Tensor) -> "list[Piece]":
+        """The pieces of a tensor that is sharded and padded as `parameter`: itself, or a moment of it."""
+        shard, start, pieces = shard_of(parameter), 0, []
+        for box in shard.boxes:
+            part = tensor.detach()
+            if shard.dim is not None:
+                part = part.narrow(shard.dim, start, box.sizes[shard.dim])
+                start += box.sizes[shard.dim]
+            pieces.append(Piece(shard.global_shape, box, part))
+        return pieces
 
     @property
     def is_empty(self) -> bool:
@@ -86,16 +92,19 @@ class Slot:
         """Pieces of `tensor`, which has the elements of the slot: master weights or a moment of them."""
         shard, flat, pieces = shard_of(self.parameter), tensor.detach().reshape(-1), []
         for begin, box in boxes_of_range(tuple(self.parameter.shape), self.start, self.end):
-            offsets, sizes = list(box.offsets), list(box.sizes)
-            part = flat[begin - self.start :][: math.prod(sizes)].view(sizes)
-            if shard.dim is not None:
-                # Padding comes after the valid part, and is not saved.
-                valid = shard.box.sizes[shard.dim] - offsets[shard.dim]
-                sizes[shard.dim] = max(0, min(sizes[shard.dim], valid))
-                part = part.narrow(shard.dim, 0, sizes[shard.dim])
-            if part.numel():
-                starts = tuple(own + first for own, first in zip(offsets, shard.box.offsets, strict=True))
-                pieces.append(Piece(shard.global_shape, Box(starts, tuple(sizes)), part))
+            whole = flat[begin - self.start :][: math.prod(box.sizes)].view(box.sizes)
+            start = 0
+            for own in shard.boxes:
+                offsets, sizes, part = list(box.offsets), list(box.sizes), whole
+                if (dim := shard.dim) is not None:
+                    # Padding comes after the valid part, and is not saved.
+                    first, end = max(start, offsets[dim]), min(start + own.sizes[dim], offsets[dim] + sizes[dim])
+                    sizes[dim] = max(0, end - first)
+                    part = whole.narrow(dim, first - offsets[dim] if sizes[dim] else 0, sizes[dim])
+                    offsets[dim], start = first - start, start + own.sizes[dim]
+                if part.numel():
+                    starts = tuple(own + inner for own, inner in zip(own.offsets, offsets, strict=True))
+                    pieces.append(Piece(shard.global_shape, Box(starts, tuple(sizes)), part))
         return pieces
 
 
@@ -137,7 +146,7 @@ def is_module_name(name: str) -> bool:
     return not is_optimizer_name(name)
 
 
-def pieces_of_module(named: Mapping[str, Tensor]) -> dict[str, Piece]:
+def pieces_of_module(named: Mapping[str, Tensor]) -> dict[str, list[Piece]]:
     """Pieces of parameters and buffers, for example of `module.state_dict(keep_vars=True)`.
 
     A parameter without a `Shard`, and every buffer, is unsharded on every rank.
@@ -148,5 +157,5 @@ def pieces_of_module(named: Mapping[str, Tensor]) -> dict[str, Piece]:
             raise ValueError(f"{name!r} would be taken for an optimizer's state; rename the submodule 'optimizer'")
         if not isinstance(tensor, Tensor):
             raise ValueError(f"{name!r} is a {type(tensor).__qualname__}, not a tensor; save it with the metadata")
-        pieces[name] = Piece.like(tensor, tensor)
+        pieces[name] = Piece.all_like(tensor, tensor)
     return pieces

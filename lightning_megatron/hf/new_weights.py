@@ -205,9 +205,7 @@ def _give(tensor: Tensor, whole: Tensor) -> None:
     shard = shard_of(tensor)
     if shard.global_shape != tuple(whole.shape):
         return
-    box = shard.box
-    part = whole[tuple(slice(start, start + size) for start, size in zip(box.offsets, box.sizes, strict=True))]
-    values: Tensor = part.detach().to(tensor.dtype).clone(memory_format=torch.contiguous_format)
+    values: Tensor = shard.part_of(whole).detach().to(tensor.dtype).clone(memory_format=torch.contiguous_format)
     if isinstance(tensor, nn.Parameter):
         values = type(tensor)(values, requires_grad=tensor.requires_grad)
     values.__dict__.update(tensor.__dict__)

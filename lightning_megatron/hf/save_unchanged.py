@@ -71,7 +71,7 @@ def save_unchanged(
     world, target = mesh_of(model).world, on_disk(path)
     buffers = {name: tensor for name, tensor in model.named_buffers() if name in model.state_dict()}
     pieces = {
-        name: Piece.like(one, one.detach()) for name, one in {**dict(model.named_parameters()), **buffers}.items()
+        name: Piece.all_like(one, one.detach()) for name, one in {**dict(model.named_parameters()), **buffers}.items()
     }
     if has_adapters(model):
         pieces = {name: pieces[name] for name in _of_adapters(model, pieces)}

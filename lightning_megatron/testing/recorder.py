@@ -16,8 +16,8 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_flatten
 from torchmetrics import Metric
 
-from lightning_megatron.checkpoint import Slot
-from lightning_megatron.sharding import Box, Shard, shard_of
+from lightning_megatron.checkpoint import Piece, Slot
+from lightning_megatron.sharding import Box, shard_of
 from lightning_megatron.testing.quantities import (
     BATCH,
     BUFFERS,
@@ -148,21 +148,22 @@ def whole(tensor: Tensor) -> Box:
     return Box((0,) * tensor.dim(), tuple(tensor.shape))
 
 
-def _own_part(name: str, tensor: Tensor, holder: Tensor) -> tuple[str, Tensor, Box]:
-    """A copy of a tensor that is shaped as `holder`, without padding, and its place in the unsplit one."""
-    shard: Shard = shard_of(holder)
+def _own_parts(name: str, tensor: Tensor, holder: Tensor) -> Parts:
+    """Copies of the parts of a tensor that is shaped as `holder`, without padding, with their places in the unsplit
+    one."""
     dense = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
-    return name, shard.valid(dense).clone(), shard.box
+    return [(name, piece.tensor.clone(), piece.box) for piece in Piece.all_like(holder, dense)]
 
 
 def weights_of(module: nn.Module) -> Parts:
     """A copy of what this rank holds of each parameter."""
-    return [_own_part(name, p, p) for name, p in module.named_parameters() if not is_lazy(p)]
+    return [part for name, p in module.named_parameters() if not is_lazy(p) for part in _own_parts(name, p, p)]
 
 
 def gradients_of(module: nn.Module) -> Parts:
     """A copy of what this rank holds of each parameter's gradient, where there is one."""
-    return [_own_part(name, p.grad, p) for name, p in module.named_parameters() if p.grad is not None]
+    named = module.named_parameters()
+    return [part for name, p in named if p.grad is not None for part in _own_parts(name, p.grad, p)]
 
 
 def stepped_gradients_of(trainer: pl.Trainer, module: nn.Module) -> Parts:
@@ -210,9 +211,4 @@ def load_parts(module: nn.Module, full: Mapping[str, Tensor]) -> None:
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
             if name in full and not is_lazy(tensor):
                 shard = shard_of(tensor)
-                shard.valid(tensor).copy_(slice_of(full[name], shard.box))
-
-
-def slice_of(full: Tensor, box: Box) -> Tensor:
-    """The part of a whole tensor."""
-    return full[tuple(slice(start, start + size) for start, size in zip(box.offsets, box.sizes, strict=True))]
+                shard.valid(tensor).copy_(shard.part_of(full[name]))

@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_megatron.optim.replica_check import fingerprint
 from lightning_megatron.sharding import Box
 from lightning_megatron.testing.quantities import BATCH, CLIPPED, GRADIENT, Deviation, apart, scale_of
-from lightning_megatron.testing.recorder import Parts, slice_of
+from lightning_megatron.testing.recorder import Parts
 
 Key = tuple[str, int]
 """Quantity and step."""
@@ -78,7 +78,7 @@ class ComparisonSink:
                     self._add(quantity, step, name, math.inf, math.nan, math.nan)
                 continue
             full = wanted[name]
-            theirs = self._own_rows(full) if quantity == BATCH else slice_of(full, box)
+            theirs = self._own_rows(full) if quantity == BATCH else box.of(full)
             relative, our_value, their_value, factor = apart(tensor, theirs, largest)
             digest = int(fingerprint(tensor)) if tensor.numel() and not tensor.is_complex() else 0
             self._add(quantity, step, name, relative, our_value, their_value, factor, digest, box)

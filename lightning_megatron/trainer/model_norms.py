@@ -51,8 +51,7 @@ def named_gradients(module: pl.LightningModule) -> Iterator[tuple[str, Tensor | 
         for each in slices:
             if each.slot.name == name and each.is_counted and each.tensor is not None:
                 for piece in each.slot.pieces(each.tensor):
-                    spans = zip(piece.box.offsets, piece.box.sizes, strict=True)
-                    full[tuple(slice(first, first + size) for first, size in spans)] = piece.tensor
+                    piece.box.of(full).copy_(piece.tensor)
         yield name, collectives.all_reduce_(full, mesh.world)
 
 

@@ -31,5 +31,5 @@ def fill_initial_(parameter: Tensor, shard: Shard, seed: int, name: str) -> None
         rng.fill_normal_(valid, shard.initial.std, rng.key(seed, name), shard.global_shape, shard.box.offsets)
         valid.add_(shard.initial.mean)
     if shard.dim is not None:
-        length = shard.box.sizes[shard.dim]
+        length = shard.valid(parameter).shape[shard.dim]
         parameter.narrow(shard.dim, length, parameter.shape[shard.dim] - length).zero_()

@@ -247,6 +247,68 @@ class TrainsOverTensor(Trains):
         )
 
 
+class PackedAttention(Attention):
+    """One linear for queries, keys and values, as in nanoGPT."""
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def heads(self, x: Tensor) -> list[Tensor]:
+        shape = (*x.shape[:2], -1, WIDTH // HEADS)
+        return [one.view(shape).transpose(1, 2) for one in self.qkv(x).chunk(3, -1)]
+
+
+class PackedBlock(Block):
+    """Gate and up of its feed-forward network are one linear."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = PackedAttention()
+        self.up, self.down = nn.Linear(WIDTH, 6 * WIDTH, bias=False), nn.Linear(3 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm_1(x))
+        gate, up = self.up(self.norm_2(x)).chunk(2, -1)
+        return x + self.down(F.silu(gate) * up)
+
+
+class PackedGPT(GPT):
+    """A GPT of such layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([PackedBlock() for _ in range(4)])
+
+
+class TrainsPacked(Trains):
+    """Says how many blocks lie side by side in a linear."""
+
+    network = PackedGPT
+
+    def model_plan(self) -> ModelPlan:
+        """Every block of a linear is cut."""
+        return ModelPlan(
+            styles={
+                "net.blocks.*.attention.qkv": "packed_colwise:3",
+                "net.blocks.*.attention.out": "rowwise",
+                "net.blocks.*.up": "packed_colwise",
+                "net.blocks.*.down": "rowwise",
+            }
+        )
+
+
+class TrainsPackedAsOne(TrainsPacked):
+    """Takes blocks for features of one kind."""
+
+    def model_plan(self) -> ModelPlan:
+        """The plan without a word of blocks."""
+        styles = {
+            name: style.partition(":")[0].removeprefix("packed_") for name, style in super().model_plan().styles.items()
+        }
+        return ModelPlan(styles=styles)
+
+
 class HandedBlock(Block):
     """Hands a weight of its own to its attention, which works on all tokens."""
 

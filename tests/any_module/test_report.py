@@ -69,11 +69,11 @@ def test_why_a_linear_stays_whole_is_told(styles: dict[str, str], tp: int, line:
 
 def test_a_style_that_is_not_known_leaves_its_neighbours_whole() -> None:
     class Planned(networks.GPT):
-        _tp_plan = {"blocks.*.up": "packed_colwise", "blocks.*.down": "rowwise"}  # noqa: RUF012
+        _tp_plan = {"blocks.*.up": "packed_rowwise", "blocks.*.down": "rowwise"}  # noqa: RUF012
 
     text = report(Planned(), ModelPlan(), tp=2)
-    assert "blocks.*.up               whole: the style packed_colwise is not known (4)" in text
-    assert "blocks.*.down             whole: as up beside it, the style packed_colwise is not known (4)" in text
+    assert "blocks.*.up               whole: the style packed_rowwise is not known (4)" in text
+    assert "blocks.*.down             whole: as up beside it, the style packed_rowwise is not known (4)" in text
 
 
 def test_the_command_reads_a_module_and_a_folder(

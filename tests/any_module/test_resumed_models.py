@@ -9,7 +9,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lightning_megatron.checkpoint import read_entries
 from lightning_megatron.optim.config import OptimizerConfig
+from tests.any_module import networks
 from tests.any_module.model_families import Causal, batches
 from tests.harness.ranks import run_on_ranks
 from tests.lightning_modules.losses import Losses
@@ -42,6 +44,26 @@ class Logged(Causal):
         loss = super().training_step(batch, batch_idx)
         self.log("train_loss", loss)
         return loss
+
+
+class LoggedPacked(networks.TrainsPacked):
+    """Logs its loss."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("train_loss", loss)
+        return loss
+
+
+def fitted_packed(layout: Layout, folder: str, ckpt_path: str | None) -> list[float]:
+    """The losses of a network whose linears pack blocks; a checkpoint of its first step is kept."""
+    losses = Losses()
+    saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    options: dict[str, Any] = {"max_steps": 3, "max_epochs": -1, "enable_checkpointing": ckpt_path is None}
+    options["use_distributed_sampler"] = True
+    trainer = make_trainer(layout, callbacks=[losses, *([saver] if ckpt_path is None else [])], **options)
+    trainer.fit(LoggedPacked(), networks.loader(networks.ROWS // layout.dp), ckpt_path=ckpt_path)
+    return losses.losses
 
 
 def fitted(layout: Layout, folder: str, ckpt_path: str | None, max_steps: int) -> tuple[list[float], dict[str, float]]:
@@ -83,6 +105,16 @@ def test_a_run_goes_on_from_tp_2_pp_2(folder: Path, name: str) -> None:
     for losses, _ in run_on_ranks(layout.world, fitted, layout, str(folder), ckpt_path, 3, init=False):
         # What transformers computes in float32.
         assert losses == pytest.approx(wanted[1:], rel=1e-6)
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(world=4, tp=2, optimizer=ZERO)], ids=["one device", "zero"])
+def test_blocks_of_a_linear_are_saved_as_one_weight(tmp_path: Path, layout: Layout) -> None:
+    begin = Layout(world=2, tp=2, optimizer=ZERO)
+    wanted, _ = run_on_ranks(2, fitted_packed, begin, str(tmp_path), None, init=False)
+    ckpt_path = str(tmp_path / "step=1.ckpt")
+    assert read_entries(ckpt_path)["net.blocks.0.attention.qkv.weight"].shape == (48, 16)
+    for losses in run_on_ranks(layout.world, fitted_packed, layout, str(tmp_path), ckpt_path, init=False):
+        assert losses == pytest.approx(wanted[1:], rel=1e-6) and len(losses) == 2
 
 
 def test_overlapped_sums_and_gathers_change_nothing(folder: Path) -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_megatron import ModelPlan
 from lightning_megatron.any_module.tensor_styles import (
     ColwiseLinear,
     cut_by,
@@ -44,6 +45,22 @@ STYLED = [
 @pytest.mark.parametrize("module", STYLED)
 def test_each_style_computes_what_one_device_computes(module: Callable[[], Any]) -> None:
     certify(module, networks.batches, layouts=("tp2",), steps=3).assert_equal()
+
+
+def test_each_of_the_blocks_of_a_linear_is_cut() -> None:
+    layouts = ("tp2", "tp2-sp", "dp2pp2tp2-zero", "tp2pp2vp2-zb_v")
+    certify(networks.TrainsPacked, networks.batches, layouts=layouts, steps=3).assert_equal()
+    [result] = certify(networks.TrainsPackedAsOne, networks.batches, layouts=("tp2",), steps=1).results
+    assert result.verdict == "refused" and "with the features of a rank" in result.message
+    net = nn.ModuleDict({"a": networks.PackedAttention()})
+    with pytest.raises(ValueError, match=r"'packed_colwise:x'\) must be among"):
+        ModelPlan(styles={"a.qkv": "packed_colwise:x"})
+    # Each of 3 blocks has 16 features.
+    assert not cut_by(net, {"a.qkv": "packed_colwise:3", "a.out": "rowwise"}, 3)
+    assert (
+        reason_of_whole(net, {"a.qkv": "packed_colwise:3"}, "a.qkv", 3)
+        == "3 ranks do not divide its 48 features in 3 blocks"
+    )
 
 
 def test_a_linear_in_two_places_is_one_cut_linear_in_both() -> None:
@@ -133,7 +150,7 @@ def test_all_linears_of_a_parent_are_cut_or_none() -> None:
     assert len(cut_by(net, OF_NET, 2)) == 24
     # Attention has 16 features, and the feed-forward network 64 between its linears.
     assert {name.split(".")[-1] for name, _, _ in cut_by(net, OF_NET, 32)} == {"up", "down"}
-    packed = OF_NET | {"blocks.*.attention.query": "packed_colwise"}
+    packed = OF_NET | {"blocks.*.attention.query": "packed_rowwise"}
     assert {name.split(".")[-1] for name, _, _ in cut_by(net, packed, 2)} == {"up", "down"}
     whole = OF_NET | {"blocks.*.up": "replicate"}
     assert len(cut_by(net, whole, 2)) == 16

@@ -80,7 +80,7 @@ def load(
     meta = read_on_first_rank(partial(directory.read_meta, path), world)
     live = live_of(module)
     state = copies_of(live, master_slots)
-    pieces = {name: Piece.like(live[name], tensor) for name, tensor in state.items()}
+    pieces = {name: Piece.all_like(live[name], tensor) for name, tensor in state.items()}
     checkpoint = {key: value for key, value in meta.items() if key not in OWN_KEYS}
     checkpoint[WEIGHTS] = state
     others = tuple(f"{key}." for key in meta.get(OTHER_STATES, ()))
@@ -94,7 +94,7 @@ def load(
     warn_of_misfits(report, path)
     for key in meta.get(OTHER_STATES, ()):
         extra = {name: tensor.detach().clone() for name, tensor in live.items()}
-        more = {f"{key}.{name}": Piece.like(live[name], tensor) for name, tensor in extra.items()}
+        more = {f"{key}.{name}": Piece.all_like(live[name], tensor) for name, tensor in extra.items()}
         directory.load(path, more, world=world, strict=False, among=lambda name: False)
         checkpoint[key] = extra
     if OPTIMIZERS in meta:

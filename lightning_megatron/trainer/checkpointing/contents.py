@@ -87,7 +87,7 @@ class Contents:
                         master, slot = lowered[name]
                         pieces[prefix + name] = slot.pieces(master)
                     elif not (is_live and name in elsewhere):
-                        pieces[prefix + name] = Piece.like(live.get(name, tensor), tensor)
+                        pieces[prefix + name] = Piece.all_like(live.get(name, tensor), tensor)
                 if key != WEIGHTS:
                     meta.setdefault(OTHER_STATES, []).append(key)
                 continue

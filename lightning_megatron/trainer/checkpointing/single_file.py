@@ -127,7 +127,7 @@ def load(
         if key == WEIGHTS or is_state_of(value, full):
             tensors = {name: tensor for name, tensor in value.items() if isinstance(tensor, Tensor)}
             own = copies_of(live, master_slots)
-            pieces = {name: Piece.like(live[name], tensor) for name, tensor in own.items()}
+            pieces = {name: Piece.all_like(live[name], tensor) for name, tensor in own.items()}
             report = fill(path, tensors, pieces, world=world, strict=strict and key == WEIGHTS)
             if key == WEIGHTS:
                 warn_of_misfits(report, path)

@@ -80,9 +80,9 @@ def saved_weights(path: Path, module: L.LightningModule) -> Parts:
     """What this rank holds of the module, as the checkpoint has it; every rank reads by itself."""
     live = module.state_dict(keep_vars=True)
     into = {name: torch.zeros_like(tensor) for name, tensor in live.items()}
-    pieces = {name: Piece.like(live[name], tensor) for name, tensor in into.items()}
+    pieces = {name: Piece.all_like(live[name], tensor) for name, tensor in into.items()}
     load(path, pieces, world=Mesh.single().world, strict=False, among=lambda name: False)
-    return {name: (piece.box.offsets, piece.tensor) for name, piece in pieces.items()}
+    return {name: (piece.box.offsets, piece.tensor) for name, [piece] in pieces.items()}
 
 
 def equal(one: Parts, other: Parts) -> bool:

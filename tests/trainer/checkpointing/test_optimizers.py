@@ -88,7 +88,7 @@ def parts(trainer: L.Trainer) -> Parts:
         for stepped in group["params"]:
             place = names[stepped]
             if isinstance(place, str):
-                pieces[place] = [Piece.like(stepped, stepped)]
+                pieces[place] = Piece.all_like(stepped, stepped)
             else:
                 pieces[place.name] = place.pieces(stepped)
     return [(name, p.box.offsets, p.tensor.detach().clone()) for name, held in pieces.items() for p in held]
