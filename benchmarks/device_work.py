@@ -157,7 +157,9 @@ def _launch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: An
     packet = func.overloadpacket
     where = {"name": packet.__name__, "site": _site()}
     if packet in _PRODUCTS:
-        return Launch(**where, flops=_PRODUCTS[packet](*args, **kwargs, out_val=output))
+        # Formulas know no dtype of an output.
+        factors = (one for one in args if not isinstance(one, torch.dtype))
+        return Launch(**where, flops=_PRODUCTS[packet](*factors, **kwargs, out_val=output))
     results = [x for x in pytree.tree_leaves(output) if isinstance(x, Tensor)]
     if results and not any(x.numel() for x in results):
         return Launch(**where)

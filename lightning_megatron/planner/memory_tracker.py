@@ -119,7 +119,9 @@ class MemoryTracker(TorchDispatchMode):
         output = run(*args, **kwargs)
         packet = func.overloadpacket
         if packet in _PRODUCTS:
-            self.flops["products"] += _PRODUCTS[packet](*args, **kwargs, out_val=output)
+            # Formulas know no dtype of an output.
+            factors = (one for one in args if not isinstance(one, torch.dtype))
+            self.flops["products"] += _PRODUCTS[packet](*factors, **kwargs, out_val=output)
         elif packet is _ATEN._grouped_mm:
             self.flops["products"] += 2 * args[0].numel() * args[1].shape[-1]
         elif packet in _ATTENTION:

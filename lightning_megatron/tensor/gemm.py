@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_megatron.precision.cast import Operand
 from lightning_megatron.precision.gemm import Gemm
-from lightning_megatron.tensor.weight_gradients import add_product
+from lightning_megatron.tensor.weight_gradients import add_product, product_in
 
 
 class TorchGemm:
@@ -30,7 +30,7 @@ class TorchGemm:
         return grad_TO.values.mm(_as(grad_TO.values, weight).flatten(0, -2))
 
     def weight_gradient(self, grad_TO: Operand, x_TI: Operand, weight: Tensor) -> Tensor:
-        return grad_TO.values.t().mm(x_TI.values).view(weight.shape).to(weight.dtype)
+        return product_in(weight.dtype, grad_TO.values.t(), x_TI.values).view(weight.shape)
 
     def add_weight_gradient(self, weight: Tensor, grad_TO: Operand, x_TI: Operand, grad_view: Tensor | None) -> None:
         add_product(weight, grad_TO.values.t(), x_TI.values, grad_view)

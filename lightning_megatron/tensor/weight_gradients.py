@@ -118,15 +118,34 @@ def add_product(weight: Tensor, left_OT: Tensor, right_TI: Tensor, grad_view: Te
     there is none yet. O rows, T tokens, I columns."""
     grad, shape = weight.grad, (left_OT.shape[0], right_TI.shape[1])
     if grad is None and grad_view is None:
-        weight.grad = left_OT.mm(right_TI).view(weight.shape).to(weight.dtype)
+        weight.grad = product_in(weight.dtype, left_OT, right_TI).view(weight.shape)
     elif grad is None:
         assert grad_view is not None
+        view = grad_view.view(shape)
         if grad_view.dtype == left_OT.dtype:
-            torch.mm(left_OT, right_TI, out=grad_view.view(shape))
+            torch.mm(left_OT, right_TI, out=view)
+        elif _is_wide(grad_view.dtype, left_OT):
+            torch.mm(left_OT, right_TI, out_dtype=grad_view.dtype, out=view)
         else:
-            grad_view.view(shape).copy_(left_OT.mm(right_TI))
+            view.copy_(left_OT.mm(right_TI))
         weight.grad = grad_view
     elif grad.dtype == left_OT.dtype and grad.is_contiguous():
         grad.view(shape).addmm_(left_OT, right_TI)
+    elif _is_wide(grad.dtype, left_OT) and grad.is_contiguous():
+        view = grad.view(shape)
+        torch.addmm(view, left_OT, right_TI, out_dtype=grad.dtype, out=view)
     else:
         grad.add_(left_OT.mm(right_TI).view(weight.shape))
+
+
+def product_in(dtype: torch.dtype, left_OT: Tensor, right_TI: Tensor) -> Tensor:
+    """The matrix product in `dtype`, [O, I]."""
+    if _is_wide(dtype, left_OT):
+        return torch.mm(left_OT, right_TI, out_dtype=dtype)
+    return left_OT.mm(right_TI).to(dtype)
+
+
+def _is_wide(dtype: torch.dtype, factor: Tensor) -> bool:
+    """Whether a kernel takes factors in 16 bits and gives float32, in which it adds up: a CPU has none."""
+    is_low = factor.dtype in (torch.bfloat16, torch.float16)
+    return is_low and dtype is torch.float32 and factor.device.type in ("cuda", "meta")

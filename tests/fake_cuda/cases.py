@@ -29,6 +29,7 @@ from lightning_megatron.models import (
 )
 from lightning_megatron.models.vision import VisionConfig
 from lightning_megatron.moe.config import MoEConfig, RouterConfig
+from lightning_megatron.moe.token_dispatcher import ReadCounts
 from lightning_megatron.pipeline.module import PipelineModule
 from lightning_megatron.pipeline.ragged import Ragged
 from lightning_megatron.transformer.moe import MoELayer
@@ -194,12 +195,12 @@ def build(config: Any) -> PipelineModule:
         model: PipelineModule = kinds[type(config)](config, mesh=Mesh.single(), seed=0)
     for layer in model.modules():
         if isinstance(layer, MoELayer):
-            layer.dispatcher.read = _equal_counts(layer.config.router.top_k, layer.dispatcher.read)
+            layer.dispatcher.read = _equal_counts(layer.dispatcher.read)
     return model.train()
 
 
-def _equal_counts(top_k: int, read: Callable[[Tensor, int], Tensor]) -> Callable[[Tensor, int], Tensor]:
-    def read_equal(counts: Tensor, num_tokens: int) -> Tensor:
-        return torch.full_like(read(counts, num_tokens), num_tokens * top_k // counts.shape[-1])
+def _equal_counts(read: ReadCounts) -> ReadCounts:
+    def read_equal(counts: Tensor, shape_TK: torch.Size) -> Tensor:
+        return torch.full_like(read(counts, shape_TK), shape_TK.numel() // counts.shape[-1])
 
     return read_equal

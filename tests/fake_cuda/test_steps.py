@@ -78,9 +78,9 @@ def step_of_rank(name: str) -> None:
     assert counted.work.flops > found.flops["products"]
 
 
-def equal_counts(counts: Tensor, num_tokens: int) -> Tensor:
-    """What experts get of the tokens of each rank, two of four experts a token."""
-    return torch.full(counts.shape, num_tokens * 2 // 4)
+def equal_counts(counts: Tensor, shape_TK: torch.Size) -> Tensor:
+    """What experts get of the tokens of each rank, of four experts."""
+    return torch.full(counts.shape, shape_TK.numel() // 4)
 
 
 class Text(L.LightningModule):

@@ -6,12 +6,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from lightning_megatron.mesh import Axis, Mesh, Sizes
 from lightning_megatron.sharding import Initial
 from lightning_megatron.tensor.linear import ColumnParallelLinear, RowParallelLinear
-from lightning_megatron.tensor.weight_gradients import Task, WeightGradients, share
+from lightning_megatron.tensor.weight_gradients import Task, WeightGradients, add_product, product_in, share
 from tests.harness.threads import new_group, run_on_threads
 
 INPUT, MIDDLE = 6, 8
@@ -161,3 +162,42 @@ def test_a_backward_inside_a_backward_is_our_own_slip() -> None:
     gradients = WeightGradients()
     with gradients.opened(), pytest.raises(AssertionError, match="inside another"), gradients.opened():
         pass
+
+
+class Writes(TorchDispatchMode):
+    """Notes the operations that run, but for views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view:
+            self.names.append(str(func).removeprefix("aten."))
+        return func(*args, **(kwargs or {}))
+
+
+def test_products_of_16_bits_go_into_float32_gradients_by_one_kernel() -> None:
+    left, right = (torch.randn(*shape, dtype=torch.bfloat16, device="meta") for shape in ((4, 8), (8, 6)))
+    weight, view = nn.Parameter(torch.randn(4, 6, device="meta")), torch.empty(24, device="meta").view(4, 6)
+    with Writes() as written:
+        add_product(weight, left, right, view)
+        assert weight.grad is view
+        add_product(weight, left, right, view)
+        product_in(torch.float32, left, right)
+    assert written.names == ["mm.dtype_out", "addmm.dtype_out", "mm.dtype"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_they_are_not_rounded_to_16_bits(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    left, right = (torch.randn(*shape, dtype=dtype, device="cuda") for shape in ((64, 256), (256, 48)))
+    weight, view = nn.Parameter(torch.zeros(64, 48, device="cuda")), torch.empty(64, 48, device="cuda")
+    wanted = left.double() @ right.double()
+    for num_added in (1, 2, 3):
+        add_product(weight, left, right, view)
+        assert weight.grad is not None
+        # Sums of 256 products in float32; rounded to 16 bits they would be off by 2^-9 and more.
+        torch.testing.assert_close(weight.grad.double(), num_added * wanted, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(product_in(torch.float32, left, right).double(), wanted, rtol=1e-5, atol=1e-4)
