@@ -1,5 +1,6 @@
 """What a loss is a mean over, known from the function of torch that computed it."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -14,6 +15,7 @@ from lightning_megatron.pipeline.scheduled import _NoGradientByInput
 
 # Operations that change neither the value nor what it is a mean over.
 _PASSING = ("View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "ToCopy", "Alias", "Clone")
+_SCALING = (*_PASSING, "Neg", "Mul", "Div")
 _MEANS = ("MseLoss", "SmoothL1Loss", "HuberLoss", "BinaryCrossEntropy", "BinaryCrossEntropyWithLogits")
 _LOSSES = (
     functional.cross_entropy,
@@ -37,9 +39,11 @@ def mean_count(loss: Tensor) -> Tensor | int | None:
     `CountedMeans`. Not for `mean()`: what that takes may be means itself.
     """
     known: Tensor | int | None = getattr(loss, _COUNT, None)
-    if known is not None:
-        return known
-    node = _maker(loss)
+    return _count_of(_maker(loss)) if known is None else known
+
+
+def _count_of(node: Any) -> Tensor | int | None:
+    """The number that the result of an operation is a mean over, where it shows."""
     counted: Tensor | None = getattr(node, "num_counted", None)
     if counted is not None:
         return counted
@@ -55,6 +59,25 @@ def mean_count(loss: Tensor) -> Tensor | int | None:
     except RuntimeError:
         # Its backward has run and has freed them.
         return None
+
+
+def is_mean_of_rows(loss: Tensor, rows: int) -> bool:
+    """Whether a loss is a sum of terms that are known to count each of so many rows alike, times numbers: means over
+    their elements, over all of their tokens, or over all targets."""
+    todo: list[Any] = [loss.grad_fn]
+    while todo:
+        node = todo.pop()
+        kind = "" if node is None else kind_of(node)
+        sources = [] if node is None else [source for source, _ in node.next_functions if source is not None]
+        is_sum_of_stack = kind == "Sum" and kind_of(sources[0]) == "Stack"
+        if kind in ("Add", "Sub", "Stack") or is_sum_of_stack or (kind in _SCALING and len(sources) == 1):
+            todo += sources
+        elif kind == "Mean":
+            if math.prod(node._saved_self_sym_sizes) % rows:
+                return False
+        elif (count := _count_of(node)) is None or float(count) % rows:
+            return False
+    return True
 
 
 def mean_over(losses_T: Tensor, count: Tensor) -> Tensor:

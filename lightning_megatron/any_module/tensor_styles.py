@@ -302,6 +302,8 @@ def _misfit(network: nn.Module, name: str, style: str, size: int) -> str:
         return f"its style is {style}"
     if style == "replicated_with_grad_allreduce":
         return ""
+    if has_hooks(module):
+        return "it has hooks, or its weights have, which would see the part of a rank"
     if style == EMBEDDING:
         if type(module) is not nn.Embedding or module.max_norm or module.sparse or module.scale_grad_by_freq:
             return f"{style} is a style of nn.Embedding without max_norm, sparse and scale_grad_by_freq"
@@ -316,6 +318,13 @@ def _misfit(network: nn.Module, name: str, style: str, size: int) -> str:
         of_blocks = "" if blocks == 1 else f" in {blocks} blocks"
         return f"{size} ranks do not divide its {features} features{of_blocks}"
     return ""
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether code of others runs around a module's forward or backward, or on the gradients of its own weights."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    weights = (weight for weight in module._parameters.values() if weight is not None)
+    return any(hooks) or any(weight._backward_hooks or weight._post_accumulate_grad_hooks for weight in weights)
 
 
 def _rotary_size(attention: nn.Module) -> int:

@@ -18,9 +18,8 @@ def num_rows(batch: Any) -> int:
 
     Raises ValueError when tensors differ in their first dim.
     """
-    leaves = _leaves(batch)
-    sizes = {leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 0}
-    sizes |= {leaf.num_rows for leaf in leaves if isinstance(leaf, Ragged)}
+    # Records of a list may be those of the rows, with as many numbers each as they like.
+    sizes = _sizes(batch, is_leaf=_is_record_list) or _sizes(batch)
     if len(sizes) > 1:
         raise ValueError(
             f"the tensors of a batch have {sorted(sizes)} rows; to be cut into microbatches all of them must have the "
@@ -37,12 +36,23 @@ def _entries(value: Any) -> dict[Any, Any] | None:
     return dict(value) if isinstance(value, Mapping) else None
 
 
-def _leaves(batch: Any) -> list[Any]:
-    found: list[Any] = []
-    for leaf in tree_flatten(batch)[0]:
+def _sizes(batch: Any, is_leaf: Callable[[Any], bool] | None = None) -> set[int]:
+    """First dims of the tensors in a batch."""
+    found: set[int] = set()
+    for leaf in tree_flatten(batch, is_leaf=is_leaf)[0]:
         entries = _entries(leaf)
-        found += [leaf] if entries is None else _leaves(entries)
+        if entries is not None:
+            found |= _sizes(entries, is_leaf)
+        elif isinstance(leaf, Ragged):
+            found.add(leaf.num_rows)
+        elif isinstance(leaf, Tensor) and leaf.dim() > 0:
+            found.add(leaf.shape[0])
     return found
+
+
+def _is_record_list(value: Any) -> bool:
+    """Whether a value is a list, and not one of tensors."""
+    return isinstance(value, list) and not any(isinstance(one, Tensor) for one in value)
 
 
 def _with_entries(record: Any, entries: dict[Any, Any]) -> Any:
@@ -97,7 +107,7 @@ def map_tensors(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 def _narrowed(batch: Any, rows: int, start: int, size: int) -> Any:
     def is_row_list(value: Any) -> bool:
-        return isinstance(value, list) and len(value) == rows and not any(isinstance(v, Tensor) for v in value)
+        return _is_record_list(value) and len(value) == rows
 
     def cut(value: Any) -> Any:
         if is_row_list(value):

@@ -16,6 +16,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from lightning_megatron.any_module.cut_error import CutError
 from lightning_megatron.mesh import Sizes
 from lightning_megatron.optim.replica_check import DifferingCopiesError
 from lightning_megatron.pipeline.microbatches import split
@@ -313,9 +314,11 @@ def run_rank(plan: Plan, layout: Layout, precision: str, place: Place) -> RankRe
 
 def _is_refusal(error: BaseException) -> bool:
     """Whether the package itself raised the error: what fails further down is a failure."""
-    if isinstance(error, (ConfigurationError, MisconfigurationException)):
+    if isinstance(error, (ConfigurationError, MisconfigurationException, CutError)):
         return True
     frames = traceback.extract_tb(error.__traceback__)
-    raised_in = Path(frames[-1].filename) if frames else Path()
+    if not frames or frames[-1].name in ("__torch_function__", "__torch_dispatch__"):
+        # An operation of torch failed, in whose way a mode of the package stands.
+        return False
     is_told = isinstance(error, (ValueError, RuntimeError)) and not isinstance(error, DifferingCopiesError)
-    return is_told and PACKAGE in raised_in.parents
+    return is_told and PACKAGE in Path(frames[-1].filename).parents

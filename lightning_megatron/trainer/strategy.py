@@ -487,6 +487,8 @@ class MegatronStrategy(ParallelStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             is_synced = self._layer_sync is not None
             is_cut = bool(self.microbatch_size) or self.num_microbatches > 1
+            if is_cut or self.mesh.dp.size > 1:
+                model_checks.warn_of_gradient_hooks(module, self.mesh)
             if is_cut or (self.mesh.dp.size > 1 and not is_synced):
                 model_checks.warn_of_batch_statistics(module, self.mesh, is_synced=is_synced)
             self._reset_optimizers_and_schedulers()

@@ -298,6 +298,17 @@ class TrainsPacked(Trains):
         )
 
 
+class TrainsHooked(TrainsOverTensor):
+    """Has hooks on linears that would be cut, and on the gradient of a weight."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        blocks: Any = self.net.blocks
+        blocks[0].up.register_forward_hook(lambda module, args, output: output / output.abs().amax())
+        blocks[1].down.register_full_backward_hook(lambda module, into, out: (into[0] / (1 + into[0].norm()),))
+        blocks[2].attention.query.weight.register_hook(lambda gradient: gradient / (1 + gradient.norm()))
+
+
 class TrainsPackedAsOne(TrainsPacked):
     """Takes blocks for features of one kind."""
 

@@ -32,6 +32,63 @@ def test_what_all_layers_read_is_there_on_every_stage(module: Callable[[], Any])
     certify(module, networks.batches, layouts=("pp2vp2",), steps=2).assert_equal()
 
 
+class Doubled(nn.Sequential):
+    """Does more than to call its children in turn."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 2  # type: ignore[no-any-return]
+
+
+class OwnChain(L.LightningModule):
+    """Trains a chain with a forward of its own."""
+
+    kind: type[nn.Sequential] = Doubled
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.net = self.kind(*(self.layer() for _ in range(4)))
+
+    def layer(self) -> nn.Module:
+        """One of the chain."""
+        return nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return nn.functional.mse_loss(self.net(batch["noisy"]), batch["noisy"] + 1)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class HookedChain(OwnChain):
+    """Has hooks do what that forward does."""
+
+    kind = nn.Sequential
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.register_forward_pre_hook(lambda module, args: (args[0] + 0.5,))
+        self.net.register_forward_hook(lambda module, args, output: output * 2)
+
+
+class UnlikeChain(OwnChain):
+    """Its children have no class in common, so that it is no list of layers either."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Doubled(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3), nn.Tanh())
+
+
+@pytest.mark.parametrize("module", [OwnChain, HookedChain])
+def test_what_a_chain_does_beside_calling_its_children_is_done(module: Callable[[], Any]) -> None:
+    certify(module, networks.batches, layouts=("pp2", "dp2pp2"), steps=2).assert_equal()
+
+
+def test_a_chain_that_does_more_and_is_no_list_of_layers_is_refused() -> None:
+    [result] = certify(UnlikeChain, networks.batches, layouts=("pp2",), steps=1).results
+    assert result.verdict == "refused" and "(without hooks and a forward of its own)" in result.message
+
+
 @pytest.mark.parametrize(
     ("module", "shown"),
     [

@@ -39,6 +39,8 @@ STYLED = [
     networks.TrainsLatent,
     networks.TrainsNormed,
     networks.TrainsNormedUnsaid,
+    # What has hooks stays whole, with all of its parent.
+    networks.TrainsHooked,
 ]
 
 
@@ -119,6 +121,15 @@ def test_a_tied_weight_is_cut_where_all_its_modules_are_and_else_stays_whole() -
     assert len(cut_by(net, both, 2)) == 2 and not cut_by(net, both, 5)
     cut_linears(net, both, Axis.alone(0, "tp"))
     assert net.head.weight is net.tokens.weight
+
+
+def test_a_linear_with_hooks_stays_whole() -> None:
+    module = networks.TrainsHooked()
+    module.configure_model()
+    found = {name for name, _, _ in cut_by(module.net, OF_NET, 2)}
+    assert not {name for name in found if name.startswith(("blocks.0.up", "blocks.0.down", "blocks.1.down"))}
+    assert not {name for name in found if name.startswith("blocks.2.attention")} and "blocks.3.up" in found
+    assert reason_of_whole(module.net, OF_NET, "blocks.0.down", 2).startswith("as up beside it, it has hooks")
 
 
 def test_a_star_stands_for_one_name() -> None:

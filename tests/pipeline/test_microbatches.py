@@ -90,3 +90,13 @@ def test_dataclasses_and_mappings_of_ones_own_are_cut_inside() -> None:
         isinstance(first[1], UserDict) and first[1]["y"].shape == (3, 2) and second[1]["y"].tolist() == [[6, 7], [8, 9]]
     )
     assert batch[0].x.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_records_of_the_rows_are_cut_with_them_whatever_they_hold() -> None:
+    images = torch.arange(4.0).view(4, 1)
+    targets = [{"boxes": torch.zeros(row, 4), "number": row} for row in range(4)]
+    assert num_rows((images, targets)) == 4
+    first, second = split((images, targets), 2)
+    assert [one["number"] for one in first[1]] == [0, 1] and [one["number"] for one in second[1]] == [2, 3]
+    # A list of records alone is no list of rows: as many records could be parts of one batch.
+    assert num_rows([{"x": images}, {"y": images}]) == 4

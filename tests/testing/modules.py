@@ -257,6 +257,14 @@ class FailsOnARank(Right):
             raise ZeroDivisionError("on purpose")
 
 
+class FailsInTorch(Right):
+    """Gives torch what it does not take, where there are several ranks."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.trainer.world_size > 1:
+            torch.cat([])
+
+
 class Language(Right):
     """A language model far too large for a test, built from a configuration."""
 

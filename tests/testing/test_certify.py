@@ -98,6 +98,11 @@ def test_what_the_strategy_finds_by_itself_is_told_in_its_words(
     assert shown in " ".join((result.message, *result.warnings)) and "Recorder" not in result.message
 
 
+def test_what_a_run_warns_of_in_a_step_is_among_the_notes() -> None:
+    [result] = certificate_of(modules.Counts, "m2").results
+    assert [text.partition(",")[0] for text in result.warnings] == ["training_step moves calls"]
+
+
 def test_parts_that_ranks_draw_for_themselves_are_told_and_the_rest_is_compared_from_one_devices_weights() -> None:
     found = certificate_of(modules.DrawsPartsLate, "pp2")
     [result] = found.results
@@ -118,6 +123,7 @@ def test_what_a_layout_refuses_is_no_difference_and_what_fails_is_one() -> None:
     assert verdicts(found) == {"dp2": "failed", "m2": "equal"}
     assert "ZeroDivisionError: on purpose" in found.results[0].message
     assert not found
+    assert verdicts(certificate_of(modules.FailsInTorch, "dp2")) == {"dp2": "failed"}
 
 
 def test_dropout_modules_are_turned_off_and_float32_is_told() -> None:

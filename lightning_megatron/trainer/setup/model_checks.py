@@ -184,6 +184,24 @@ def warn_of_batch_statistics(module: nn.Module, mesh: Mesh, *, is_synced: bool) 
         )
 
 
+def warn_of_gradient_hooks(module: nn.Module, mesh: Mesh) -> None:
+    """Warns, once, of hooks on the gradients of trained weights of any stage, where a global batch is run in several
+    parts. Collective over pp."""
+    own = [
+        name
+        for name, weight in module.named_parameters()
+        if weight.requires_grad and (weight._backward_hooks or weight._post_accumulate_grad_hooks)
+    ]
+    names = list(dict.fromkeys(name for names in collectives.gather_objects(own, mesh.pp) for name in names))
+    if names:
+        rank_zero_warn(
+            f"hooks on the gradients of {', '.join(names)} run once for each microbatch of each data-parallel rank, on "
+            "its part of the gradient: one device would give them all of it. Change gradients in "
+            "on_before_optimizer_step",
+            category=UserWarning,
+        )
+
+
 def share_recomputation(module: nn.Module, config: RecomputeConfig, mesh: Mesh) -> None:
     """Sets what the layers and models of a module recompute in the backward.
 

@@ -19,7 +19,7 @@ from lightning_megatron.any_module.cut_model import CutModel
 from lightning_megatron.any_module.dtensor_weights import dtensor_faults, take_dtensors
 from lightning_megatron.any_module.pipelined_modules import pipelined_modules
 from lightning_megatron.any_module.plan import ModelPlan
-from lightning_megatron.any_module.tensor_styles import cut_by, cut_linears
+from lightning_megatron.any_module.tensor_styles import cut_by, cut_linears, has_hooks
 from lightning_megatron.mesh import Mesh, Sizes
 from lightning_megatron.moe.experts import ExpertAxes
 from lightning_megatron.pipeline.module import PipelineModule
@@ -158,11 +158,13 @@ def _layered(
 
 
 def _chains(module: pl.LightningModule, num_ranks: int) -> dict[str, nn.Sequential]:
-    """Every `nn.Sequential` of the module that has a part for each rank of the pipeline."""
+    """Every `nn.Sequential` of the module that has a part for each rank of the pipeline, and does nothing but call them
+    in turn."""
     return {
         name: child
         for name, child in module.named_children()
         if isinstance(child, nn.Sequential) and len(child) >= num_ranks
+        if type(child).forward is nn.Sequential.forward and not has_hooks(child)
     }
 
 
@@ -177,7 +179,8 @@ def pipeline_faults(
     if not models and len(_chains(module, sizes.pp)) != 1 and len(_layered(module, num_stages, plan)) != 1:
         return [
             f"{name} cannot be pipelined over {num_stages} stages: it holds no PipelineModule (such as GPTModel) and "
-            f"not exactly one nn.Sequential of at least {sizes.pp} children, or network with a list of {num_stages} "
+            f"not exactly one nn.Sequential of at least {sizes.pp} children (without hooks and a forward of its own), "
+            f"or network with a list of {num_stages} "
             'layers, among its attributes; name the list with plan=ModelPlan(layers=("net.layers",)), build its model '
             "in configure_model from one of these, or use pipeline_model_parallel_size=1"
         ]

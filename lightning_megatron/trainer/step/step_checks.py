@@ -79,7 +79,8 @@ class StateWatch:
                 "(microbatches of data-parallel ranks) and from what that part holds, where one device would move it "
                 "once: a moving average then has another rate. Move it in on_train_batch_end, or in one microbatch",
                 UserWarning,
-                stacklevel=2,
+                # `certify` takes what this package warns of.
+                stacklevel=1,
             )
 
     def _states(self) -> dict[str, tuple[int, int]]:

@@ -129,8 +129,9 @@ class Steps:
                 state_watch=self._state_watch,
                 row_check=self._row_check,
             )
-        # Share of this data-parallel rank in the loss of a manual step, [].
+        # Share of this data-parallel rank in the loss of a manual step, [], and its rows.
         self._manual_share: Tensor | None = None
+        self._manual_rows = 1
 
     @property
     def gradients(self) -> StepGradients:
@@ -177,6 +178,7 @@ class Steps:
         if not self._module.automatic_optimization:
             # The backwards come inside the step, before any weight of a loss is known: a rank counts by its rows.
             own = rows if self._user_step.num_copies < math.inf else 0
+            self._manual_rows = rows
             share = torch.tensor(float(own), dtype=torch.float64, device=self._device)
             self._manual_share = share / collectives.all_reduce(share, dp_cp)
         self._log.num_copies, num_parts = self._user_step.num_copies, self._mesh.dp.size
@@ -215,6 +217,8 @@ class Steps:
             has_several_stages = self._mesh.pp.size > 1
             self.gradients.backward(loss, differentiate, reduce_now=reduce_now, has_several_stages=has_several_stages)
         else:
+            if self._manual_share is not None:
+                self._user_step.ask_of_manual_loss(loss, self._manual_rows, num_parts=self._mesh.dp.size)
             share = loss if self._manual_share is None else loss * self._manual_share.to(loss.dtype)
             self.gradients.manual_backward(share, differentiate)
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
 from lightning_megatron.any_module.cut_model import CutModel
-from lightning_megatron.any_module.loss_count import is_returned, mean_count
+from lightning_megatron.any_module.loss_count import is_mean_of_rows, is_returned, mean_count
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.pipeline.module import Driver, PipelineModule
 from lightning_megatron.trainer.step.global_batches import BatchShare
@@ -177,6 +177,18 @@ class UserStep:
                 category=UserWarning,
             )
         return torch.tensor(rows, device=device).double().reshape(())
+
+    def ask_of_manual_loss(self, loss: Tensor, rows: int, *, num_parts: int) -> None:
+        """Warns, once, of a loss of manual optimization that is not known to be a mean over the rows of its batch."""
+        if num_parts == 1 or self._has_told_of_rows or is_mean_of_rows(loss, rows):
+            return
+        self._has_told_of_rows = True
+        rank_zero_warn(
+            f"a loss that {type(self.module).__name__} gives to manual_backward is taken for a mean over the rows of "
+            f"its batch, of which {num_parts} data-parallel ranks have a part each. Multiply a sum by their number, "
+            "and a mean over something else, as masked rows, by what it counts over the mean of that over the ranks",
+            category=UserWarning,
+        )
 
 
 def loss_of(output: Any) -> Tensor | None:

@@ -82,6 +82,48 @@ class Looks(Small):
         return super().training_step(batch, batch_idx)  # type: ignore[no-any-return]
 
 
+class Hooked(Small):
+    """Clips each gradient by itself, where autograd has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before.weight.register_hook(lambda gradient: gradient.clamp(-1e-2, 1e-2))
+
+
+class Manual(Small):
+    """Manual optimization, by a loss that counts each row alike: halves of terms, as of a GAN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def loss(self, batch: Any) -> Tensor:
+        """The mean of a loss of torch's and of one by hand."""
+        logits = self.logits(batch[0])
+        return (functional.cross_entropy(logits, batch[1]) + logits.square().mean()) / 2
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+
+
+class ManualSum(Manual):
+    """The sum over the rows."""
+
+    def loss(self, batch: Any) -> Tensor:
+        return functional.cross_entropy(self.logits(batch[0]), batch[1], reduction="sum")
+
+
+class ManualMasked(Manual):
+    """The mean over rows of some classes."""
+
+    def loss(self, batch: Any) -> Tensor:
+        losses, mask = functional.cross_entropy(self.logits(batch[0]), batch[1], reduction="none"), batch[1] > 1
+        return (losses * mask).sum() / mask.sum().clamp(min=1)
+
+
 class GradientByInput(Small):
     """Asks for a gradient of the output by the input."""
 
@@ -183,10 +225,11 @@ def told(layout: Layout, kind: type[L.LightningModule]) -> list[str]:
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         make_trainer(layout, max_epochs=2, limit_val_batches=0).fit(kind(), Data(24))
-    names = ("batch norms", "training_step", "the loss of")
+    names = ("batch norms", "training_step", "the loss of", "hooks on", "a loss that")
     return sorted(str(one.message) for one in found if str(one.message).startswith(names))
 
 
+MANUAL = "a loss that {} gives to manual_backward is taken for a mean over the rows of its batch, of which 2 data-"
 ROWS = "the loss of {}.training_step is taken for a mean over the rows of its batch, of which a step has 2 parts"
 
 
@@ -236,6 +279,12 @@ def test_what_would_be_wrong_is_refused(layout: Layout, kind: type[L.LightningMo
         (PP2, FirstNorm, ["batch norms (net.0) normalise each microbatch of each data-parallel rank"]),
         (COLLECTIVE, FirstNorm, ["batch norms (net.0) normalise each microbatch of each data-parallel rank"]),
         (PP2, More, ["training_step returned 'classes' beside the loss"]),
+        (DP2, Hooked, ["hooks on the gradients of before.weight run once for each microbatch"]),
+        (TP2, Hooked, []),
+        (DP2, Manual, []),
+        (TP2, ManualSum, []),
+        (DP2, ManualSum, [MANUAL.format("ManualSum")]),
+        (DP2, ManualMasked, [MANUAL.format("ManualMasked")]),
     ],
 )
 def test_what_may_be_meant_is_told_once(layout: Layout, kind: type[L.LightningModule], shown: list[str]) -> None:
