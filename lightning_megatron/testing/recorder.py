@@ -105,7 +105,10 @@ class Recorder(pl.Callback):
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
         self._num_in_batch += 1
         which = f" (optimizer step {self._num_in_batch} of the batch)" if self._num_in_batch > 1 else ""
-        gradients = [(name + which, gradient, box) for name, gradient, box in gradients_of(pl_module)]
+        # What other optimizers step may have gradients of before, or none.
+        stepped = _names_of(optimizer, trainer, pl_module)
+        found = gradients_of(pl_module)
+        gradients = [(name + which, gradient, box) for name, gradient, box in found if name in stepped]
         self._sink.tensors(GRADIENT, self._step, gradients)
         self._sink.numbers(NORM, self._step, {"norm" + which: grad_norm(trainer, pl_module)})
 
@@ -171,14 +174,27 @@ def stepped_gradients_of(trainer: pl.Trainer, module: nn.Module) -> Parts:
     some."""
     if not isinstance(trainer.strategy, MegatronStrategy):
         return gradients_of(module)
-    parts: Parts = []
-    for shard in trainer.strategy.steps.dp_comm.gradients.param_shards:
+    shards = trainer.strategy.steps.dp_comm.gradients.param_shards
+    known = {shard.param.name for shard in shards}
+    # Of groups that were added later a rank steps the parameters themselves.
+    parts = [part for part in gradients_of(module) if part[0] not in known]
+    for shard in shards:
         if shard.tensor.grad is None:
             continue
         dense = shard.tensor.grad.to_dense() if shard.tensor.grad.is_sparse else shard.tensor.grad
         slot = Slot(shard.param.name, shard.param.parameter, shard.range.start, shard.range.end)
         parts += [(slot.name, piece.tensor.clone(), piece.box) for piece in slot.pieces(dense)]
     return parts
+
+
+def _names_of(optimizer: Any, trainer: pl.Trainer, module: nn.Module) -> set[str]:
+    """Names of the parameters that an optimizer steps, itself or by their master weights."""
+    stepped = {id(one) for group in optimizer.param_groups for one in group["params"]}
+    names = {name for name, one in module.named_parameters() if id(one) in stepped}
+    if isinstance(trainer.strategy, MegatronStrategy):
+        shards = trainer.strategy.steps.dp_comm.gradients.param_shards
+        names |= {shard.param.name for shard in shards if id(shard.tensor) in stepped}
+    return names
 
 
 def buffers_of(module: nn.Module) -> Parts:

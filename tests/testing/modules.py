@@ -265,6 +265,50 @@ class FailsInTorch(Right):
             torch.cat([])
 
 
+class Adversarial(Right):
+    """Two networks that learn from each other, each by an optimizer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.other = nn.Linear(8, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        first, second = self.optimizers()  # type: ignore[attr-defined]
+        self.toggle_optimizer(first)
+        first.zero_grad()
+        self.manual_backward(self.other(self.net(batch[0]).tanh().repeat(1, 8)[:, :8]).square().mean())
+        first.step()
+        self.untoggle_optimizer(first)
+        self.toggle_optimizer(second)
+        second.zero_grad()
+        found = self.net(batch[0]).detach().repeat(1, 8)[:, :8]
+        self.manual_backward((self.other(found) - 1).square().mean())
+        second.step()
+        self.untoggle_optimizer(second)
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.Adam(one.parameters(), lr=1e-2) for one in (self.net, self.other)], []
+
+
+class Unfreezes(Right):
+    """Trains a layer more from its second step on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Linear(6, 6)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step((self.before(batch[0]), *batch[1:]), batch_idx)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.optimizers().add_param_group({"params": list(self.before.parameters())})  # type: ignore[union-attr]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.net.parameters(), lr=0.1)
+
+
 class Language(Right):
     """A language model far too large for a test, built from a configuration."""
 

@@ -98,6 +98,13 @@ def test_what_the_strategy_finds_by_itself_is_told_in_its_words(
     assert shown in " ".join((result.message, *result.warnings)) and "Recorder" not in result.message
 
 
+@pytest.mark.parametrize(
+    ("module", "layout"), [(modules.Adversarial, "dp2-zero"), (modules.Adversarial, "dp2"), (modules.Unfreezes, "dp2")]
+)
+def test_gradients_of_what_is_not_stepped_are_no_difference(module: Callable[[], Any], layout: str) -> None:
+    certificate_of(module, layout).assert_equal()
+
+
 def test_what_a_run_warns_of_in_a_step_is_among_the_notes() -> None:
     [result] = certificate_of(modules.Counts, "m2").results
     assert [text.partition(",")[0] for text in result.warnings] == ["training_step moves calls"]
