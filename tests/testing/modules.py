@@ -296,14 +296,15 @@ class Unfreezes(Right):
 
     def __init__(self) -> None:
         super().__init__()
-        self.before = nn.Linear(6, 6)
+        self.before = nn.Linear(6, 6).requires_grad_(False)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return super().training_step((self.before(batch[0]), *batch[1:]), batch_idx)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if batch_idx == 1:
-            self.optimizers().add_param_group({"params": list(self.before.parameters())})  # type: ignore[union-attr]
+            added = list(self.before.requires_grad_(True).parameters())
+            self.optimizers().add_param_group({"params": added})  # type: ignore[union-attr]
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.net.parameters(), lr=0.1)
