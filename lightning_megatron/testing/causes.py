@@ -194,9 +194,9 @@ def _loss(of: Evidence) -> Found:
         if kind == "own mean":
             return (
                 f"the loss is a mean over something else than rows (a mask, classes with weights), and {of.counts} "
-                "have differently much of it: a mean of means",
+                "have differently much of it: a mean of means; or it is of statistics of its rows",
                 'return {"loss": loss, "loss_weight": number} with what the mean is over (the sum of the mask or '
-                "of the weights)",
+                "of the weights); no number mends statistics of a part of the rows, which takes one part",
             )
         if kind == "coupled":
             return (
@@ -239,7 +239,9 @@ def _logged(of: Evidence) -> Found:
     if of.divides_weights and of.has_different_copies:
         return _of_a_part(of)
     kind = of.halves(of.first.quantity, name, theirs) if of.first.step == 1 and of.may_be_rows else ""
-    if of.may_be_rows and (kind == "sum" or (of.factor is not None and _near(of.factor, 1 / parts, 1e-6))):
+    # In a later step a factor may come by chance.
+    is_factor = of.first.step == 1 and of.factor is not None and _near(of.factor, 1 / parts, 1e-6)
+    if of.may_be_rows and (kind == "sum" or is_factor):
         return (
             f"{name!r} is a sum or a count, and the mean over {of.counts} was logged: a factor of 1/{parts}",
             f'self.log({name!r}, value, reduce_fx="sum")',
@@ -254,6 +256,12 @@ def _logged(of: Evidence) -> Found:
         return (
             f"{name!r} is no mean of values of single rows, and is made for each of {of.counts} alone",
             "log a torchmetrics.Metric, which is updated with rows and computed at the end",
+        )
+    if not of.divides_weights:
+        return (
+            f"{name!r} is of the rows of one rank (logged in a hook, or of a list that steps fill), or no mean of "
+            "values of single rows (a root of a mean, a score)",
+            "log a torchmetrics.Metric, or in a hook of an epoch self.log(..., sync_dist=True)",
         )
     return _of_a_part(of)
 
