@@ -84,6 +84,27 @@ def test_what_a_chain_does_beside_calling_its_children_is_done(module: Callable[
     certify(module, networks.batches, layouts=("pp2", "dp2pp2"), steps=2).assert_equal()
 
 
+class OwnList(OwnChain):
+    """Has a list among its attributes, and calls what is in it itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(self.layer() for _ in range(4))
+        del self.net
+
+    def net(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        """The layers in turn."""
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_a_list_that_the_step_itself_calls_from_is_refused_with_the_way_out() -> None:
+    [result] = certify(OwnList, networks.batches, layouts=("pp2",), steps=1).results
+    assert result.verdict == "refused"
+    assert "layers is a list that steps of OwnList call from: put it, with what is around it, into" in result.message
+
+
 def test_a_chain_that_does_more_and_is_no_list_of_layers_is_refused() -> None:
     [result] = certify(UnlikeChain, networks.batches, layouts=("pp2",), steps=1).results
     assert result.verdict == "refused" and "(without hooks and a forward of its own)" in result.message

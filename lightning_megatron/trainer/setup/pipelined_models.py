@@ -35,6 +35,7 @@ def plan_of(module: nn.Module, plan: ModelPlan | None) -> ModelPlan:
 
 # Importing it takes seconds, and whoever has a model of transformers has done so.
 _TRANSFORMERS = "transformers.modeling_utils"
+_LISTS = (nn.ModuleList, nn.ModuleDict)
 
 
 def cut_plain_networks(module: pl.LightningModule, mesh: Mesh, given: ModelPlan | None = None) -> bool:
@@ -153,7 +154,9 @@ def _layered(
     module: pl.LightningModule, num_stages: int, plan: ModelPlan
 ) -> dict[str, tuple[tuple[str, ...], tuple[int, ...]]]:
     """What `plan.layers_in` says of each child of the module that has a layer for each of so many stages, by name."""
-    found = {name: plan.layers_in(name, child) for name, child in module.named_children()}
+    # Nothing calls a list as one network: the step calls what is in it.
+    networks = {name: child for name, child in module.named_children() if not isinstance(child, _LISTS)}
+    found = {name: plan.layers_in(name, child) for name, child in networks.items()}
     return {name: (layers, ends) for name, (layers, ends) in found.items() if len(layers) >= num_stages}
 
 
@@ -183,6 +186,11 @@ def pipeline_faults(
             f"or network with a list of {num_stages} "
             'layers, among its attributes; name the list with plan=ModelPlan(layers=("net.layers",)), build its model '
             "in configure_model from one of these, or use pipeline_model_parallel_size=1"
+            + "".join(
+                f"; {own} is a list that steps of {name} call from: put it, with what is around it, into an nn.Module"
+                for own, child in module.named_children()
+                if isinstance(child, _LISTS) and len(child) >= num_stages
+            )
         ]
     if len(models) > 1 and uses_schedule:
         return [
