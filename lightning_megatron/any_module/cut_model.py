@@ -331,11 +331,13 @@ class CutModel(PipelineModule):
             )
         self._is_checked |= self._num_calls[self._stage] <= _NUM_CHECKED and not _has_nan(self._received)
         module = self.get_submodule(name)
-        if isinstance(module, nn.Embedding):
-            tokens = args[0] if args else kwargs["input"]
-            shape = (*tokens.shape, module.embedding_dim)
-            return torch.full(shape, torch.nan, dtype=module.weight.dtype, device=tokens.device)
-        device = next(leaf.device for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+        # Not that of an argument: code may send that to the device of the weights.
+        device = next(weight.device for weight in self._whole.parameters() if not weight.is_meta)
+        first = next(iter((*args, *kwargs.values())), None)
+        # Positions may be asked for by a shape.
+        if isinstance(module, nn.Embedding) and isinstance(first, Tensor):
+            shape = (*first.shape, module.embedding_dim)
+            return torch.full(shape, torch.nan, dtype=module.weight.dtype, device=device)
         args, kwargs = tree_map_only(Tensor, lambda one: one.to("meta"), (args, kwargs))
         output = type(module).forward(module, *args, **kwargs)
         return tree_map_only(Tensor, lambda one: _unknown_like(torch.empty_like(one, device=device)), output)
