@@ -33,12 +33,15 @@ def readers_of(
     and `len(layers)` where they so reach what the call returns.
 
     `root(*args, **kwargs)` calls the network, its child of that name; `layers` are names within the network. Modules
-    without weights, and those whose weights reach nothing, are left out; all are where the call does not run on tensors
-    without numbers.
+    without weights, those whose weights reach nothing, and those whose weights other code reads are left out; all are
+    where the call does not run on tensors without numbers.
     """
     network = root.get_submodule(name)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
+    around = list(_around(network, layers))
     found: dict[int, frozenset[nn.Parameter]] = {}
+    # Of weights that are read past a call of their module.
+    past: dict[int, frozenset[nn.Parameter]] = {}
     with ExitStack() as stack:
         # What counts memory shall not count tensors without numbers.
         stack.enter_context(_disable_current_modes())
@@ -49,23 +52,36 @@ def readers_of(
         fakes = {
             key: torch.empty(one.shape, dtype=one.dtype, requires_grad=one.is_floating_point()) for key, one in states
         }
-        owners = {id(fakes[key]): one for key, one in states}
+        of_others = {id(fakes[key]): one for key, one in states}
+        owners: dict[int, Any] = {}
         for module in root.modules():
             # What a forward notes for its next call is no tensor of another one.
             stack.callback(_restore, module, dict(module.__dict__), dict(module._buffers))
         for index, layer in enumerate(layers):
             module = network.get_submodule(layer)
-            module.__dict__["forward"] = partial(_run_layer, found, owners, index, module.forward)
+            look = partial(_look, ((found, owners), (past, of_others)), index)
+            module.__dict__["forward"] = partial(_run_layer, look, module.forward)
+        for _, module in around:
+            own = {
+                (child, key): torch.empty(weight.shape, dtype=weight.dtype, requires_grad=weight.is_floating_point())
+                for child in module.modules()
+                for key, weight in child._parameters.items()
+                if weight is not None
+            }
+            owners |= {id(fake): child._parameters[key] for (child, key), fake in own.items()}
+            module.__dict__["forward"] = partial(_run_on, own, module.forward)
         try:
             given, named = tree_map_only(Tensor, mode.from_tensor, (args, dict(kwargs)))
             output = torch.func.functional_call(root, fakes, given, named)
         # Whatever the network's code makes of tensors without numbers.
         except Exception:
             return {}
-        found[len(layers)] = _reached(output, owners)
+        _look(((found, owners), (past, of_others)), len(layers), output)
+    read_past = frozenset().union(*past.values())
     return {
         one: indices
-        for one, module in _around(network, layers)
+        for one, module in around
+        if read_past.isdisjoint(module.parameters())
         if (indices := frozenset(i for i, weights in found.items() if not weights.isdisjoint(module.parameters())))
     }
 
@@ -83,15 +99,29 @@ def _around(network: nn.Module, layers: Sequence[str]) -> list[tuple[str, nn.Mod
     ]
 
 
-def _run_layer(
-    found: dict[int, frozenset[nn.Parameter]],
-    owners: Mapping[int, Any],
-    index: int,
-    forward: Any,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    found[index] = found.get(index, frozenset()) | _reached((args, kwargs), owners)
+_Found = tuple[dict[int, frozenset[nn.Parameter]], Mapping[int, Any]]
+"""What weights reach, by index of a layer, and the weights by the ids of tensors."""
+
+
+def _look(of: Sequence[_Found], index: int, values: Any) -> None:
+    for found, owners in of:
+        found[index] = found.get(index, frozenset()) | _reached(values, owners)
+
+
+def _run_on(weights: Mapping[tuple[nn.Module, str], Tensor], forward: Any, *args: Any, **kwargs: Any) -> Any:
+    """A forward with other weights."""
+    before = {place: place[0]._parameters[place[1]] for place in weights}
+    for (child, key), weight in weights.items():
+        child._parameters[key] = weight  # type: ignore[assignment]
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        for (child, key), held in before.items():
+            child._parameters[key] = held
+
+
+def _run_layer(look: Any, forward: Any, *args: Any, **kwargs: Any) -> Any:
+    look((args, kwargs))
     try:
         output = forward(*args, **kwargs)
     except (DataDependentOutputException, DynamicOutputShapeException):

@@ -50,6 +50,38 @@ class Noting(networks.UntiedGPT):
         return super().run_blocks(x * self.table)
 
 
+class ReadsPast(networks.UntiedGPT):
+    """Adds rows of a table that it reads without calling it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(networks.TOKENS, networks.WIDTH)
+
+    def run_blocks(self, x: Tensor) -> Tensor:
+        return super().run_blocks(x + self.table.weight[: x.shape[1]])
+
+
+class Places(nn.Embedding):
+    """A place for each token of a shape."""
+
+    def forward(self, shape: torch.Size) -> Tensor:  # type: ignore[override]
+        return super().forward(torch.arange(shape[1], device=self.weight.device))
+
+
+class ShapedPlaces(networks.UntiedGPT):
+    """Asks for places by a shape, and sends its tokens to where their embedding is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = Places(networks.TOKENS, networks.WIDTH)
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        return super().forward(tokens.to(self.tokens.weight.device), targets)
+
+    def run_blocks(self, x: Tensor) -> Tensor:
+        return super().run_blocks(x + self.table(x.shape))
+
+
 class Curious(networks.UntiedGPT):
     """Looks at numbers, of which a call without memory has none."""
 
@@ -64,6 +96,9 @@ class Curious(networks.UntiedGPT):
         (networks.GPT, {"tokens": {0, 4}, "norm": {4}, "head": {0, 4}}),
         (ReadAgain, {"tokens": {0, 1, 2, 3}, "norm": {4}, "head": {4}}),
         (Noting, {"tokens": {0}, "norm": {4}, "head": {4}}),
+        # Every stage has what is read without a call.
+        (ReadsPast, {"tokens": {0}, "norm": {4}, "head": {4}}),
+        (ShapedPlaces, {"tokens": {0}, "table": {0}, "norm": {4}, "head": {4}}),
         (Curious, {}),
     ],
 )
@@ -97,6 +132,18 @@ class TrainsNormedTokens(Trains):
     """Trains the network with more before its blocks."""
 
     network = NormedTokens
+
+
+class TrainsReadsPast(Trains):
+    """Trains the network that reads a table without calling it."""
+
+    network = ReadsPast
+
+
+class TrainsShapedPlaces(Trains):
+    """Trains the network that asks for places by a shape."""
+
+    network = ShapedPlaces
 
 
 class OnAllStages(Trains):
@@ -161,6 +208,8 @@ class CallsOutside(Trains):
         (Trains, ("pp2", "dp2pp2-zero")),
         (TrainsReadAgain, ("pp2vp2",)),
         (TrainsNormedTokens, ("pp2",)),
+        (TrainsReadsPast, ("pp2",)),
+        (TrainsShapedPlaces, ("pp2", "pp2tp2")),
         (OnAllStages, ("pp2",)),
     ],
 )
