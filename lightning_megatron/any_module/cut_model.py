@@ -332,7 +332,8 @@ class CutModel(PipelineModule):
         self._is_checked |= self._num_calls[self._stage] <= _NUM_CHECKED and not _has_nan(self._received)
         module = self.get_submodule(name)
         # Not that of an argument: code may send that to the device of the weights.
-        device = next(weight.device for weight in self._whole.parameters() if not weight.is_meta)
+        held = (weight.device for weight in self._whole.parameters() if not weight.is_meta)
+        device = next(held, torch.device("meta"))
         first = next(iter((*args, *kwargs.values())), None)
         # Positions may be asked for by a shape.
         if isinstance(module, nn.Embedding) and isinstance(first, Tensor):

@@ -1,6 +1,5 @@
 """What a loss is a mean over, known from the function of torch that computed it."""
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -15,7 +14,6 @@ from lightning_megatron.pipeline.scheduled import _NoGradientByInput
 
 # Operations that change neither the value nor what it is a mean over.
 _PASSING = ("View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "ToCopy", "Alias", "Clone")
-_SCALING = (*_PASSING, "Neg", "Mul", "Div")
 _MEANS = ("MseLoss", "SmoothL1Loss", "HuberLoss", "BinaryCrossEntropy", "BinaryCrossEntropyWithLogits")
 _LOSSES = (
     functional.cross_entropy,
@@ -62,22 +60,28 @@ def _count_of(node: Any) -> Tensor | int | None:
 
 
 def is_mean_of_rows(loss: Tensor, rows: int) -> bool:
-    """Whether a loss is a sum of terms that are known to count each of so many rows alike, times numbers: means over
-    their elements, over all of their tokens, or over all targets."""
+    """Whether a loss looks like a sum of means that count each of so many rows alike, times numbers: over their
+    elements, over all of their tokens, or over all targets. A mean over as many of something else looks so too."""
     todo: list[Any] = [loss.grad_fn]
     while todo:
         node = todo.pop()
         kind = "" if node is None else kind_of(node)
         sources = [] if node is None else [source for source, _ in node.next_functions if source is not None]
-        is_sum_of_stack = kind == "Sum" and kind_of(sources[0]) == "Stack"
-        if kind in ("Add", "Sub", "Stack") or is_sum_of_stack or (kind in _SCALING and len(sources) == 1):
+        is_of_stack = kind in ("Sum", "Mean") and kind_of(sources[0]) == "Stack"
+        if kind in ("Add", "Sub", "Stack") or is_of_stack or (len(sources) == 1 and _scales(node, kind)):
             todo += sources
         elif kind == "Mean":
-            if math.prod(node._saved_self_sym_sizes) % rows:
+            if not node._saved_self_sym_sizes or node._saved_self_sym_sizes[0] % rows:
                 return False
         elif (count := _count_of(node)) is None or float(count) % rows:
             return False
     return True
+
+
+def _scales(node: Any, kind: str) -> bool:
+    """Whether an operation multiplies by a number that Python has, which torch keeps in 64 bits."""
+    other = getattr(node, "_saved_other", None) if kind in ("Mul", "Div") else None
+    return kind in (*_PASSING, "Neg", "Mul", "Div") and (other is None or other.dtype in (torch.float64, torch.int64))
 
 
 def mean_over(losses_T: Tensor, count: Tensor) -> Tensor:

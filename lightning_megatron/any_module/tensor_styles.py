@@ -171,13 +171,13 @@ def _with_adapters(name: str, module: Any, style: str) -> Iterator[tuple[str, nn
     An adapter adds B A x. Where the outputs are cut, B is, and A is whole, as its input; where the inputs are, A is.
     """
     base: Any = getattr(module, "base_layer", None)
-    is_known = style in (*BY_OUTPUTS, *BY_INPUTS, EMBEDDING) and type(base) in (nn.Linear, nn.Embedding)
+    is_known = (is_by_outputs(style) or style in (*BY_INPUTS, EMBEDDING)) and type(base) in (nn.Linear, nn.Embedding)
     if not (is_known and _is_lora(module)):
         yield name, module, style
         return
     yield f"{name}.base_layer", base, style
     if style != EMBEDDING:
-        part = "lora_B" if style in BY_OUTPUTS else "lora_A"
+        part = "lora_B" if is_by_outputs(style) else "lora_A"
         for adapter, linear in module.get_submodule(part).named_children():
             yield f"{name}.{part}.{adapter}", linear, style
 
@@ -271,10 +271,15 @@ def cut_linears(
                 key = name if ".lora_B." in name else parent
                 cut.copies = copies[key] = copies.get(key) or _SharedCopy((owner, network), tp)
     checks = StyleChecks(tp)
-    planned = tuple(prefix for prefix, model in _with_plans(network) if model._tp_plan)
+    with_plans: list[tuple[str, Any]] = list(_with_plans(network))
+    planned = {
+        f"{prefix}{parent_of(name)}"
+        for prefix, model in with_plans
+        for name, _, _ in matching(model, model._tp_plan or {})
+    }
     for parent in sorted(parents - {""} if is_staged else parents):
-        if not f"{parent}.".startswith(planned):
-            # Code that has a plan finds its heads out by itself.
+        if parent not in planned:
+            # Code that a plan is made for finds its heads out by itself.
             checks.count_heads(network.get_submodule(parent))
         checks.watch(parent, network.get_submodule(parent), pattern_of(parent))
     return checks.is_on_features
@@ -310,7 +315,7 @@ def _misfit(network: nn.Module, name: str, style: str, size: int) -> str:
         num_rows = module.num_embeddings
         return f"{size} ranks do not divide its {num_rows} rows" if num_rows % size else ""
     if type(module) is not nn.Linear:
-        return f"{style} is a style of nn.Linear, and not of {type(module).__name__}"
+        return f"{style} is a style of nn.Linear, and not of {type(module).__module__}.{type(module).__name__}"
     if style == "mla_kv_a_proj":
         return "" if _rotary_size(network.get_submodule(parent_of(name))) else "its attention has no qk_rope_head_dim"
     features, blocks = module.in_features if style in BY_INPUTS else module.out_features, _num_blocks(style)

@@ -26,7 +26,7 @@ A layout is a row of sizes and words: tp2, dp2pp2, pp2m4-collective, dp2-zero. m
 {", ".join(f"{word} {what}" for word, what in WORDS.items())};
 {", ".join(SCHEDULES)} are schedules.
 
-exit code: 0 where nothing differs, 1 where something does, 2 for a mistake
+exit code: 0 where nothing differs, 1 where something does or no layout ran, 2 for a mistake
 
 example:  lightning-megatron certify module.py:MyModule --data module.py:MyData
           lightning-megatron certify recipes/configs/toy.yaml --tiny --layouts tp2,pp2

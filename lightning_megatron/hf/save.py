@@ -152,6 +152,7 @@ def _stage_of(model: Model, name: str) -> int:
 def _gathered(parameter: Tensor) -> Tensor:
     """The unsplit weight, on every rank that has a part of it."""
     shard = shard_of(parameter)
+    assert shard.blocks == 1, "weights of this package's models have none"
     full = parameter.detach()
     if shard.dim is not None and shard.axis is not None:
         full = collectives.all_gather(full, shard.axis, dim=shard.dim)

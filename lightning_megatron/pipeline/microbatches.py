@@ -18,8 +18,11 @@ def num_rows(batch: Any) -> int:
 
     Raises ValueError when tensors differ in their first dim.
     """
-    # Records of a list may be those of the rows, with as many numbers each as they like.
     sizes = _sizes(batch, is_leaf=_is_record_list) or _sizes(batch)
+    if len(sizes) == 1:
+        # Records of the rows hold as many numbers each as they like.
+        [rows] = sizes
+        sizes |= _sizes(batch, is_leaf=lambda value: _is_record_list(value) and len(value) == rows)
     if len(sizes) > 1:
         raise ValueError(
             f"the tensors of a batch have {sorted(sizes)} rows; to be cut into microbatches all of them must have the "

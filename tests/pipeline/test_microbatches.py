@@ -100,3 +100,9 @@ def test_records_of_the_rows_are_cut_with_them_whatever_they_hold() -> None:
     assert [one["number"] for one in first[1]] == [0, 1] and [one["number"] for one in second[1]] == [2, 3]
     # A list of records alone is no list of rows: as many records could be parts of one batch.
     assert num_rows([{"x": images}, {"y": images}]) == 4
+    # Two records of as many rows are cut inside, and of other rows they are refused.
+    views = {"x": torch.arange(4.0), "views": [{"x": images}, {"x": images}]}
+    assert [len(one["x"]) for one in split(views, 2)[1]["views"]] == [2, 2]
+    for rows in (3, 8):
+        with pytest.raises(ValueError, match="rows; to be cut into microbatches"):
+            split({"x": torch.arange(4.0), "views": [{"x": torch.arange(float(rows))}] * 2}, 2)

@@ -19,6 +19,9 @@ from lightning_megatron.trainer.config import ConfigurationError
 from lightning_megatron.transformer import recompute
 from lightning_megatron.transformer.recompute import RecomputeConfig
 
+# Of weights with hooks, in a warning.
+_MOST_NAMES = 3
+
 
 def require_own_mesh(module: nn.Module, mesh: Mesh) -> None:
     """Raises ConfigurationError for a pipelined model, or experts, built for other ranks than those of `mesh`."""
@@ -194,10 +197,11 @@ def warn_of_gradient_hooks(module: nn.Module, mesh: Mesh) -> None:
     ]
     names = list(dict.fromkeys(name for names in collectives.gather_objects(own, mesh.pp) for name in names))
     if names:
+        more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
         rank_zero_warn(
-            f"hooks on the gradients of {', '.join(names)} run once for each microbatch of each data-parallel rank, on "
-            "its part of the gradient: one device would give them all of it. Change gradients in "
-            "on_before_optimizer_step",
+            f"hooks on the gradients of {', '.join(names[:_MOST_NAMES])}{more} run once for each microbatch of each "
+            "data-parallel rank, on its part of the gradient: one device would give them all of it. Read and change "
+            "gradients in on_before_optimizer_step",
             category=UserWarning,
         )
 

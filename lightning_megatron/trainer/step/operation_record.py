@@ -227,12 +227,13 @@ class OperationRecord(TorchDispatchMode):
         if not all(map(_is_plain, tensors)):
             return _Kind.UNKNOWN
         weights = [tensor.shape for tensor, kind in zip(tensors, found, strict=True) if kind is _Kind.WEIGHTS]
-        if any(shape.numel() > 1 for shape in weights) and self._may_hold_rows(tensors, found):
-            if values or torch.Tag.pointwise not in func.tags:
+        if any(shape.numel() > 1 for shape in weights):
+            is_elementwise = not values and torch.Tag.pointwise in func.tags
+            # Masked, scaled and noisy weights are weights.
+            if is_elementwise and torch.broadcast_shapes(*(tensor.shape for tensor in tensors)) in weights:
+                return _Kind.WEIGHTS
+            if self._may_hold_rows(tensors, found):
                 return _Kind.COMPUTED
-            # Masked and noisy weights are weights.
-            is_weight = torch.broadcast_shapes(*(tensor.shape for tensor in tensors)) in weights
-            return _Kind.WEIGHTS if is_weight else _Kind.COMPUTED
         if not values:
             return _Kind.DATA
         # A user's generator is drawn from once.

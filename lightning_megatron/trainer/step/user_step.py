@@ -33,6 +33,10 @@ OWN_KEYS = ("loss", "loss_weight", "loss_reduction")
 Context = Callable[[], AbstractContextManager[Any]]
 
 
+# Losses of manual optimization that are looked at, which waits for the device: those of the first steps.
+_NUM_ASKED = 8
+
+
 @dataclass(eq=False)
 class UserStep:
     """The steps of a user's module, and the pipelined models that they call."""
@@ -46,6 +50,7 @@ class UserStep:
     num_evaluated: int = 0
     """Batches of validation, test and prediction since the last of training; the loops' own counters stand still."""
     _has_told_of_rows: bool = False
+    _num_asked: int = 0
 
     @property
     def share(self) -> BatchShare | None:
@@ -180,7 +185,10 @@ class UserStep:
 
     def ask_of_manual_loss(self, loss: Tensor, rows: int, *, num_parts: int) -> None:
         """Warns, once, of a loss of manual optimization that is not known to be a mean over the rows of its batch."""
-        if num_parts == 1 or self._has_told_of_rows or is_mean_of_rows(loss, rows):
+        if num_parts == 1 or self._has_told_of_rows or self._num_asked >= _NUM_ASKED:
+            return
+        self._num_asked += 1
+        if is_mean_of_rows(loss, rows):
             return
         self._has_told_of_rows = True
         rank_zero_warn(

@@ -295,6 +295,12 @@ def of_many_numbers(of: Network) -> Tensor:
     return functional.cross_entropy(many, torch.arange(len(many)) % WIDTH) + classes(of)
 
 
+def of_scaled_weights(of: Network) -> Tensor:
+    """Weights times numbers that are tensors."""
+    found = of.rows @ (of.key.weight * torch.tensor(0.5)) + of.query.bias * torch.tensor(2.0).sqrt()
+    return functional.mse_loss(found, of.inputs[:, 2])
+
+
 def noisy(of: Network) -> Tensor:
     found = functional.dropout(of.rows, 0.5) + torch.randn(ROWS, WIDTH)
     return functional.cross_entropy(found * torch.rand(ROWS, 1), torch.arange(ROWS))
@@ -366,6 +372,7 @@ OF_ROWS = [classes, masked_tokens, weighted, own_pairs, of_own_tokens, penalised
 OF_ROWS += [of_normed_weight, of_low_rank, of_a_table, mixture, preferred, sequences_first]
 OF_ROWS += [of_computed_classes, noisy, in_place_of_rows, of_own_tokens_in_half, of_masked_mean, of_a_condition]
 OF_ROWS += [of_three_sequences, of_masked_weight, of_noisy_weight, of_attributes, of_learned_weights, of_many_numbers]
+OF_ROWS += [of_scaled_weights]
 
 
 def recording(network: Network) -> OperationRecord:
