@@ -14,6 +14,7 @@ from lightning_megatron.pipeline.scheduled import _NoGradientByInput
 
 # Operations that change neither the value nor what it is a mean over.
 _PASSING = ("View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "ToCopy", "Alias", "Clone")
+_OF_TERMS = (*_PASSING, "Add", "Sub", "Stack", "Neg", "Mul", "Div")
 _MEANS = ("MseLoss", "SmoothL1Loss", "HuberLoss", "BinaryCrossEntropy", "BinaryCrossEntropyWithLogits")
 _LOSSES = (
     functional.cross_entropy,
@@ -24,8 +25,8 @@ _LOSSES = (
     functional.binary_cross_entropy,
     functional.binary_cross_entropy_with_logits,
 )
-# As torch's autograd keeps `reduction="mean"`.
-_MEAN = 1
+# As torch's autograd keeps `reduction="mean"` and `"sum"`.
+_MEAN, _SUM = 1, 2
 
 _COUNT = "_lightning_megatron_count"
 
@@ -59,29 +60,43 @@ def _count_of(node: Any) -> Tensor | int | None:
         return None
 
 
-def is_mean_of_rows(loss: Tensor, rows: int) -> bool:
-    """Whether a loss looks like a sum of means that count each of so many rows alike, times numbers: over their
-    elements, over all of their tokens, or over all targets. A mean over as many of something else looks so too."""
+def counts_other_than_rows(loss: Tensor, rows: int) -> bool:
+    """Whether a term of a loss shows that it is no mean over so many rows: a sum over them, divided by a tensor or not,
+    or a mean over valid targets that are no multiple of them."""
     todo: list[Any] = [loss.grad_fn]
     while todo:
         node = todo.pop()
-        kind = "" if node is None else kind_of(node)
-        sources = [] if node is None else [source for source, _ in node.next_functions if source is not None]
-        is_of_stack = kind in ("Sum", "Mean") and kind_of(sources[0]) == "Stack"
-        if kind in ("Add", "Sub", "Stack") or is_of_stack or (len(sources) == 1 and _scales(node, kind)):
+        if node is None:
+            continue
+        kind, sources = kind_of(node), [source for source, _ in node.next_functions if source is not None]
+        if kind in _OF_TERMS or (kind in ("Sum", "Mean") and sources and kind_of(sources[0]) == "Stack"):
             todo += sources
-        elif kind == "Mean":
-            if not node._saved_self_sym_sizes or node._saved_self_sym_sizes[0] % rows:
-                return False
-        elif (count := _count_of(node)) is None or float(count) % rows:
-            return False
-    return True
+        elif kind == "Sum":
+            shape = tuple(node._saved_self_sym_sizes)
+            if shape[:1] == (rows,) and not _is_of_weight(node, shape):
+                return True
+        elif getattr(node, "_saved_reduction", None) == _SUM:
+            return True
+        else:
+            count = _count_of(node)
+            if count is not None and float(count) % rows:
+                return True
+    return False
 
 
-def _scales(node: Any, kind: str) -> bool:
-    """Whether an operation multiplies by a number that Python has, which torch keeps in 64 bits."""
-    other = getattr(node, "_saved_other", None) if kind in ("Mul", "Div") else None
-    return kind in (*_PASSING, "Neg", "Mul", "Div") and (other is None or other.dtype in (torch.float64, torch.int64))
+def _is_of_weight(node: Any, shape: tuple[int, ...]) -> bool:
+    """Whether a matrix of this shape follows from a weight of the same, as a penalty's does."""
+    todo, seen = [node] if len(shape) > 1 else [], set()
+    while todo:
+        one = todo.pop()
+        if one is None or one in seen:
+            continue
+        seen.add(one)
+        weight = getattr(one, "variable", None)
+        if weight is not None and tuple(weight.shape) == shape:
+            return True
+        todo += [source for source, _ in one.next_functions]
+    return False
 
 
 def mean_over(losses_T: Tensor, count: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
 from lightning_megatron.any_module.cut_model import CutModel
-from lightning_megatron.any_module.loss_count import is_mean_of_rows, is_returned, mean_count
+from lightning_megatron.any_module.loss_count import counts_other_than_rows, is_returned, mean_count
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.pipeline.module import Driver, PipelineModule
 from lightning_megatron.trainer.step.global_batches import BatchShare
@@ -184,11 +184,11 @@ class UserStep:
         return torch.tensor(rows, device=device).double().reshape(())
 
     def ask_of_manual_loss(self, loss: Tensor, rows: int, *, num_parts: int) -> None:
-        """Warns, once, of a loss of manual optimization that is not known to be a mean over the rows of its batch."""
+        """Warns, once, of a loss of manual optimization that shows that it is no mean over the rows of its batch."""
         if num_parts == 1 or self._has_told_of_rows or self._num_asked >= _NUM_ASKED:
             return
         self._num_asked += 1
-        if is_mean_of_rows(loss, rows):
+        if not counts_other_than_rows(loss, rows):
             return
         self._has_told_of_rows = True
         rank_zero_warn(
