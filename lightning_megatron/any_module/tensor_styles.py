@@ -38,6 +38,7 @@ from lightning_megatron.tensor.linear import (
     column_parallel_linear,
     row_parallel_linear,
 )
+from lightning_megatron.tensor.weight_gradients import has_gradient_hooks
 from lightning_megatron.tensor.whole_linear import as_a_call
 
 REPLICATE = "replicate"
@@ -125,8 +126,8 @@ def _embedding_of(network: nn.Module) -> nn.Module | None:
 
 
 def _is_left_out(model: nn.Module, name: str, named: Collection[str], planned: Collection[str]) -> bool:
-    """Whether a plan with styles of the children of `planned` says nothing of a linear's module, in which all matrices
-    are those of linears with known names, and so what is beside them reads single features."""
+    """Whether a plan with styles of the children of `planned` says nothing of a linear's module, all of whose matrices
+    are those of linears with known names, and which has no weights of its own."""
     parent = parent_of(name)
     weights = model.get_submodule(parent).named_parameters(prefix=parent)
     return parent not in planned and all(
@@ -220,7 +221,7 @@ def is_adapter(name: str) -> bool:
 
 
 def _tied(network: nn.Module, styles: Mapping[str, str]) -> set[nn.Parameter]:
-    """Weights of several modules that are not all cut by their first dim: what one gives away, another needs."""
+    """Weights of several modules that are not all cut alike by their first dim: what one gives away, another needs."""
     owners: dict[nn.Parameter, list[str]] = {}
     for name, child in network.named_modules():
         for weight in child._parameters.values():
@@ -329,7 +330,7 @@ def has_hooks(module: nn.Module) -> bool:
     """Whether code of others runs around a module's forward or backward, or on the gradients of its own weights."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     weights = (weight for weight in module._parameters.values() if weight is not None)
-    return any(hooks) or any(weight._backward_hooks or weight._post_accumulate_grad_hooks for weight in weights)
+    return any(hooks) or any(map(has_gradient_hooks, weights))
 
 
 def _rotary_size(attention: nn.Module) -> int:

@@ -103,7 +103,7 @@ class Slot:
                     part = whole.narrow(dim, first - offsets[dim] if sizes[dim] else 0, sizes[dim])
                     offsets[dim], start = first - start, start + own.sizes[dim]
                 if part.numel():
-                    starts = tuple(own + inner for own, inner in zip(own.offsets, offsets, strict=True))
+                    starts = tuple(outer + inner for outer, inner in zip(own.offsets, offsets, strict=True))
                     pieces.append(Piece(shard.global_shape, Box(starts, tuple(sizes)), part))
         return pieces
 

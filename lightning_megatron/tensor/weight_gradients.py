@@ -61,8 +61,7 @@ class WeightGradients:
         are those of compiled code: a backward is compiled before it is known when it runs."""
         if torch.compiler.is_compiling():
             return WeightGradientMode.RETURN
-        has_hooks = weight._backward_hooks or weight._post_accumulate_grad_hooks
-        if not self._is_open or not weight.is_leaf or has_hooks:
+        if not self._is_open or not weight.is_leaf or has_gradient_hooks(weight):
             return WeightGradientMode.RETURN
         return WeightGradientMode.ADD if self._queue is None else WeightGradientMode.DEFER
 
@@ -82,6 +81,11 @@ class WeightGradients:
             grad_view = self.grad_view(weight)
             grad = weight.grad = torch.zeros_like(weight) if grad_view is None else grad_view.zero_()
         grad.index_add_(0, index_T, rows_TI.to(grad.dtype))
+
+
+def has_gradient_hooks(weight: Tensor) -> bool:
+    """Whether code of others runs on a weight's gradient, where autograd has it."""
+    return bool(weight._backward_hooks or weight._post_accumulate_grad_hooks)
 
 
 class WeightGradientLayer(nn.Module):

@@ -15,6 +15,7 @@ from lightning_megatron.models.language_model import LanguageModel
 from lightning_megatron.moe.experts import Experts
 from lightning_megatron.precision.kernels import KernelConfig
 from lightning_megatron.sharding import sharded_parameters
+from lightning_megatron.tensor.weight_gradients import has_gradient_hooks
 from lightning_megatron.trainer.config import ConfigurationError
 from lightning_megatron.transformer import recompute
 from lightning_megatron.transformer.recompute import RecomputeConfig
@@ -190,11 +191,7 @@ def warn_of_batch_statistics(module: nn.Module, mesh: Mesh, *, is_synced: bool) 
 def warn_of_gradient_hooks(module: nn.Module, mesh: Mesh) -> None:
     """Warns, once, of hooks on the gradients of trained weights of any stage, where a global batch is run in several
     parts. Collective over pp."""
-    own = [
-        name
-        for name, weight in module.named_parameters()
-        if weight.requires_grad and (weight._backward_hooks or weight._post_accumulate_grad_hooks)
-    ]
+    own = [name for name, weight in module.named_parameters() if weight.requires_grad and has_gradient_hooks(weight)]
     names = list(dict.fromkeys(name for names in collectives.gather_objects(own, mesh.pp) for name in names))
     if names:
         more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""

@@ -219,8 +219,8 @@ class Steps:
         else:
             if self._manual_share is not None:
                 self._user_step.ask_of_manual_loss(loss, self._manual_rows, num_parts=self._mesh.dp.size)
-            share = loss if self._manual_share is None else loss * self._manual_share.to(loss.dtype)
-            self.gradients.manual_backward(share, differentiate)
+                loss = loss * self._manual_share.to(loss.dtype)
+            self.gradients.manual_backward(loss, differentiate)
 
     def evaluate(self, name: str, context: Context, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Output of the user's validation, test or predict step, on every rank."""
