@@ -245,15 +245,15 @@ FAULTS = (
     # Checkpoints and Hugging Face.
     Fault(
         "checkpoint/state.py",
-        "part = flat[begin - self.start :][: math.prod(sizes)].view(sizes)",
-        "part = flat[: math.prod(sizes)].view(sizes)",
-        ("checkpoint/test_optimizer.py",),
+        "whole = flat[begin - self.start :][: math.prod(box.sizes)].view(box.sizes)",
+        "whole = flat[: math.prod(box.sizes)].view(box.sizes)",
+        ("checkpoint/test_state.py", "checkpoint/test_optimizer.py"),
     ),
     Fault(
         "checkpoint/state.py",
-        "valid = shard.box.sizes[shard.dim] - offsets[shard.dim]",
-        "valid = shard.box.sizes[shard.dim]",
-        ("checkpoint/test_optimizer.py",),
+        "min(start + own.sizes[dim], offsets[dim] + sizes[dim])",
+        "offsets[dim] + sizes[dim]",
+        ("checkpoint/test_state.py", "checkpoint/test_optimizer.py"),
     ),
     Fault(
         "hf/blocks.py",
