@@ -25,7 +25,7 @@ def sync_metrics_over(module: nn.Module, dp: Axis) -> list[Metric]:
     changed = []
     for metric in (child for child in module.modules() if isinstance(child, Metric)):
         if metric.process_group is None and metric.dist_sync_fn is None:
-            metric.dist_sync_fn = partial(_gather_over, dp)
+            metric.dist_sync_fn = partial(gather_over, dp)
             if dp.size == 1 and metric.distributed_available_fn is jit_distributed_available:
                 # Even a sync of one turns list states into tensors, which `compute` does not see on one device.
                 metric.distributed_available_fn = _is_never_distributed
@@ -45,5 +45,11 @@ def _is_never_distributed() -> bool:
     return False
 
 
-def _gather_over(dp: Axis, result: Tensor, group: Any = None) -> list[Tensor]:
+def is_synced_over(metric: Metric) -> bool:
+    """Whether `sync_metrics_over` lets it sync."""
+    return isinstance(metric.dist_sync_fn, partial) and metric.dist_sync_fn.func is gather_over
+
+
+def gather_over(dp: Axis, result: Tensor, group: Any = None) -> list[Tensor]:
+    """A state of every data-parallel rank; its sizes may differ."""
     return [result] if dp.size == 1 else gather_all_tensors(result, dp.group)

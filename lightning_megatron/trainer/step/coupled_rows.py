@@ -5,7 +5,7 @@ the first half of the rows and b and b' of the others. The numbers are those tha
 that of the operations after them, recorded in a step and run again.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import product
@@ -30,7 +30,7 @@ Numbers = dict[Value, Tensor]
 
 
 class RowCheck:
-    """Warns, once, of a training loss that couples rows where a step runs in several parts of a global batch.
+    """Warns, once, of a loss and logged values that couple rows where a step runs in several parts of a global batch.
 
     `own_ranks`: ranks that compute the same rows.
     """
@@ -49,28 +49,42 @@ class RowCheck:
         return OperationRecord(num_rows, (*self._module.buffers(), *tensors), self._own_ranks)
 
     def check(
-        self, record: OperationRecord | None, loss: Tensor | None, output: Any, num_rows: int, num_parts: int
+        self,
+        record: OperationRecord | None,
+        loss: Tensor | None,
+        output: Any,
+        logged: Mapping[str, Tensor],
+        num_rows: int,
+        num_parts: int,
     ) -> None:
-        """Looks at the loss, [], of a recorded step; not where its output says how its parts add up."""
+        """Looks at the loss, [], of a recorded step, unless its output says how its parts add up, and at the means and
+        sums that it logged."""
         if record is None or self._is_over:
             return
         self._is_over = True
-        if loss is None or says_what_it_counts(output):
-            return
-        if couples_rows(record, loss, num_rows):
+        parts = f"each of the {num_parts} parts of a global batch (microbatches of data-parallel ranks) has its own"
+        if loss is not None and not says_what_it_counts(output) and couples_rows(record, loss, num_rows):
             rank_zero_warn(
                 "the loss of training_step seems to couple the rows of its batch (in-batch negatives, hardest rows, "
-                f"statistics of the batch, a root of a mean), of which each of the {num_parts} parts of a global batch "
-                "(microbatches of data-parallel ranks) has its own: the mean over parts is then not the loss of one "
-                "device. Use num_microbatches=1, and gather what couples rows by self.all_gather(rows, "
+                f"statistics of the batch, a root of a mean), of which {parts}: the mean over parts is then not the "
+                "loss of one device. Use num_microbatches=1, and gather what couples rows by self.all_gather(rows, "
                 "sync_grads=True); where each part may stand for itself, return "
                 '{"loss": loss, "loss_reduction": "mean"}',
+                category=UserWarning,
+            )
+        others = {name: value for name, value in logged.items() if loss is None or value.data_ptr() != loss.data_ptr()}
+        if names := [name for name, value in others.items() if couples_rows(record, value, num_rows)]:
+            rank_zero_warn(
+                f"what training_step logs as {', '.join(names)} seems to be no mean over rows (a maximum, a root, an "
+                f"exponential, a ratio, a statistic of the batch), and {parts}: the logged mean over parts is then not "
+                "that of one device. Log what it is computed from, or a torchmetrics.Metric; or give reduce_fx",
                 category=UserWarning,
             )
 
 
 def couples_rows(record: OperationRecord, loss: Tensor, num_rows: int) -> bool:
-    """Whether a loss, [], of so many rows changes by more than the sum of what changes in two halves of them.
+    """Whether a number of so many rows, [], such as their loss, changes by other than the sum of the changes that two
+    halves of them make.
 
     False also where it is not known: where the operations after the last weights cannot run again with other numbers,
     or not in double precision, where they have more numbers than a record keeps, and where rows may lie in the numbers

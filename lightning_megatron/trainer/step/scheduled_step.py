@@ -150,6 +150,7 @@ class ScheduledStep:
                 is_shared = len(self.mesh.own_stages) > 1
                 batch = map_tensors(part.batch, Tensor.clone) if is_shared else part.batch
                 output = user_step.module.training_step(batch, *args[1:], **kwargs)
+                self._take_outputs(output)
         except StageExit:
             assert mark is not None
             self.log.rewind(mark)
@@ -158,8 +159,7 @@ class ScheduledStep:
         if loss is None:
             raise no_loss("microbatch")
         weight = user_step.loss_weight(output, rows, self.log.device, num_parts=num_parts)
-        self.row_check.check(record, loss, output, num_recorded, num_parts)
-        self._take_outputs(output)
+        self.row_check.check(record, loss, output, self.log.numbers, num_recorded, num_parts)
         self.log.end_microbatch(loss, weight, part.rows, is_sum=is_sum)
         # Each of these ranks has the whole loss and their gradients are summed: so each counts for its share.
         share = (torch.ones_like(weight) if is_sum else weight) / part.num_copies

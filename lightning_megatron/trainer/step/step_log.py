@@ -24,6 +24,7 @@ from lightning_megatron.comm import collectives, rng
 from lightning_megatron.comm.host_numbers import on_device
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.pipeline.microbatches import of_share
+from lightning_megatron.trainer.step.batch_metrics import BatchMetrics, full_state, restore
 from lightning_megatron.trainer.step.loader_sync import Whereabouts, disagreement
 
 Reduction = Literal["mean", "sum", "max", "min"]
@@ -104,15 +105,25 @@ class _Mark:
 
     counts: dict[str, tuple[int, int]]
     """Values and sizes of each name."""
-    metrics: dict[str, dict[str, Any]]
-    """State of each metric, by attribute name."""
+    metrics: list[tuple[Metric, dict[str, Any]]]
+    """Metrics and their states."""
 
 
 class StepLog:
-    """Records `module.log` during a step. The record of the last stage counts; every rank must call `replay`."""
+    """Records `module.log` during a step. The record of the last stage counts; every rank must call `replay`.
+
+    `merges_metrics`: whether each row is run by one data-parallel rank, so that what their metrics take in adds up.
+    """
 
     def __init__(
-        self, module: LightningModule, mesh: Mesh, device: torch.device, dtype: torch.dtype, *, tail_on_last_stage: bool
+        self,
+        module: LightningModule,
+        mesh: Mesh,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        tail_on_last_stage: bool,
+        merges_metrics: bool = True,
     ) -> None:
         self._module = module
         # Dtype in which values are logged.
@@ -127,6 +138,7 @@ class StepLog:
         self._has_tail = mesh.pp.is_last or not self._one_stage
         self._schemas: dict[int, Schema] = {}
         self._metrics = {n: m for n, m in module.named_modules() if isinstance(m, Metric)} if self._one_stage else {}
+        self._batch_metrics = BatchMetrics(module.modules() if merges_metrics else (), mesh.dp)
         self._begin()
 
     def _begin(self) -> None:
@@ -138,7 +150,14 @@ class StepLog:
         self._rows = 0.0
         self._is_sum = False
         self._lengths = {name: _list_lengths(metric) for name, metric in self._metrics.items()}
-        self._updates = {name: metric._update_count for name, metric in self._metrics.items()}
+        self._before = {name: (metric._update_count, metric._forward_cache) for name, metric in self._metrics.items()}
+
+    @property
+    def numbers(self) -> dict[str, Tensor]:
+        """The last number, [], that was recorded for each name of which the step logs a mean or a sum."""
+        entries = {name: one for name, one in self._entries.items() if one.metric is None and one.values}
+        means = {name: one.values[-1][1] for name, one in entries.items() if one.reduction in ("mean", "sum")}
+        return {name.removeprefix(_OUTPUT): number for name, number in means.items()}
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -147,7 +166,8 @@ class StepLog:
         # An instance attribute hides the method; removing it brings the method back. `log_dict` goes through it.
         self._module.__dict__["log"] = self._record
         try:
-            yield
+            with self._batch_metrics.watching():
+                yield
         finally:
             del self._module.__dict__["log"]
 
@@ -169,7 +189,8 @@ class StepLog:
     def mark(self) -> "_Mark":
         """Position in the record, for `rewind`."""
         counts = {name: (len(entry.values), len(entry.sizes)) for name, entry in self._entries.items()}
-        return _Mark(counts, {name: full_state(metric) for name, metric in self._metrics.items()})
+        metrics = [*self._metrics.values(), *self._batch_metrics.holding]
+        return _Mark(counts, [(metric, full_state(metric)) for metric in metrics])
 
     def rewind(self, mark: "_Mark") -> None:
         """Forgets what was logged, and what metrics took in, since `mark`: a stage that left its step counts nothing.
@@ -181,8 +202,8 @@ class StepLog:
             del self._entries[name].values[num_values:]
             del self._entries[name].sizes[num_sizes:]
             del self._entries[name].counts[num_values:]
-        for name, state in mark.metrics.items():
-            restore(self._metrics[name], state)
+        for metric, state in mark.metrics:
+            restore(metric, state)
 
     def _record(self, *args: Any, **kwargs: Any) -> None:
         bound = _SIGNATURE.bind(self._module, *args, **kwargs).arguments
@@ -200,6 +221,8 @@ class StepLog:
             entry.sizes.append(batch_size / self.num_copies)
         if isinstance(value, Metric):
             entry.metric = value
+            if self._is_of_step(entry):
+                self._batch_metrics.take(value)
             value = value._forward_cache  # its value for this microbatch, where it was called and not only updated
             if not _is_number(value):
                 return
@@ -278,14 +301,14 @@ class StepLog:
             above = self._over_dp_cp(above, common, schema, whereabouts)
         head = [torch.ones_like(above[0]), above[1]] if self._is_sum else [above[0], _quotient(above[1], above[0])]
         numbers = [*head, torch.tensor(float(key), dtype=torch.float64), above[3]]
-        extremes = self._extremes(schema)
+        of_batch = self._extremes(schema) | self._values_of_metrics(schema)
         for i, line in enumerate(schema):
             value, share = above[_HEAD + 2 * i], above[_HEAD + 2 * i + 1]
             entry = self._entries[line.name]
             if entry.reduction == "mean":
                 # A mean over nothing is what one device computes of nothing.
                 value = value / share
-            numbers += [extremes.get(line.name, value), share]
+            numbers += [of_batch.get(line.name, value), share]
         return self._stack(numbers)
 
     def _extremes(self, schema: Schema) -> dict[str, Tensor]:
@@ -299,6 +322,18 @@ class StepLog:
         own = [_SIGNS[e.reduction] * self._stack([tensor for _, tensor in e.values]) for e in entries.values()]
         largest = collectives.all_reduce(self._stack([values.max() for values in own]), self._dp_cp, "max")
         return {name: _SIGNS[e.reduction] * value for (name, e), value in zip(entries.items(), largest, strict=True)}
+
+    def _values_of_metrics(self, schema: Schema) -> dict[str, Tensor]:
+        """The value over the global batch of each metric that is logged for the step and can be merged."""
+        logged = {line.name: self._entries[line.name] for line in schema}
+        metrics = {name: one.metric for name, one in logged.items() if one.metric is not None and self._is_of_step(one)}
+        values = self._batch_metrics.values(list(metrics.values()), self.num_copies)
+        return {name: value for name, value in zip(metrics, values, strict=True) if value is not None}
+
+    def _is_of_step(self, entry: _LogEntry) -> bool:
+        """Whether a name is logged for each step; unless told, it is in training."""
+        is_asked = entry.options.get("on_step")
+        return self._module.trainer.training if is_asked is None else bool(is_asked)
 
     def _sum_and_share(self, entry: _LogEntry, weights: Tensor) -> list[Tensor]:
         """A name's sum over microbatches and, for a mean, what to divide it by once it is summed over dp x cp."""
@@ -361,7 +396,9 @@ class StepLog:
         news = {}
         if self._pp.is_last:
             for name, metric in self._metrics.items():
-                if metric._update_count != self._updates[name]:
+                num_updates, value = self._before[name]
+                # One that combines others has a value, and counts no updates of its own.
+                if metric._update_count != num_updates or metric._forward_cache is not value:
                     news[name] = _new_state(metric, self._lengths[name])
         news = collectives.broadcast_object(news, self._pp, self._pp.size - 1)
         if not self._pp.is_last:
@@ -415,28 +452,6 @@ def _quotient(above: Tensor, below: Tensor) -> Tensor:
 
 def _list_lengths(metric: Metric) -> dict[str, int]:
     return {name: len(value) for name, value in metric.metric_state.items() if isinstance(value, list)}
-
-
-def full_state(metric: Metric) -> dict[str, Any]:
-    """A metric's state as it is now; metrics may add to their tensors in place."""
-    states = {
-        name: list(value) if isinstance(value, list) else value.clone() for name, value in metric.metric_state.items()
-    }
-    return {
-        "states": states,
-        "update_count": metric._update_count,
-        "forward_cache": metric._forward_cache,
-        "computed": metric._computed,
-    }
-
-
-def restore(metric: Metric, state: dict[str, Any]) -> None:
-    """Restores a state that `full_state` returned."""
-    for name, value in state["states"].items():
-        setattr(metric, name, value)
-    metric._update_count = state["update_count"]
-    metric._forward_cache = state["forward_cache"]
-    metric._computed = state["computed"]
 
 
 def _new_state(metric: Metric, lengths: dict[str, int]) -> dict[str, Any]:

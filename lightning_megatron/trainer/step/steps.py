@@ -120,7 +120,14 @@ class Steps:
             self._scheduled = ScheduledStep(
                 user_step=user_step,
                 runtime=self._runtime,
-                log=StepLog(module, mesh, device, log_dtype, tail_on_last_stage=True),
+                log=StepLog(
+                    module,
+                    mesh,
+                    device,
+                    log_dtype,
+                    tail_on_last_stage=True,
+                    merges_metrics=not batches.are_planned,
+                ),
                 mesh=mesh,
                 pipeline=pipeline,
                 batches=batches,
@@ -199,7 +206,7 @@ class Steps:
         self._log.end_microbatch(loss, weight, rows, is_sum=is_sum)
         summary = self._log.replay(self._user_step.whereabouts)
         self._loss_check.check(loss)
-        self._row_check.check(record, loss, output, rows, num_parts)
+        self._row_check.check(record, loss, output, self._log.numbers, rows, num_parts)
         if loss is None or not self._module.automatic_optimization or dp_cp.size == 1:
             return output
         part = torch.ones_like(weight) if is_sum else weight

@@ -21,11 +21,11 @@ from lightning_megatron.any_module.cut_model import CutModel
 from lightning_megatron.any_module.loss_count import counts_other_than_rows, is_returned, mean_count
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.pipeline.module import Driver, PipelineModule
+from lightning_megatron.trainer.step.batch_metrics import full_state, restore
 from lightning_megatron.trainer.step.global_batches import BatchShare
 from lightning_megatron.trainer.step.loader_sync import LoaderSync, Whereabouts
 from lightning_megatron.trainer.step.microbatches import StepBatch, rows_of
 from lightning_megatron.trainer.step.rng_sync import aligned_random
-from lightning_megatron.trainer.step.step_log import full_state, restore
 
 OWN_KEYS = ("loss", "loss_weight", "loss_reduction")
 """Keys of a step's output that have a meaning here."""

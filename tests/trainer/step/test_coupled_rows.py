@@ -495,6 +495,21 @@ class Confirmed(Negatives):
         return {"loss": super().training_step(batch, batch_idx), "loss_reduction": "mean"}
 
 
+class Logged(Small):
+    """Learns from each row alone, and logs what is no mean over rows among what is."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        found = self.logits(batch[0])
+        losses = functional.cross_entropy(found, batch[1], reduction="none")
+        loss = losses.mean()
+        is_right = found.argmax(1) == batch[1]
+        self.log_dict({"loss": loss, "hits": is_right.float().mean(), "temperature": 0.1 * batch_idx})
+        self.log_dict({"perplexity": loss.detach().exp(), "widest": found.std()}, on_epoch=True)
+        self.log("worst", losses.max(), reduce_fx="max")
+        self.log("rows", losses.sum(), reduce_fx="sum")
+        return {"loss": loss, "half_hits": 0.5 * is_right.float().mean(), "norm": found.detach().norm()}
+
+
 class Gathered(Negatives):
     """Tells each row from those of all data-parallel ranks."""
 
@@ -561,8 +576,9 @@ M2, DP2 = Layout(microbatches=2), Layout(world=2)
 PP2, DP2PP2 = Layout(world=2, pp=2, microbatches=2), Layout(world=4, pp=2, microbatches=2)
 COLLECTIVE = Layout(world=2, pp=2, microbatches=2, collective=True)
 DP2COLLECTIVE = Layout(world=4, pp=2, microbatches=2, collective=True)
-COUPLED, MOVED = (
+COUPLED, NO_MEANS, MOVED = (
     "the loss of training_step seems to couple the rows",
+    "what training_step logs as perplexity, widest, norm seems to be no mean over rows",
     "training_step moves teacher.weight, once for each of ",
 )
 
@@ -571,7 +587,11 @@ def told(layout: Layout, kind: type[L.LightningModule]) -> list[str]:
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         make_trainer(layout, max_epochs=2, limit_val_batches=0).fit(kind(), Data(24))
-    return [str(one.message) for one in found if str(one.message).startswith((COUPLED, "training_step moves"))]
+    return [
+        str(one.message)
+        for one in found
+        if str(one.message).startswith((COUPLED, NO_MEANS[:30], "training_step moves"))
+    ]
 
 
 @pytest.mark.parametrize(
@@ -591,6 +611,9 @@ def told(layout: Layout, kind: type[L.LightningModule]) -> list[str]:
         (OfTheWorst, DP2PP2, COUPLED),
         (Confirmed, DP2, ""),
         (Gathered, DP2, ""),
+        (Logged, DP2PP2, NO_MEANS),
+        (Logged, M2, NO_MEANS),
+        (Logged, Layout(world=2, tp=2), ""),
         (Small, DP2PP2, ""),
         (Teacher, M2, MOVED),
         (TeacherByData, DP2, MOVED),

@@ -25,6 +25,14 @@ LAYOUTS = {
 }
 
 
+METRICS = ("batch_accuracy", "Multiclass", "median", "ratio")
+
+
+class Median(torchmetrics.CatMetric):
+    def compute(self) -> torch.Tensor:
+        return torch.as_tensor(super().compute()).median()
+
+
 class Synced(modules.Small):
     """Asks Lightning to sync what the strategy has reduced already; logs metrics by the step."""
 
@@ -37,6 +45,10 @@ class Synced(modules.Small):
             ][:1]
         )
         self.batch_accuracy = torchmetrics.classification.MulticlassAccuracy(modules.NUM_CLASSES, average="micro")
+        # No means over rows: ratios of counts by class, and one that keeps all rows.
+        self.f1 = torchmetrics.MetricCollection([torchmetrics.classification.MulticlassF1Score(modules.NUM_CLASSES)])
+        self.median = Median()
+        self.ratio = torchmetrics.MaxMetric() / torchmetrics.SumMetric()
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         logits = self.logits(batch[0])
@@ -48,6 +60,12 @@ class Synced(modules.Small):
         self.batch_accuracy(logits, batch[1])
         self.log("batch_accuracy", self.batch_accuracy, on_step=True, on_epoch=True)
         self.log_dict(self.metrics(logits, batch[1]), on_step=True, on_epoch=True)
+        self.f1(logits, batch[1])
+        self.log_dict(self.f1)
+        self.median(losses.detach())
+        self.log("median", self.median)
+        self.ratio(losses.detach())
+        self.log("ratio", self.ratio, on_step=True, on_epoch=True)
         if batch_idx == 2:
             self.log("only_now", losses.sum(), reduce_fx="sum")
         self.log_dict({f"{i}": losses.mean() + i for i in range(130)})
@@ -90,7 +108,7 @@ def test_every_value_is_that_of_the_global_batch_on_every_rank(name: str, wanted
         for found, expected in zip(rows, wanted, strict=True):
             # Metrics count in float32.
             assert found == pytest.approx(expected, abs=1e-6)
-            tensors = {k: v for k, v in found.items() if "ccuracy" not in k}
+            tensors = {k: v for k, v in found.items() if not k.startswith(METRICS)}
             assert tensors == pytest.approx({k: expected[k] for k in tensors}, abs=1e-11)
 
 
