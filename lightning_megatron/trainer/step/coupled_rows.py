@@ -23,6 +23,8 @@ from lightning_megatron.trainer.step.user_step import says_what_it_counts
 ROUNDING, EPSILON = 1e-6, 1e-12
 """Parts of the largest change of a loss, and of the loss, up to which a difference is taken for rounding."""
 _MAX_ORDERS, _MAX_OPERATIONS = 64, 1000
+# No name that a step can log.
+_LOSS = ""
 # With two rows, a single draw shows that a loss is of the harder one in a third of all cases.
 _NUM_DRAWS = 12
 
@@ -62,8 +64,9 @@ class RowCheck:
         if record is None or self._is_over:
             return
         self._is_over = True
+        coupling = coupling_rows(record, logged if loss is None else {**logged, _LOSS: loss}, num_rows)
         parts = f"each of the {num_parts} parts of a global batch (microbatches of data-parallel ranks) has its own"
-        if loss is not None and not says_what_it_counts(output) and couples_rows(record, loss, num_rows):
+        if _LOSS in coupling and not says_what_it_counts(output):
             rank_zero_warn(
                 "the loss of training_step seems to couple the rows of its batch (in-batch negatives, hardest rows, "
                 f"statistics of the batch, a root of a mean), of which {parts}: the mean over parts is then not the "
@@ -72,8 +75,9 @@ class RowCheck:
                 '{"loss": loss, "loss_reduction": "mean"}',
                 category=UserWarning,
             )
-        others = {name: value for name, value in logged.items() if loss is None or value.data_ptr() != loss.data_ptr()}
-        if names := [name for name, value in others.items() if couples_rows(record, value, num_rows)]:
+        # The loss may be logged too.
+        of_loss = None if loss is None else loss.data_ptr()
+        if names := [name for name in coupling if name != _LOSS and logged[name].data_ptr() != of_loss]:
             rank_zero_warn(
                 f"what training_step logs as {', '.join(names)} seems to be no mean over rows (a maximum, a root, an "
                 f"exponential, a ratio, a statistic of the batch), and {parts}: the logged mean over parts is then not "
@@ -82,49 +86,69 @@ class RowCheck:
             )
 
 
-def couples_rows(record: OperationRecord, loss: Tensor, num_rows: int) -> bool:
-    """Whether a number of so many rows, [], such as their loss, changes by other than the sum of the changes that two
-    halves of them make.
+def coupling_rows(record: OperationRecord, numbers: Mapping[str, Tensor], num_rows: int) -> list[str]:
+    """Names of those numbers, [] each, such as the loss of so many rows, that change by other than the sum of the
+    changes that two halves of the rows make.
 
-    False also where it is not known: where the operations after the last weights cannot run again with other numbers,
+    Not those of which it is not known: where the operations after the last weights cannot run again with other numbers,
     or not in double precision, where they have more numbers than a record keeps, and where rows may lie in the numbers
     of a network in more than `_MAX_ORDERS` ways.
     """
-    value = record.value_of(loss)
-    if value is None:
-        return False
-    sources, operations = history(value)
+    found: set[str] = set()
+    by_sources: dict[frozenset[Value], dict[str, Value]] = {}
+    for name, number in numbers.items():
+        if (value := record.value_of(number)) is not None:
+            sources, _ = history([value])
+            by_sources.setdefault(frozenset(sources), {})[name] = value
+    for values in by_sources.values():
+        together = _coupling(values, num_rows)
+        if together is None:
+            # One that cannot run again says nothing of the others.
+            alone = (_coupling({name: value}, num_rows) for name, value in values.items())
+            together = {name for names in alone if names for name in names}
+        found |= together
+    return [name for name in numbers if name in found]
+
+
+def _coupling(values: Mapping[str, Value], num_rows: int) -> set[str] | None:
+    """Names of numbers of the same sources that couple rows; None where not all of them can run again."""
+    sources, operations = history(values.values())
     if any(source.numbers is None for source in sources) or len(operations) > _MAX_OPERATIONS:
-        return False
+        return None
     try:
         numbers = {source: widened(source.numbers) for source in sources if source.numbers is not None}
         orders = {source: found for source, own in numbers.items() if (found := list(_first_rows(own, num_rows)))}
         if not orders or prod(map(len, orders.values())) > _MAX_ORDERS:
-            return False
-        run = partial(run_again, value, operations)
-        unchanged = float(run(numbers))
-        return all(
-            any(
-                _differs(run, unchanged, numbers, dict(zip(orders, masks, strict=True)), draw)
-                for draw in range(_NUM_DRAWS)
-            )
-            for masks in product(*orders.values())
-        )
+            return set()
+        run = partial(run_again, list(values.values()), operations)
+        unchanged = run(numbers)
+        couples = torch.ones(len(values), dtype=torch.bool)
+        for masks in product(*orders.values()):
+            first_rows = dict(zip(orders, masks, strict=True))
+            differs = torch.zeros_like(couples)
+            for draw in range(_NUM_DRAWS):
+                differs |= _differ(run, unchanged, numbers, first_rows, draw)
+                if differs[couples].all():
+                    break
+            couples &= differs
+            if not couples.any():
+                break
     # Other numbers may lead operations anywhere, and a look that only warns ends no run.
     except Exception:
-        return False
+        return None
+    return {name for name, is_found in zip(values, couples.tolist(), strict=True) if is_found}
 
 
-def _differs(run: Callable[[Numbers], Tensor], own: float, numbers: Numbers, first_rows: Numbers, draw: int) -> bool:
-    """Whether the change of a loss by other numbers in all rows is not the sum of those by the first and the rest."""
+def _differ(run: Callable[[Numbers], Tensor], own: Tensor, numbers: Numbers, first_rows: Numbers, draw: int) -> Tensor:
+    """Of which values [N] the change by other numbers in all rows is not the sum of those by the first and the rest."""
     # Of its own: torch's default generator shuffles the rows of the next epoch, on all ranks alike.
     generator = torch.Generator().manual_seed(draw)
     others = {one: _others(numbers[one], generator) for one in first_rows}
     first = {one: torch.where(mask, others[one], numbers[one]) for one, mask in first_rows.items()}
     rest = {one: torch.where(mask, numbers[one], others[one]) for one, mask in first_rows.items()}
-    by_all, by_first, by_rest = (float(run(numbers | changed)) - own for changed in (others, first, rest))
-    largest = max(abs(by_all), abs(by_first), abs(by_rest))
-    return abs(by_all - by_first - by_rest) > ROUNDING * largest + EPSILON * abs(own)
+    changes = torch.stack([run(numbers | changed) - own for changed in (others, first, rest)])
+    largest = changes.abs().amax(0)
+    return (changes[0] - changes[1] - changes[2]).abs() > ROUNDING * largest + EPSILON * own.abs()
 
 
 def _others(numbers: Tensor, generator: torch.Generator) -> Tensor:

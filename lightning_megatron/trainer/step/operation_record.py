@@ -3,7 +3,7 @@
 Only what follows from that is kept: an operation that applies a weight to numbers of the batch begins anew.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import cache, partial
@@ -82,11 +82,11 @@ class Operation:
         return [*_tensors([result]), *_tensors([given[place] for place in self.changed])]
 
 
-def history(result: Value) -> tuple[list[Value], list[Operation]]:
-    """What the last weights computed that a result follows from, and the operations between, in their order."""
+def history(results: Iterable[Value]) -> tuple[list[Value], list[Operation]]:
+    """What the last weights computed that results follow from, and the operations between, in their order."""
     sources: dict[Value, None] = {}
     operations: dict[Operation, None] = {}
-    todo = [result]
+    todo = list(results)
     while todo:
         value = todo.pop()
         if value.operation is None:
@@ -97,8 +97,9 @@ def history(result: Value) -> tuple[list[Value], list[Operation]]:
     return list(sources), sorted(operations, key=lambda operation: operation.order)
 
 
-def run_again(result: Value, operations: Iterable[Operation], sources: Mapping[Value, Tensor]) -> Tensor:
-    """The result for other numbers of a network, in double precision; random numbers are the same in every run.
+def run_again(results: Sequence[Value], operations: Iterable[Operation], sources: Mapping[Value, Tensor]) -> Tensor:
+    """The results [N], of one number each, for other numbers of a network, in double precision; random numbers are the
+    same in every run.
 
     In host memory: an index that other numbers lead out of a table raises IndexError there, and ends a GPU's context.
     """
@@ -106,8 +107,7 @@ def run_again(result: Value, operations: Iterable[Operation], sources: Mapping[V
     with torch.no_grad(), torch.random.fork_rng([]):
         for operation in operations:
             known[operation] = operation.run(known)
-    found: Tensor = _taken(known, result)
-    return found
+    return torch.stack([_taken(known, result).to("cpu", torch.float64).reshape(()) for result in results])
 
 
 def widened(numbers: Tensor) -> Tensor:
@@ -221,7 +221,7 @@ class OperationRecord(TorchDispatchMode):
         if func.namespace in _COMMUNICATING:
             if not values:
                 return _Kind.DATA
-            is_known = all(source.numbers is not None for value in values for source in history(value)[0])
+            is_known = all(source.numbers is not None for value in values for source in history([value])[0])
             is_own = self._own_ranks.issuperset(_ranks(func, args, by_name))
             return _Kind.COMPUTED if is_known and is_own else _Kind.UNKNOWN
         if not all(map(_is_plain, tensors)):

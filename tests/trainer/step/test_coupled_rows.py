@@ -14,7 +14,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.testing import assert_close
 from torch.utils.data import DataLoader
 
-from lightning_megatron.trainer.step.coupled_rows import RowCheck, couples_rows
+from lightning_megatron.trainer.step.coupled_rows import RowCheck, coupling_rows
 from lightning_megatron.trainer.step.operation_record import (
     MAX_NUMBERS,
     OperationRecord,
@@ -379,6 +379,10 @@ def recording(network: Network) -> OperationRecord:
     return RowCheck(Whole(network), own_ranks=()).recording(ROWS, num_parts=2)  # type: ignore[return-value]
 
 
+def couples_rows(record: OperationRecord, number: Tensor) -> bool:
+    return bool(coupling_rows(record, {"loss": number}, ROWS))
+
+
 def looked_at(loss: Callable[[Network], Tensor]) -> bool:
     network = Network()
     torch.manual_seed(1)
@@ -388,14 +392,16 @@ def looked_at(loss: Callable[[Network], Tensor]) -> bool:
     with recording(network) as record:
         found = loss(network)
     random, buffers = torch.get_rng_state(), [buffer.clone() for buffer in network.buffers()]
-    is_coupled = couples_rows(record, found, ROWS)
+    is_coupled = couples_rows(record, found)
     if loss is not noisy:
         value = record.value_of(found)
         assert value is not None
-        sources, operations = history(value)
+        sources, operations = history([value])
         numbers = {source: widened(source.numbers) for source in sources if source.numbers is not None}
-        again = run_again(value, operations, numbers)
-        assert_close(again.to(found.dtype), found, rtol=1e-2 if loss.__name__.endswith("in_half") else 1e-5, atol=1e-6)
+        again = run_again([value], operations, numbers)
+        assert_close(
+            again[0].to(found.dtype), found, rtol=1e-2 if loss.__name__.endswith("in_half") else 1e-5, atol=1e-6
+        )
     # Neither the record nor the look moves anything.
     assert torch.equal(found, wanted)
     assert torch.equal(torch.get_rng_state(), random)
@@ -446,9 +452,26 @@ def test_a_loss_that_cannot_run_again_ends_no_run(loss: Callable[[Network], Tens
     network = Network()
     with recording(network) as record:
         found = loss(network)
-    couples_rows(record, found, ROWS)
+    couples_rows(record, found)
     found.backward()
     assert network.query.weight.grad is not None or network.key.weight.grad is not None
+
+
+def test_numbers_of_the_same_rows_are_looked_at_together_and_each_by_itself() -> None:
+    network = Network()
+    with recording(network) as record:
+        rows = network.query(network.inputs[:, 0])
+        table = torch.zeros(int(rows.square().sum()) + 1)
+        named = {
+            "mean": rows.square().mean(),
+            "root": rows.square().mean().sqrt(),
+            "other rows": network.key(network.inputs[:, 0]).std(),
+            "given": network.inputs.std(),
+        }
+        # Other numbers lead it out of the table, with those of the same rows in one run.
+        lost = table[rows.square().sum().long()] + rows.sum()
+    assert coupling_rows(record, named, ROWS) == ["root", "other rows"]
+    assert coupling_rows(record, {"lost": lost, **named}, ROWS) == ["root", "other rows"]
 
 
 def test_the_oldest_numbers_are_given_up_where_there_are_too_many() -> None:
@@ -457,7 +480,7 @@ def test_the_oldest_numbers_are_given_up_where_there_are_too_many() -> None:
         part = network.inputs.repeat(1, MAX_NUMBERS // network.inputs.numel() // 3, 1)
         parts = [network.query(part) for _ in range(5)]
         values = [value for part in parts if (value := record.value_of(part)) is not None]
-    known = [source.numbers is not None for value in values for source in history(value)[0]]
+    known = [source.numbers is not None for value in values for source in history([value])[0]]
     assert known == [False, False, True, True, True]
 
 
@@ -468,7 +491,7 @@ def test_a_loss_of_very_many_operations_is_not_looked_at() -> None:
             loss = negatives(network)
             for _ in range(num_operations):
                 loss = loss + 1
-        found[num_operations] = couples_rows(record, loss, ROWS)
+        found[num_operations] = couples_rows(record, loss)
     assert found == {10: True, 1000: False}
 
 
