@@ -461,7 +461,8 @@ def test_numbers_of_the_same_rows_are_looked_at_together_and_each_by_itself() ->
     network = Network()
     with recording(network) as record:
         rows = network.query(network.inputs[:, 0])
-        table = torch.zeros(int(rows.square().sum()) + 1)
+        places = rows.square().long()
+        table = torch.zeros(int(places.max()) + 1)
         named = {
             "mean": rows.square().mean(),
             "root": rows.square().mean().sqrt(),
@@ -469,7 +470,7 @@ def test_numbers_of_the_same_rows_are_looked_at_together_and_each_by_itself() ->
             "given": network.inputs.std(),
         }
         # Other numbers lead it out of the table, with those of the same rows in one run.
-        lost = table[rows.square().sum().long()] + rows.sum()
+        lost = table[places].sum() + rows.std()
     assert coupling_rows(record, named, ROWS) == ["root", "other rows"]
     assert coupling_rows(record, {"lost": lost, **named}, ROWS) == ["root", "other rows"]
 
