@@ -15,6 +15,7 @@ from lightning_megatron import MegatronStrategy, ModelPlan, RecomputeConfig
 from lightning_megatron.testing import certify
 from tests.any_module.model_families import Causal, Images, ImageText, Masked, Translation, batches, config_of
 from tests.harness.ranks import run_on_ranks
+from tests.harness.sample import every_nth
 from tests.trainer.layouts import Layout, make_trainer
 
 SAMPLE = [
@@ -191,7 +192,8 @@ def losses_in_16_bits(layout: Layout, precision: str) -> tuple[list[float], set[
     return losses, {one.dtype for one in module.parameters()}
 
 
-@pytest.mark.parametrize("precision", TOLERANCE_IN_16_BITS)
+@pytest.mark.matrix
+@pytest.mark.parametrize("precision", every_nth(TOLERANCE_IN_16_BITS, 3))
 def test_a_model_trains_in_16_bits_as_on_one_device(precision: str) -> None:
     tolerance = TOLERANCE_IN_16_BITS[precision]
     [(wanted, dtypes)] = run_on_ranks(1, losses_in_16_bits, Layout(is_plain=True), precision, init=False)

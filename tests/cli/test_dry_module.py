@@ -36,6 +36,7 @@ from lightning_megatron.precision.fp8 import Fp8Config
 from lightning_megatron.transformer.lora import LoraConfig
 from lightning_megatron.transformer.recompute import RecomputeConfig
 from tests.harness.ranks import run_on_ranks
+from tests.harness.sample import every_nth
 from tests.trainer.layouts import Layout, make_trainer
 
 RECIPE = str(Path(__file__).resolve().parents[2] / "recipes" / "configs" / "hf_toy.yaml")
@@ -171,18 +172,27 @@ def trained(folder: str, layout: Layout, precision: str, lora: LoraConfig | None
     return trainer.strategy.global_rank, held.bytes_by_kind, held.peak_bytes  # type: ignore[attr-defined]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("config", "layout", "precision", "lora"),
-    [
-        (QWEN, Layout(world=2, tp=2, sp=True, microbatches=NUM_MICROBATCHES), "32-true", None),
-        (QWEN, Layout(world=2, pp=2, microbatches=NUM_MICROBATCHES), "32-true", None),
-        (QWEN, Layout(world=2, microbatches=NUM_MICROBATCHES, optimizer=DISTRIBUTED), "bf16-mixed", None),
-        # In the dtype of its file a weight on a CPU is a part of the file.
-        (QWEN, Layout(world=2, microbatches=NUM_MICROBATCHES, optimizer=DISTRIBUTED), "bf16-true", LoraConfig(rank=4)),
-        (EXPERTS, Layout(world=2, ep=2, microbatches=NUM_MICROBATCHES), "32-true", None),
-        (EXPERTS, Layout(world=2, tp=2, microbatches=NUM_MICROBATCHES), "32-true", None),
-        (EXPERTS, Layout(world=2, pp=2, microbatches=NUM_MICROBATCHES), "32-true", None),
-    ],
+    every_nth(
+        [
+            (QWEN, Layout(world=2, tp=2, sp=True, microbatches=NUM_MICROBATCHES), "32-true", None),
+            (QWEN, Layout(world=2, pp=2, microbatches=NUM_MICROBATCHES), "32-true", None),
+            (QWEN, Layout(world=2, microbatches=NUM_MICROBATCHES, optimizer=DISTRIBUTED), "bf16-mixed", None),
+            # In the dtype of its file a weight on a CPU is a part of the file.
+            (
+                QWEN,
+                Layout(world=2, microbatches=NUM_MICROBATCHES, optimizer=DISTRIBUTED),
+                "bf16-true",
+                LoraConfig(rank=4),
+            ),
+            (EXPERTS, Layout(world=2, ep=2, microbatches=NUM_MICROBATCHES), "32-true", None),
+            (EXPERTS, Layout(world=2, tp=2, microbatches=NUM_MICROBATCHES), "32-true", None),
+            (EXPERTS, Layout(world=2, pp=2, microbatches=NUM_MICROBATCHES), "32-true", None),
+        ],
+        2,
+    ),
 )
 def test_a_rank_holds_the_bytes_of_a_real_one(
     config: PreTrainedConfig, layout: Layout, precision: str, lora: LoraConfig | None, tmp_path: Path
@@ -199,22 +209,26 @@ def test_a_rank_holds_the_bytes_of_a_real_one(
         assert dry.peak_bytes == pytest.approx(peak_bytes, rel=0.02)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("config", "precision", "fp8"),
-    [
-        (QWEN, "32-true", None),
-        (GPT2, "32-true", None),
-        (WINDOWS, "32-true", None),
-        (EXPERTS, "32-true", None),
-        (GPT2, "bf16-mixed", None),
-        (WINDOWS, "bf16-mixed", None),
-        # In 32 bits GPUs have no kernel for groups, and CPUs do.
-        (GROUPED, "bf16-mixed", None),
-        (GROUPED, "bf16-true", None),
-        (QWEN, "bf16-mixed", Fp8Config()),
-        (QWEN, "bf16-true", Fp8Config(scaling="delayed")),
-        (EXPERTS, "32-true", Fp8Config(scaling="mxfp8")),
-    ],
+    every_nth(
+        [
+            (QWEN, "32-true", None),
+            (GPT2, "32-true", None),
+            (WINDOWS, "32-true", None),
+            (EXPERTS, "32-true", None),
+            (GPT2, "bf16-mixed", None),
+            (WINDOWS, "bf16-mixed", None),
+            # In 32 bits GPUs have no kernel for groups, and CPUs do.
+            (GROUPED, "bf16-mixed", None),
+            (GROUPED, "bf16-true", None),
+            (QWEN, "bf16-mixed", Fp8Config()),
+            (QWEN, "bf16-true", Fp8Config(scaling="delayed")),
+            (EXPERTS, "32-true", Fp8Config(scaling="mxfp8")),
+        ],
+        2,
+    ),
 )
 def test_tensors_without_numbers_take_the_memory_of_real_ones(
     config: PreTrainedConfig, precision: str, fp8: Fp8Config | None, tmp_path: Path

@@ -60,7 +60,7 @@ def test_compiled_code_computes_the_same(layout: str) -> None:
 
 # Every kind of layer of the package, each under one of the layouts.
 STEPS = {
-    "tp2": ("qwen-mistral", "llava"),
+    "tp2": ("llava", "qwen-mistral"),
     "tp2+sp": ("dropout", "t5"),
     "pp2": ("bert", "moe"),
     "cp2": ("packed",),
@@ -83,7 +83,8 @@ def compiled_under_layout(layout: CertifiedLayout, cells: list[tuple[str, str]])
 @pytest.mark.parametrize("layout", every_nth(STEPS, 4))
 def test_compiled_layers_train_as_one_device_does_in_plain_torch(layout: str) -> None:
     kernels = KernelConfig(compile_layers=True, compile_backend="aot_eager")
-    own, cells = replace(CERTIFIED[layout], num_steps=1, kernels=kernels), [(name, "64-true") for name in STEPS[layout]]
+    cells = [(name, "64-true") for name in every_nth(STEPS[layout], 2)]
+    own = replace(CERTIFIED[layout], num_steps=1, kernels=kernels)
     ranks = run_on_ranks(own.world, compiled_under_layout, own, cells, init=False, timeout=240)
     for cell, of_cell in zip(cells, zip(*ranks, strict=True), strict=True):
         found = deviations(layout, cell, list(of_cell), 1)
