@@ -125,16 +125,19 @@ def _embedding_of(network: nn.Module) -> nn.Module | None:
         return None
 
 
-def _is_left_out(model: nn.Module, name: str, named: Collection[str], planned: Collection[str]) -> bool:
+def _is_left_out(model: nn.Module, name: str, named: Mapping[str, str], planned: Collection[str]) -> bool:
     """Whether a plan with styles of the children of `planned` says nothing of a linear's module, all of whose matrices
-    are those of linears with known names, and which has no weights of its own."""
+    are those of linears with known names, and which has no weights of its own and none for all features of a linear
+    that is cut."""
     parent = parent_of(name)
-    weights = model.get_submodule(parent).named_parameters(prefix=parent)
-    return parent not in planned and all(
-        key.rpartition(".")[0] in named
-        for key, weight in weights
-        if weight.ndim > 1 or key.rpartition(".")[0] == parent
-    )
+    weights = [
+        (key.rpartition(".")[0], one) for key, one in model.get_submodule(parent).named_parameters(prefix=parent)
+    ]
+    cut = {len(weight) for owner, weight in weights if weight.ndim > 1 and named.get(owner) == "colwise"}
+    others = [
+        weight.ndim > 1 or owner == parent or weight.numel() in cut for owner, weight in weights if owner not in named
+    ]
+    return parent not in planned and not any(others)
 
 
 def _by_names(network: nn.Module) -> Iterator[tuple[str, str]]:

@@ -1,7 +1,7 @@
 """Linears cut by styles compute one device's numbers; what does not fit stays whole, with all of its parent."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -154,6 +154,25 @@ def test_a_plan_of_transformers_is_completed_by_names_where_all_of_a_module_has_
     assert parents("gpt_oss") == {"model"}
     # Convolutions stand between the linears of some of its layers.
     assert parents("kimi_linear") == {"model", "mlp", "shared_experts"}
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.q_proj, self.o_proj, self.q_norm = nn.Linear(8, 8), nn.Linear(8, 8), nn.LayerNorm(width)
+
+
+class HalfPlanned(nn.Module):
+    _tp_plan: ClassVar = {"up_proj": "colwise"}
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up_proj, self.attention = nn.Linear(8, 8), Attention(width)
+
+
+def test_attention_with_a_norm_over_all_its_heads_stays_whole() -> None:
+    assert set(styles_of(HalfPlanned(8))) == {"up_proj"}
+    assert set(styles_of(HalfPlanned(4))) == {"up_proj", "attention.q_proj", "attention.o_proj"}
 
 
 def test_all_linears_of_a_parent_are_cut_or_none() -> None:
