@@ -16,7 +16,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests start hundreds of processes: where this is set, each of them compiles all sources anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test certificate models-table mutants bench lint clean
+.PHONY: demo test suite certificate models-table mutants bench lint clean
 .DEFAULT_GOAL := test
 
 $(VENV)/.ready: pyproject.toml constraints.txt
@@ -35,8 +35,10 @@ lint: $(VENV)/.ready
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# pytest comes last, so that its summary is the last line.
-test: lint
+# In this order the summary of pytest is the last line; with -j 2 both run at the same time.
+test: lint suite
+
+suite: $(VENV)/.ready
 	$(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 # The same losses, gradients and weights on every layout as on one device, as a table; fails where a cell does. Then the
