@@ -56,6 +56,8 @@ STYLES = (
 # What linears are called that go into attention and feed-forward networks, and that come out of them.
 _INTO: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "fc1", "fc_in", "c_fc", "dense_h_to_4h", "lin1", "up_proj")
 _INTO += ("gate_proj", "wi", "w1", "w3")
+# BERT's kin: linears of modules that go in, and `output.dense` beside them comes out.
+_BESIDE_OUTPUT = {"self": ("query", "key", "value"), "intermediate": ("dense",)}
 # The linears of peft's module: the model's own, and those of adapters.
 _ADAPTED = re.compile(r"\.(base_layer|lora_[AB]\.[^.]+)$")
 _OUT_OF = ("o_proj", "out_proj", "fc2", "fc_out", "c_proj", "dense_4h_to_h", "lin2", "down_proj", "wo", "w2")
@@ -153,11 +155,12 @@ def _by_names(network: nn.Module) -> Iterator[tuple[str, str]]:
             yield name, "colwise"
         elif last in _OUT_OF and comes_out and beside & set(_INTO):
             yield name, "rowwise"
-        # BERT's kin: `self` and `intermediate` go in, and the `output` beside them comes out.
-        elif last in ("query", "key", "value") and kind == "self":
+        beside_parent = parent.removesuffix(kind)
+        given = (f"{beside_parent}{other}.{one}" for other, names in _BESIDE_OUTPUT.items() for one in names)
+        if last in _BESIDE_OUTPUT.get(kind, ()) and f"{beside_parent}output.dense" in linears:
             yield name, "colwise"
-        elif last == "dense" and kind in ("intermediate", "output"):
-            yield name, "colwise" if kind == "intermediate" else "rowwise"
+        elif kind == "output" and last == "dense" and any(one in linears for one in given):
+            yield name, "rowwise"
 
 
 def matching(network: nn.Module, styles: Mapping[str, str]) -> Iterator[tuple[str, nn.Module, str]]:

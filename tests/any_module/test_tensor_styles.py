@@ -175,6 +175,25 @@ def test_attention_with_a_norm_over_all_its_heads_stays_whole() -> None:
     assert set(styles_of(HalfPlanned(4))) == {"up_proj", "attention.q_proj", "attention.o_proj"}
 
 
+class NamedInPart(nn.Module):
+    """Its attention has names of its own before the linear that all of BERT's kin call alike."""
+
+    _tp_plan: ClassVar = {}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.ModuleDict({"self": nn.ModuleDict({"query_proj": nn.Linear(8, 8)}), "output": dense()})
+        self.intermediate, self.output = dense(), dense()
+
+
+def dense() -> nn.ModuleDict:
+    return nn.ModuleDict({"dense": nn.Linear(8, 8)})
+
+
+def test_a_linear_comes_out_where_another_one_goes_in() -> None:
+    assert set(styles_of(NamedInPart())) == {"intermediate.dense", "output.dense"}
+
+
 def test_all_linears_of_a_parent_are_cut_or_none() -> None:
     net = networks.GPT()
     assert len(cut_by(net, OF_NET, 2)) == 24
