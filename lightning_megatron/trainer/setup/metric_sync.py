@@ -25,12 +25,17 @@ def sync_metrics_over(module: nn.Module, dp: Axis) -> list[Metric]:
     changed = []
     for metric in (child for child in module.modules() if isinstance(child, Metric)):
         if metric.process_group is None and metric.dist_sync_fn is None:
-            metric.dist_sync_fn = partial(gather_over, dp)
+            metric.dist_sync_fn = partial(_gather_over, dp)
             if dp.size == 1 and metric.distributed_available_fn is jit_distributed_available:
                 # Even a sync of one turns list states into tensors, which `compute` does not see on one device.
                 metric.distributed_available_fn = _is_never_distributed
             changed.append(metric)
     return changed
+
+
+def is_synced_over(metric: Metric) -> bool:
+    """Whether `sync_metrics_over` lets it sync."""
+    return isinstance(metric.dist_sync_fn, partial) and metric.dist_sync_fn.func is _gather_over
 
 
 def restore_metrics(metrics: list[Metric]) -> None:
@@ -45,11 +50,5 @@ def _is_never_distributed() -> bool:
     return False
 
 
-def is_synced_over(metric: Metric) -> bool:
-    """Whether `sync_metrics_over` lets it sync."""
-    return isinstance(metric.dist_sync_fn, partial) and metric.dist_sync_fn.func is gather_over
-
-
-def gather_over(dp: Axis, result: Tensor, group: Any = None) -> list[Tensor]:
-    """A state of every data-parallel rank; its sizes may differ."""
+def _gather_over(dp: Axis, result: Tensor, group: Any = None) -> list[Tensor]:
     return [result] if dp.size == 1 else gather_all_tensors(result, dp.group)

@@ -1,54 +1,69 @@
 """Values of metrics over a global batch, of what all its parts have added to them.
 
-A metric that a step calls and logs with `on_step` gives each part a value, and few metrics are the mean of those: a
-ratio of counts, a median or an area under a curve is not. So a copy of the metric takes in what each part gives it.
+A metric that a step calls and logs for the step gives each part a value, and few metrics are the mean of those: a
+ratio of counts, a median or an area under a curve is not. So what each part gives a metric is added to a state of its
+own, from nothing in each step, and the states of data-parallel ranks are merged as the metric says.
 """
 
-import copy
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 from torchmetrics import Metric
-from torchmetrics.metric import CompositionalMetric
+from torchmetrics.utilities import dim_zero_cat
 
+from lightning_megatron.comm import collectives
 from lightning_megatron.mesh import Axis
-from lightning_megatron.trainer.setup.metric_sync import gather_over, is_synced_over
+from lightning_megatron.trainer.setup.metric_sync import is_synced_over
 
-Given = tuple[tuple[Any, ...], dict[str, Any]]
+States = Mapping[str, Any]
+"""The tensors and lists of tensors that a metric adds to, by name."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """What a metric was called with."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    versions: tuple[int, ...]
+
+    @property
+    def is_as_called(self) -> bool:
+        """Whether no tensor of it was changed since."""
+        return self.versions == _versions(self.args, self.kwargs)
 
 
 class BatchMetrics:
-    """Copies of metrics, each of which holds one global batch.
+    """States of metrics that hold one global batch, by the name under which it is logged.
 
-    Metrics with a call of their own, such as wrappers, and those that their user synchronises have none.
+    Metrics whose call is another one than torchmetrics' own, such as wrappers and compositions, have none, nor have
+    those that their user synchronizes.
     """
 
     def __init__(self, modules: Iterable[nn.Module], dp: Axis) -> None:
         self._dp = dp
         # By identity: the hash of a metric is that of its state.
-        self._metrics = {id(one): one for one in modules if _has_one_call(one)}
-        self._given: dict[int, Given] = {}
-        self._copies: dict[int, Metric] = {}
-        # Those whose copies have taken in something of the batch.
-        self._taken: set[int] = set()
-        # Ranks of dp whose batches count: one that has none left repeats one.
-        self._counting = [True] * dp.size
-
-    @property
-    def holding(self) -> list[Metric]:
-        """The copies that hold a part of the batch."""
-        return [self._copies[key] for key in self._taken]
+        self._metrics = {
+            id(one): one
+            for one in modules
+            if isinstance(one, Metric) and type(one).forward is Metric.forward and is_synced_over(one)
+        }
+        self._calls: dict[int, _Call] = {}
+        self.states: dict[str, States | None] = {}
+        """What the parts of a batch added; None where that is not known."""
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Inside the block, which runs the parts of a batch, what metrics are called with is kept until it is taken."""
-        self._given, self._taken = {}, set()
+        """Inside the block, which runs the parts of a batch, the last call of each metric is kept."""
+        self.states = {}
         handles = [
             metric.register_forward_pre_hook(partial(self._keep, key), with_kwargs=True)
             for key, metric in self._metrics.items()
@@ -56,79 +71,53 @@ class BatchMetrics:
         try:
             yield
         finally:
+            self.forget_calls()
             for handle in handles:
                 handle.remove()
 
-    def take(self, metric: Metric) -> None:
-        """Adds what a metric was called with last to what its copy holds of the batch."""
-        key = id(metric)
-        if key not in self._given:
+    def forget_calls(self) -> None:
+        """A part of the batch has ended, and what it called metrics with is not needed any more."""
+        self._calls.clear()
+
+    def take(self, name: str, metric: Metric) -> None:
+        """Adds what a metric was called with last to the state of a name."""
+        call = self._calls.get(id(metric))
+        if call is None or self.states.get(name, {}) is None:
             return
-        if key not in self._copies:
-            self._copies[key] = self._copy_of(metric)
-        if key not in self._taken:
-            self._copies[key].reset()
-        args, kwargs = self._given.pop(key)
-        self._copies[key].update(*args, **kwargs)
-        self._taken.add(key)
+        if not call.is_as_called:
+            self.states[name] = None
+            return
+        with _set_aside(metric):
+            for attribute, state in _copied(self.states.get(name) or {}).items():
+                setattr(metric, attribute, state)
+            metric.update(*call.args, **call.kwargs)
+            self.states[name] = dict(metric.metric_state)
 
-    def values(self, metrics: Sequence[Metric], num_copies: float) -> list[Tensor | None]:
-        """The value of each metric over the global batch, [], or None where some rank's copy holds nothing of it.
-
-        Collective over dp. Where `num_copies` is infinite the batch of this rank counts for nothing.
-        """
+    def values(self, metrics: Mapping[str, Metric], num_copies: float) -> dict[str, Tensor]:
+        """The value of each metric over the global batch, [], by name, where all ranks have a state. Collective over
+        dp, in one message. Where `num_copies` is infinite the batch of this rank counts for nothing."""
         if not metrics:
-            return []
-        flags = torch.tensor([num_copies < math.inf, *(id(metric) in self._taken for metric in metrics)])
-        of_ranks = torch.stack(gather_over(self._dp, flags))
-        self._counting = of_ranks[:, 0].tolist()
-        are_taken = of_ranks[:, 1:].all(0).tolist()
-        return [self._value(id(one)) if is_taken else None for one, is_taken in zip(metrics, are_taken, strict=True)]
+            return {}
+        own = {name: tree_map(_on_host, self.states.get(name)) for name in metrics}
+        ranks = collectives.gather_objects((num_copies < math.inf, own), self._dp)
+        self.states = {}
+        values = {}
+        for name, metric in metrics.items():
+            states = [states[name] for counts, states in ranks if counts]
+            if states and all(state is not None for state in states):
+                value = _value(metric, states)
+                if isinstance(value, Tensor) and value.numel() == 1:
+                    values[name] = value
+        return values
 
     def _keep(self, key: int, metric: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._given[key] = args, kwargs
-
-    def _copy_of(self, metric: Metric) -> Metric:
-        parts = [one for one in metric.modules() if isinstance(one, Metric)]
-        # What synchronises metrics, and this, which watches them, are no part of a copy.
-        kept = {id(one): one for one in (self, *(part.dist_sync_fn for part in parts))}
-        # States may have gradients, and such tensors cannot be copied.
-        states = [(part, full_state(part)) for part in parts]
-        metric.reset()
-        found = copy.deepcopy(metric, kept)
-        for part, state in states:
-            restore(part, state)
-        for part in (one for one in found.modules() if isinstance(one, Metric)):
-            part.dist_sync_fn = self._gather
-        return found
-
-    def _value(self, key: int) -> Tensor | None:
-        with warnings.catch_warnings():
-            # What it says of its states, the metric itself has said.
-            warnings.simplefilter("ignore", UserWarning)
-            value = self._copies[key].compute()
-        return value if isinstance(value, Tensor) and value.numel() == 1 else None
-
-    def _gather(self, result: Tensor, group: Any = None) -> list[Tensor]:
-        """A state of all data-parallel ranks whose batches count."""
-        found = gather_over(self._dp, result, group)
-        return [one for one, is_counted in zip(found, self._counting, strict=True) if is_counted]
-
-
-def _has_one_call(module: nn.Module) -> bool:
-    """Whether it is a metric whose call gives the value of what it is called with, synchronised by the strategy."""
-    if not isinstance(module, Metric) or type(module).forward not in (Metric.forward, CompositionalMetric.forward):
-        return False
-    return all(is_synced_over(one) for one in module.modules() if isinstance(one, Metric))
+        self._calls[key] = _Call(args, kwargs, _versions(args, kwargs))
 
 
 def full_state(metric: Metric) -> dict[str, Any]:
     """A metric's state as it is now; metrics may add to their tensors in place."""
-    states = {
-        name: list(value) if isinstance(value, list) else value.clone() for name, value in metric.metric_state.items()
-    }
     return {
-        "states": states,
+        "states": _copied(metric.metric_state),
         "update_count": metric._update_count,
         "forward_cache": metric._forward_cache,
         "computed": metric._computed,
@@ -142,3 +131,61 @@ def restore(metric: Metric, state: dict[str, Any]) -> None:
     metric._update_count = state["update_count"]
     metric._forward_cache = state["forward_cache"]
     metric._computed = state["computed"]
+
+
+@contextmanager
+def _set_aside(metric: Metric) -> Iterator[None]:
+    """Inside the block a metric has a new state, which is not synchronized. Its own comes back as the same tensors:
+    metrics of a collection share them."""
+    held: dict[str, Any] = {
+        "states": dict(metric.metric_state),
+        "update_count": metric._update_count,
+        "forward_cache": metric._forward_cache,
+        "computed": metric._computed,
+    }
+    syncs = metric._to_sync
+    for attribute, state in held["states"].items():
+        # `reset` empties lists in place.
+        setattr(metric, attribute, [] if isinstance(state, list) else state)
+    metric.reset()
+    metric._to_sync = False
+    try:
+        yield
+    finally:
+        restore(metric, held)
+        metric._to_sync = syncs
+
+
+def _value(metric: Metric, ranks: list[States]) -> Any:
+    """The value of a metric to which several ranks have added."""
+    with _set_aside(metric), warnings.catch_warnings():
+        # What it says of its states, the metric itself has said.
+        warnings.simplefilter("ignore", UserWarning)
+        # Torchmetrics merges states inside of its own messages alone, and in this way.
+        for attribute, reduction in metric._reductions.items():
+            parts = [tree_map(lambda one: one.to(metric.device), states[attribute]) for states in ranks]
+            merged: Any = parts[0]
+            if isinstance(merged, list):
+                merged = [one for part in parts for one in part]
+                if reduction not in (None, dim_zero_cat):
+                    merged = reduction(merged)  # type: ignore[operator]
+            elif len(parts) > 1:
+                merged = torch.stack(parts)
+                merged = merged if reduction is None else reduction(merged)  # type: ignore[operator]
+            setattr(metric, attribute, merged)
+        metric._update_count = 1
+        return metric.compute()
+
+
+def _copied(states: States) -> dict[str, Any]:
+    return {name: list(value) if isinstance(value, list) else value.clone() for name, value in states.items()}
+
+
+def _on_host(value: Any) -> Any:
+    return value.detach().cpu() if isinstance(value, Tensor) else value
+
+
+def _versions(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
+    return tuple(
+        one._version for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor) and not one.is_inference()
+    )

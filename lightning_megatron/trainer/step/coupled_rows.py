@@ -5,12 +5,12 @@ the first half of the rows and b and b' of the others. The numbers are those tha
 that of the operations after them, recorded in a step and run again.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import product
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch import LightningModule
@@ -18,17 +18,16 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_megatron.trainer.step.operation_record import OperationRecord, Value, history, run_again, widened
-from lightning_megatron.trainer.step.user_step import says_what_it_counts
+from lightning_megatron.trainer.step.user_step import loss_reduction_of, says_what_it_counts
 
 ROUNDING, EPSILON = 1e-6, 1e-12
 """Parts of the largest change of a loss, and of the loss, up to which a difference is taken for rounding."""
 _MAX_ORDERS, _MAX_OPERATIONS = 64, 1000
-# No name that a step can log.
-_LOSS = ""
 # With two rows, a single draw shows that a loss is of the harder one in a third of all cases.
 _NUM_DRAWS = 12
 
 Numbers = dict[Value, Tensor]
+Name = TypeVar("Name", bound=Hashable)
 
 
 class RowCheck:
@@ -64,9 +63,16 @@ class RowCheck:
         if record is None or self._is_over:
             return
         self._is_over = True
-        coupling = coupling_rows(record, logged if loss is None else {**logged, _LOSS: loss}, num_rows)
+        if loss_reduction_of(output) == "mean":
+            # Each part may stand for itself.
+            return
+        # None is the loss.
+        numbers: dict[str | None, Tensor] = dict(logged.items())
+        if loss is not None:
+            numbers[None] = loss
+        coupling = coupling_rows(record, numbers, num_rows)
         parts = f"each of the {num_parts} parts of a global batch (microbatches of data-parallel ranks) has its own"
-        if _LOSS in coupling and not says_what_it_counts(output):
+        if None in coupling and not says_what_it_counts(output):
             rank_zero_warn(
                 "the loss of training_step seems to couple the rows of its batch (in-batch negatives, hardest rows, "
                 f"statistics of the batch, a root of a mean), of which {parts}: the mean over parts is then not the "
@@ -77,16 +83,17 @@ class RowCheck:
             )
         # The loss may be logged too.
         of_loss = None if loss is None else loss.data_ptr()
-        if names := [name for name in coupling if name != _LOSS and logged[name].data_ptr() != of_loss]:
+        if names := [name for name in coupling if name is not None and logged[name].data_ptr() != of_loss]:
             rank_zero_warn(
                 f"what training_step logs as {', '.join(names)} seems to be no mean over rows (a maximum, a root, an "
-                f"exponential, a ratio, a statistic of the batch), and {parts}: the logged mean over parts is then not "
-                "that of one device. Log what it is computed from, or a torchmetrics.Metric; or give reduce_fx",
+                f"exponential, a ratio, a statistic of the batch), and {parts}: what is logged of the parts' values is "
+                "then not the value of one device. Log what it is computed from, or a torchmetrics.Metric; or give "
+                "reduce_fx",
                 category=UserWarning,
             )
 
 
-def coupling_rows(record: OperationRecord, numbers: Mapping[str, Tensor], num_rows: int) -> list[str]:
+def coupling_rows(record: OperationRecord, numbers: Mapping[Name, Tensor], num_rows: int) -> list[Name]:
     """Names of those numbers, [] each, such as the loss of so many rows, that change by other than the sum of the
     changes that two halves of the rows make.
 
@@ -94,23 +101,23 @@ def coupling_rows(record: OperationRecord, numbers: Mapping[str, Tensor], num_ro
     or not in double precision, where they have more numbers than a record keeps, and where rows may lie in the numbers
     of a network in more than `_MAX_ORDERS` ways.
     """
-    found: set[str] = set()
-    by_sources: dict[frozenset[Value], dict[str, Value]] = {}
+    found: set[Name] = set()
+    by_sources: dict[frozenset[Value], dict[Name, Value]] = {}
     for name, number in numbers.items():
         if (value := record.value_of(number)) is not None:
             sources, _ = history([value])
             by_sources.setdefault(frozenset(sources), {})[name] = value
     for values in by_sources.values():
         together = _coupling(values, num_rows)
-        if together is None:
+        if together is None and len(values) > 1:
             # One that cannot run again says nothing of the others.
-            alone = (_coupling({name: value}, num_rows) for name, value in values.items())
-            together = {name for names in alone if names for name in names}
-        found |= together
+            runs = {name: one for name, one in values.items() if _coupling({name: one}, num_rows, 1) is not None}
+            together = _coupling(runs, num_rows)
+        found |= together or set()
     return [name for name in numbers if name in found]
 
 
-def _coupling(values: Mapping[str, Value], num_rows: int) -> set[str] | None:
+def _coupling(values: Mapping[Name, Value], num_rows: int, num_draws: int = _NUM_DRAWS) -> set[Name] | None:
     """Names of numbers of the same sources that couple rows; None where not all of them can run again."""
     sources, operations = history(values.values())
     if any(source.numbers is None for source in sources) or len(operations) > _MAX_OPERATIONS:
@@ -126,7 +133,7 @@ def _coupling(values: Mapping[str, Value], num_rows: int) -> set[str] | None:
         for masks in product(*orders.values()):
             first_rows = dict(zip(orders, masks, strict=True))
             differs = torch.zeros_like(couples)
-            for draw in range(_NUM_DRAWS):
+            for draw in range(num_draws):
                 differs |= _differ(run, unchanged, numbers, first_rows, draw)
                 if differs[couples].all():
                     break

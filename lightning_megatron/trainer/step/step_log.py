@@ -24,7 +24,7 @@ from lightning_megatron.comm import collectives, rng
 from lightning_megatron.comm.host_numbers import on_device
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.pipeline.microbatches import of_share
-from lightning_megatron.trainer.step.batch_metrics import BatchMetrics, full_state, restore
+from lightning_megatron.trainer.step.batch_metrics import BatchMetrics, States, full_state, restore
 from lightning_megatron.trainer.step.loader_sync import Whereabouts, disagreement
 
 Reduction = Literal["mean", "sum", "max", "min"]
@@ -105,25 +105,17 @@ class _Mark:
 
     counts: dict[str, tuple[int, int]]
     """Values and sizes of each name."""
-    metrics: list[tuple[Metric, dict[str, Any]]]
-    """Metrics and their states."""
+    metrics: dict[str, dict[str, Any]]
+    """State of each metric, by attribute name."""
+    of_batch: dict[str, States | None]
+    """What was added to metrics that are logged, by name."""
 
 
 class StepLog:
-    """Records `module.log` during a step. The record of the last stage counts; every rank must call `replay`.
-
-    `merges_metrics`: whether each row is run by one data-parallel rank, so that what their metrics take in adds up.
-    """
+    """Records `module.log` during a step. The record of the last stage counts; every rank must call `replay`."""
 
     def __init__(
-        self,
-        module: LightningModule,
-        mesh: Mesh,
-        device: torch.device,
-        dtype: torch.dtype,
-        *,
-        tail_on_last_stage: bool,
-        merges_metrics: bool = True,
+        self, module: LightningModule, mesh: Mesh, device: torch.device, dtype: torch.dtype, *, tail_on_last_stage: bool
     ) -> None:
         self._module = module
         # Dtype in which values are logged.
@@ -138,7 +130,7 @@ class StepLog:
         self._has_tail = mesh.pp.is_last or not self._one_stage
         self._schemas: dict[int, Schema] = {}
         self._metrics = {n: m for n, m in module.named_modules() if isinstance(m, Metric)} if self._one_stage else {}
-        self._batch_metrics = BatchMetrics(module.modules() if merges_metrics else (), mesh.dp)
+        self._batch_metrics = BatchMetrics(module.modules(), mesh.dp)
         self._begin()
 
     def _begin(self) -> None:
@@ -173,6 +165,7 @@ class StepLog:
 
     def end_microbatch(self, loss: Tensor | None, weight: Tensor, rows: float, *, is_sum: bool = False) -> None:
         """Records the microbatch's loss, what it is a mean over ([] each), unless it is a sum, and its rows."""
+        self._batch_metrics.forget_calls()
         self._is_sum = is_sum
         if is_sum and loss is not None:
             for entry in self._entries.values():
@@ -189,8 +182,8 @@ class StepLog:
     def mark(self) -> "_Mark":
         """Position in the record, for `rewind`."""
         counts = {name: (len(entry.values), len(entry.sizes)) for name, entry in self._entries.items()}
-        metrics = [*self._metrics.values(), *self._batch_metrics.holding]
-        return _Mark(counts, [(metric, full_state(metric)) for metric in metrics])
+        metrics = {name: full_state(metric) for name, metric in self._metrics.items()}
+        return _Mark(counts, metrics, dict(self._batch_metrics.states))
 
     def rewind(self, mark: "_Mark") -> None:
         """Forgets what was logged, and what metrics took in, since `mark`: a stage that left its step counts nothing.
@@ -202,8 +195,9 @@ class StepLog:
             del self._entries[name].values[num_values:]
             del self._entries[name].sizes[num_sizes:]
             del self._entries[name].counts[num_values:]
-        for metric, state in mark.metrics:
-            restore(metric, state)
+        for name, state in mark.metrics.items():
+            restore(self._metrics[name], state)
+        self._batch_metrics.states = mark.of_batch
 
     def _record(self, *args: Any, **kwargs: Any) -> None:
         bound = _SIGNATURE.bind(self._module, *args, **kwargs).arguments
@@ -222,7 +216,7 @@ class StepLog:
         if isinstance(value, Metric):
             entry.metric = value
             if self._is_of_step(entry):
-                self._batch_metrics.take(value)
+                self._batch_metrics.take(name, value)
             value = value._forward_cache  # its value for this microbatch, where it was called and not only updated
             if not _is_number(value):
                 return
@@ -327,8 +321,7 @@ class StepLog:
         """The value over the global batch of each metric that is logged for the step and can be merged."""
         logged = {line.name: self._entries[line.name] for line in schema}
         metrics = {name: one.metric for name, one in logged.items() if one.metric is not None and self._is_of_step(one)}
-        values = self._batch_metrics.values(list(metrics.values()), self.num_copies)
-        return {name: value for name, value in zip(metrics, values, strict=True) if value is not None}
+        return self._batch_metrics.values(metrics, max(self._copies))
 
     def _is_of_step(self, entry: _LogEntry) -> bool:
         """Whether a name is logged for each step; unless told, it is in training."""

@@ -120,14 +120,7 @@ class Steps:
             self._scheduled = ScheduledStep(
                 user_step=user_step,
                 runtime=self._runtime,
-                log=StepLog(
-                    module,
-                    mesh,
-                    device,
-                    log_dtype,
-                    tail_on_last_stage=True,
-                    merges_metrics=not batches.are_planned,
-                ),
+                log=StepLog(module, mesh, device, log_dtype, tail_on_last_stage=True),
                 mesh=mesh,
                 pipeline=pipeline,
                 batches=batches,
