@@ -81,9 +81,9 @@ class RowCheck:
                 '{"loss": loss, "loss_reduction": "mean"}',
                 category=UserWarning,
             )
+        others = [name for name in coupling if name is not None]
         # The loss may be logged too.
-        of_loss = None if loss is None else loss.data_ptr()
-        if names := [name for name in coupling if name is not None and logged[name].data_ptr() != of_loss]:
+        if names := [name for name in others if loss is None or logged[name].data_ptr() != loss.data_ptr()]:
             rank_zero_warn(
                 f"what training_step logs as {', '.join(names)} seems to be no mean over rows (a maximum, a root, an "
                 f"exponential, a ratio, a statistic of the batch), and {parts}: what is logged of the parts' values is "
