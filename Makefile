@@ -35,7 +35,7 @@ lint: $(VENV)/.ready
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# In this order the summary of pytest is the last line; with -j 2 both run at the same time.
+# In this order the summary of pytest is the last line.
 test: lint suite
 
 suite: $(VENV)/.ready

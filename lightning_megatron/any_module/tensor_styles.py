@@ -128,9 +128,11 @@ def _embedding_of(network: nn.Module) -> nn.Module | None:
 
 
 def _is_left_out(model: nn.Module, name: str, named: Mapping[str, str], planned: Collection[str]) -> bool:
-    """Whether a plan with styles of the children of `planned` says nothing of a linear's module, all of whose matrices
-    are those of linears with known names, and which has no weights of its own and none for all features of a linear
-    that is cut."""
+    """Whether a linear may be cut although a plan, with styles for children of `planned`, is silent on its module.
+
+    All matrices of the module have to be those of linears with known names. The module has no weights of its own, and
+    no norm over all features of a linear that is cut.
+    """
     parent = parent_of(name)
     weights = [
         (key.rpartition(".")[0], one) for key, one in model.get_submodule(parent).named_parameters(prefix=parent)

@@ -34,7 +34,7 @@ def sync_metrics_over(module: nn.Module, dp: Axis) -> list[Metric]:
 
 
 def is_synced_over(metric: Metric) -> bool:
-    """Whether `sync_metrics_over` lets it sync."""
+    """Whether a metric synchronizes as `sync_metrics_over` has it do, and not as its user does."""
     return isinstance(metric.dist_sync_fn, partial) and metric.dist_sync_fn.func is _gather_over
 
 

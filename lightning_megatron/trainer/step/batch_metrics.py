@@ -1,4 +1,4 @@
-"""Values of metrics over a global batch, of what all its parts have added to them.
+"""Metrics that are logged for a step have the value of the global batch.
 
 A metric that a step calls and logs for the step gives each part a value, and few metrics are the mean of those: a
 ratio of counts, a median or an area under a curve is not. So what each part gives a metric is added to a state of its
@@ -24,12 +24,12 @@ from lightning_megatron.mesh import Axis
 from lightning_megatron.trainer.setup.metric_sync import is_synced_over
 
 States = Mapping[str, Any]
-"""The tensors and lists of tensors that a metric adds to, by name."""
+"""The state of a metric: tensors and lists of tensors by the name of the attribute."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Call:
-    """What a metric was called with."""
+    """The arguments with which a metric was called."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -42,7 +42,7 @@ class _Call:
 
 
 class BatchMetrics:
-    """States of metrics that hold one global batch, by the name under which it is logged.
+    """Keeps a state of one global batch for each metric that is logged, by its name in the log.
 
     Metrics whose call is another one than torchmetrics' own, such as wrappers and compositions, have none, nor have
     those that their user synchronizes.
@@ -58,11 +58,11 @@ class BatchMetrics:
         }
         self._calls: dict[int, _Call] = {}
         self.states: dict[str, States | None] = {}
-        """What the parts of a batch added; None where that is not known."""
+        """States that the parts of a batch added to, by name; None where arguments changed before they were added."""
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Inside the block, which runs the parts of a batch, the last call of each metric is kept."""
+        """Keeps the last call of each metric inside the block, which runs the parts of a batch."""
         self.states = {}
         handles = [
             metric.register_forward_pre_hook(partial(self._keep, key), with_kwargs=True)
@@ -76,11 +76,11 @@ class BatchMetrics:
                 handle.remove()
 
     def forget_calls(self) -> None:
-        """A part of the batch has ended, and what it called metrics with is not needed any more."""
+        """Frees the arguments of calls, once the part of the batch that made them has ended."""
         self._calls.clear()
 
     def take(self, name: str, metric: Metric) -> None:
-        """Adds what a metric was called with last to the state of a name."""
+        """Adds the last call of a metric to the state of a name; without a call nothing is added."""
         call = self._calls.get(id(metric))
         if call is None or self.states.get(name, {}) is None:
             return
@@ -94,8 +94,10 @@ class BatchMetrics:
             self.states[name] = dict(metric.metric_state)
 
     def values(self, metrics: Mapping[str, Metric], num_copies: float) -> dict[str, Tensor]:
-        """The value of each metric over the global batch, [], by name, where all ranks have a state. Collective over
-        dp, in one message. Where `num_copies` is infinite the batch of this rank counts for nothing."""
+        """Computes the value of each metric over the global batch, [], by name, where all ranks have a state.
+
+        Collective over dp, in one message. Where `num_copies` is infinite the batch of this rank counts for nothing.
+        """
         if not metrics:
             return {}
         own = {name: tree_map(_on_host, self.states.get(name)) for name in metrics}
@@ -115,13 +117,8 @@ class BatchMetrics:
 
 
 def full_state(metric: Metric) -> dict[str, Any]:
-    """A metric's state as it is now; metrics may add to their tensors in place."""
-    return {
-        "states": _copied(metric.metric_state),
-        "update_count": metric._update_count,
-        "forward_cache": metric._forward_cache,
-        "computed": metric._computed,
-    }
+    """Copies the state of a metric, which may add to its tensors in place."""
+    return _with_counts(metric, _copied(metric.metric_state))
 
 
 def restore(metric: Metric, state: dict[str, Any]) -> None:
@@ -135,15 +132,11 @@ def restore(metric: Metric, state: dict[str, Any]) -> None:
 
 @contextmanager
 def _set_aside(metric: Metric) -> Iterator[None]:
-    """Inside the block a metric has a new state, which is not synchronized. Its own comes back as the same tensors:
-    metrics of a collection share them."""
-    held: dict[str, Any] = {
-        "states": dict(metric.metric_state),
-        "update_count": metric._update_count,
-        "forward_cache": metric._forward_cache,
-        "computed": metric._computed,
-    }
-    syncs = metric._to_sync
+    """Gives a metric a new state inside the block, which is not synchronized.
+
+    Its own comes back as the same tensors, because metrics of a collection share them.
+    """
+    held, to_sync = _with_counts(metric, dict(metric.metric_state)), metric._to_sync
     for attribute, state in held["states"].items():
         # `reset` empties lists in place.
         setattr(metric, attribute, [] if isinstance(state, list) else state)
@@ -153,11 +146,11 @@ def _set_aside(metric: Metric) -> Iterator[None]:
         yield
     finally:
         restore(metric, held)
-        metric._to_sync = syncs
+        metric._to_sync = to_sync
 
 
 def _value(metric: Metric, ranks: list[States]) -> Any:
-    """The value of a metric to which several ranks have added."""
+    """Computes the value of a metric from the states of several ranks."""
     with _set_aside(metric), warnings.catch_warnings():
         # What it says of its states, the metric itself has said.
         warnings.simplefilter("ignore", UserWarning)
@@ -175,6 +168,16 @@ def _value(metric: Metric, ranks: list[States]) -> Any:
             setattr(metric, attribute, merged)
         metric._update_count = 1
         return metric.compute()
+
+
+def _with_counts(metric: Metric, states: States) -> dict[str, Any]:
+    """Puts what else belongs to a metric's state beside its tensors, as `restore` takes it."""
+    return {
+        "states": states,
+        "update_count": metric._update_count,
+        "forward_cache": metric._forward_cache,
+        "computed": metric._computed,
+    }
 
 
 def _copied(states: States) -> dict[str, Any]:

@@ -58,8 +58,10 @@ class RowCheck:
         num_rows: int,
         num_parts: int,
     ) -> None:
-        """Looks at the loss, [], of a recorded step, unless its output says how its parts add up, and at the means and
-        sums that it logged."""
+        """Warns where the loss, [], or one of the `logged` means and sums of a recorded step couples rows.
+
+        A loss is not told of where `output` says what it counts, nor anything where each part may stand for itself.
+        """
         if record is None or self._is_over:
             return
         self._is_over = True
@@ -94,12 +96,11 @@ class RowCheck:
 
 
 def coupling_rows(record: OperationRecord, numbers: Mapping[Name, Tensor], num_rows: int) -> list[Name]:
-    """Names of those numbers, [] each, such as the loss of so many rows, that change by other than the sum of the
-    changes that two halves of the rows make.
+    """Finds the names of numbers, [] each, that couple rows, as a loss with in-batch negatives does.
 
-    Not those of which it is not known: where the operations after the last weights cannot run again with other numbers,
-    or not in double precision, where they have more numbers than a record keeps, and where rows may lie in the numbers
-    of a network in more than `_MAX_ORDERS` ways.
+    A number is left out where this is not known: where the operations after the last weights cannot run again with
+    other numbers, or not in double precision, where they have more numbers than a record keeps, and where rows may lie
+    in the numbers of a network in more than `_MAX_ORDERS` ways.
     """
     found: set[Name] = set()
     by_sources: dict[frozenset[Value], dict[Name, Value]] = {}
@@ -118,7 +119,7 @@ def coupling_rows(record: OperationRecord, numbers: Mapping[Name, Tensor], num_r
 
 
 def _coupling(values: Mapping[Name, Value], num_rows: int, num_draws: int = _NUM_DRAWS) -> set[Name] | None:
-    """Names of numbers of the same sources that couple rows; None where not all of them can run again."""
+    """Finds the names of numbers that couple rows, all of the same sources; None where not all can run again."""
     sources, operations = history(values.values())
     if any(source.numbers is None for source in sources) or len(operations) > _MAX_OPERATIONS:
         return None
@@ -147,7 +148,8 @@ def _coupling(values: Mapping[Name, Value], num_rows: int, num_draws: int = _NUM
 
 
 def _differ(run: Callable[[Numbers], Tensor], own: Tensor, numbers: Numbers, first_rows: Numbers, draw: int) -> Tensor:
-    """Of which values [N] the change by other numbers in all rows is not the sum of those by the first and the rest."""
+    """Whether each result, bool [N], changes with all rows by other than the sum of its changes with the first half of
+    the rows and with the others; `own` has the results [N] of the numbers as they are."""
     # Of its own: torch's default generator shuffles the rows of the next epoch, on all ranks alike.
     generator = torch.Generator().manual_seed(draw)
     others = {one: _others(numbers[one], generator) for one in first_rows}

@@ -83,7 +83,7 @@ class Operation:
 
 
 def history(results: Iterable[Value]) -> tuple[list[Value], list[Operation]]:
-    """What the last weights computed that results follow from, and the operations between, in their order."""
+    """Finds what the last weights computed that `results` follow from, and the operations between, in their order."""
     sources: dict[Value, None] = {}
     operations: dict[Operation, None] = {}
     todo = list(results)
@@ -98,8 +98,9 @@ def history(results: Iterable[Value]) -> tuple[list[Value], list[Operation]]:
 
 
 def run_again(results: Sequence[Value], operations: Iterable[Operation], sources: Mapping[Value, Tensor]) -> Tensor:
-    """The results [N], of one number each, for other numbers of a network, in double precision; random numbers are the
-    same in every run.
+    """Computes results of one number each, float64 [N], from other numbers of a network.
+
+    Random numbers are the same in every run.
 
     In host memory: an index that other numbers lead out of a table raises IndexError there, and ends a GPU's context.
     """

@@ -108,7 +108,7 @@ class _Mark:
     metrics: dict[str, dict[str, Any]]
     """State of each metric, by attribute name."""
     of_batch: dict[str, States | None]
-    """What was added to metrics that are logged, by name."""
+    """States that the batch has added to logged metrics, by the name in the log."""
 
 
 class StepLog:
@@ -318,13 +318,13 @@ class StepLog:
         return {name: _SIGNS[e.reduction] * value for (name, e), value in zip(entries.items(), largest, strict=True)}
 
     def _values_of_metrics(self, schema: Schema) -> dict[str, Tensor]:
-        """The value over the global batch of each metric that is logged for the step and can be merged."""
+        """Computes the value over the global batch of each metric that is logged for the step, by name."""
         logged = {line.name: self._entries[line.name] for line in schema}
         metrics = {name: one.metric for name, one in logged.items() if one.metric is not None and self._is_of_step(one)}
         return self._batch_metrics.values(metrics, max(self._copies))
 
     def _is_of_step(self, entry: _LogEntry) -> bool:
-        """Whether a name is logged for each step; unless told, it is in training."""
+        """Whether a value is logged for each step, which is Lightning's default in training."""
         is_asked = entry.options.get("on_step")
         return self._module.trainer.training if is_asked is None else bool(is_asked)
 

@@ -162,6 +162,7 @@ def assert_compiled_equals_uncompiled(make: Callable[[], PipelineModule], num_gr
     assert counters["stats"]["unique_graphs"] == counters["frames"]["total"] == num_graphs
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("kind", "precision"),
     [*every_nth([(kind, "float64") for kind in KINDS], 2), *every_nth([(kind, "bfloat16") for kind in KINDS][1:], 2)],

@@ -21,11 +21,12 @@ LAYOUTS = {
     "dp2": Layout(world=2),
     "dp2 m2": Layout(world=2, microbatches=2),
     "pp2 dp2": Layout(world=4, pp=2, microbatches=2),
+    "pp2 vp2": Layout(world=2, pp=2, vp=2, microbatches=2),
     "pp2 collective": Layout(world=2, pp=2, microbatches=2, collective=True),
 }
 
 
-METRICS = ("batch_accuracy", "Multiclass", "median", "of_epoch")
+METRICS = ("batch_accuracy", "Multiclass", "median", "early", "of_epoch")
 
 
 class Median(torchmetrics.CatMetric):
@@ -55,11 +56,14 @@ class Synced(modules.Small):
         self.batch_accuracy = torchmetrics.classification.MulticlassAccuracy(modules.NUM_CLASSES, average="micro")
         # No means over rows: ratios of counts by class, and one that keeps all rows.
         self.f1 = torchmetrics.MetricCollection([torchmetrics.classification.MulticlassF1Score(modules.NUM_CLASSES)])
-        self.median = Median()
+        self.median, self.early = Median(), Median()
         self.of_epoch, self.num_calls = Counted(), 0
         self.ratio = torchmetrics.MaxMetric() / torchmetrics.SumMetric()
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
+        # A rank of several stages comes here once for each.
+        self.early(batch[0][:, 0])
+        self.log("early", self.early)
         logits = self.logits(batch[0])
         losses = functional.cross_entropy(logits, batch[1], reduction="none")
         self.log("rows", float(len(batch[0])), reduce_fx="sum", sync_dist=True, on_step=True, on_epoch=True)
