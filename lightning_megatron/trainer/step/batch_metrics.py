@@ -118,7 +118,12 @@ class BatchMetrics:
 
 def full_state(metric: Metric) -> dict[str, Any]:
     """Copies the state of a metric, which may add to its tensors in place."""
-    return _with_counts(metric, _copied(metric.metric_state))
+    return {
+        "states": _copied(metric.metric_state),
+        "update_count": metric._update_count,
+        "forward_cache": metric._forward_cache,
+        "computed": metric._computed,
+    }
 
 
 def restore(metric: Metric, state: dict[str, Any]) -> None:
@@ -132,14 +137,8 @@ def restore(metric: Metric, state: dict[str, Any]) -> None:
 
 @contextmanager
 def _set_aside(metric: Metric) -> Iterator[None]:
-    """Gives a metric a new state inside the block, which is not synchronized.
-
-    Its own comes back as the same tensors, because metrics of a collection share them.
-    """
-    held, to_sync = _with_counts(metric, dict(metric.metric_state)), metric._to_sync
-    for attribute, state in held["states"].items():
-        # `reset` empties lists in place.
-        setattr(metric, attribute, [] if isinstance(state, list) else state)
+    """Gives a metric a new state inside the block, which is not synchronized."""
+    held, to_sync = full_state(metric), metric._to_sync
     metric.reset()
     metric._to_sync = False
     try:
@@ -168,16 +167,6 @@ def _value(metric: Metric, ranks: list[States]) -> Any:
             setattr(metric, attribute, merged)
         metric._update_count = 1
         return metric.compute()
-
-
-def _with_counts(metric: Metric, states: States) -> dict[str, Any]:
-    """Puts what else belongs to a metric's state beside its tensors, as `restore` takes it."""
-    return {
-        "states": states,
-        "update_count": metric._update_count,
-        "forward_cache": metric._forward_cache,
-        "computed": metric._computed,
-    }
 
 
 def _copied(states: States) -> dict[str, Any]:

@@ -108,7 +108,7 @@ def test_calls_under_two_names_and_changed_arguments() -> None:
     assert not metrics.states
 
 
-def test_metrics_of_a_collection_still_share_their_states() -> None:
+def test_a_collection_goes_on_as_if_nothing_were_taken() -> None:
     module = nn.Module()
     module.both = torchmetrics.MetricCollection(
         [torchmetrics.classification.BinaryPrecision(), torchmetrics.classification.BinaryRecall()]

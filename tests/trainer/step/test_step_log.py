@@ -56,13 +56,13 @@ class Synced(modules.Small):
         self.batch_accuracy = torchmetrics.classification.MulticlassAccuracy(modules.NUM_CLASSES, average="micro")
         # No means over rows: ratios of counts by class, and one that keeps all rows.
         self.f1 = torchmetrics.MetricCollection([torchmetrics.classification.MulticlassF1Score(modules.NUM_CLASSES)])
-        self.median, self.early = Median(), Median()
+        self.median, self.early = Median(), torchmetrics.SumMetric()
         self.of_epoch, self.num_calls = Counted(), 0
         self.ratio = torchmetrics.MaxMetric() / torchmetrics.SumMetric()
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         # A rank of several stages comes here once for each.
-        self.early(batch[0][:, 0])
+        self.early(batch[0][:, 0] / 100)
         self.log("early", self.early)
         logits = self.logits(batch[0])
         losses = functional.cross_entropy(logits, batch[1], reduction="none")
