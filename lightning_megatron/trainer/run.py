@@ -79,8 +79,10 @@ class ActiveRun:
     dp_comm: DataParallelComm | None = None
     num_steps: int = 0
     """Optimizer steps of this run, those that were skipped too."""
-    hook_check: HookCheck | None = None
+    gradient_check: HookCheck | None = None
     """Check of what a user's hooks do to gradients; None where there are none."""
+    weight_check: HookCheck | None = None
+    """Check of what a user's hooks do to weights; None where there are none."""
     stepped_models: list[set[str]] = field(default_factory=list)
     """Names, for each optimizer, of the pipelined models of whose weights it has some."""
     lent_linears: list[WholeLinear] = field(default_factory=list)

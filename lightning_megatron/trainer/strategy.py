@@ -95,7 +95,7 @@ from lightning_megatron.trainer.setup.process_groups import Groups
 from lightning_megatron.trainer.step.first_steps import NUM_CHECKED, FirstSteps
 from lightning_megatron.trainer.step.global_batches import is_stream
 from lightning_megatron.trainer.step.held_memory import tell_what_was_held
-from lightning_megatron.trainer.step.hook_check import HookCheck
+from lightning_megatron.trainer.step.hook_check import GRADIENTS, WEIGHTS, HookCheck
 from lightning_megatron.trainer.step.loader_sync import LoaderSync
 from lightning_megatron.trainer.step.microbatches import Cutting
 from lightning_megatron.trainer.step.reduction import reduced
@@ -515,7 +515,9 @@ class MegatronStrategy(ParallelStrategy):
             )
             self._plugin.begin(run.dp_comm, self.loss_scale, self.optimizers, self._before_step, self._after_step)
             if self.mesh.world.size > 1 and (hooks := optimizers.gradient_hooks(module, of_users=True)):
-                run.hook_check = HookCheck(run.dp_comm.gradients, hooks)
+                run.gradient_check = HookCheck(run.dp_comm.gradients, hooks, GRADIENTS)
+            if self.mesh.world.size > 1 and (hooks := optimizers.weight_hooks(module)):
+                run.weight_check = HookCheck(run.dp_comm.gradients, hooks, WEIGHTS)
         self.setup_precision_plugin()
         if not self.is_distributed:
             # Model-parallel ranks log the same values, but Lightning sees several processes and advises to sync.
@@ -651,8 +653,8 @@ class MegatronStrategy(ParallelStrategy):
         run = self._require_run()
         if run.is_synchronised:
             self.steps.dp_comm.show_gradients()
-            if run.hook_check is not None:
-                run.hook_check.begin()
+            if run.gradient_check is not None:
+                run.gradient_check.begin()
         return plugin.post_backward(closure_loss, module)
 
     @override
@@ -674,9 +676,12 @@ class MegatronStrategy(ParallelStrategy):
 
     def _before_step(self, optimizer: Optimizer) -> int:
         """Does what precedes an optimizer's step, whoever takes it; returns the step's number."""
-        hook_check, step = self._require_run().hook_check, self._require_module().trainer.global_step
-        if hook_check is not None:
-            hook_check.end({parameter for group in optimizer.param_groups for parameter in group["params"]}, step)
+        run, step = self._require_run(), self._require_module().trainer.global_step
+        if run.weight_check is not None:
+            run.weight_check.end(step)
+        if run.gradient_check is not None:
+            stepped = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+            run.gradient_check.end(step, stepped)
         return step
 
     def _after_step(self, optimizer: Optimizer) -> None:
@@ -686,6 +691,9 @@ class MegatronStrategy(ParallelStrategy):
             # The same training_step may go on with another forward.
             self.steps.dp_comm.gather_all()
         run.end_step_of_models(module, self.optimizers, optimizer, has_stepped=True)
+        if run.weight_check is not None and not run.weight_check.is_over:
+            self.steps.dp_comm.gather_all()
+            run.weight_check.begin()
 
     @override
     def batch_to_device(self, *args: Any, **kwargs: Any) -> Any:

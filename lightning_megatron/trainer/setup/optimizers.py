@@ -1,6 +1,6 @@
 """Gradient buckets and master weights of a fit, made when it begins and released after it."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import lightning.pytorch as pl
 import torch
@@ -24,6 +24,9 @@ from lightning_megatron.optim.hook_gradients import HookGradients
 from lightning_megatron.optim.master_weights import MasterWeights
 from lightning_megatron.optim.update_scope import is_elementwise
 from lightning_megatron.trainer.precision import MegatronPrecision
+
+# Packages whose callbacks do the same on all ranks.
+_LIBRARIES = {__name__.partition(".")[0], "lightning", "pytorch_lightning"}
 
 
 def has_master_weights(config: OptimizerConfig, plugin: MegatronPrecision) -> bool:
@@ -72,15 +75,27 @@ def gradient_hooks(module: pl.LightningModule, *, of_users: bool = False) -> lis
     """Names of the code that may read gradients between a backward and the optimizer's step; `of_users`: and may change
     them, as this package's callbacks do not."""
     hooks = ("on_after_backward", "on_before_optimizer_step")
-    own = [name for name in (*hooks, "optimizer_step", "configure_gradient_clipping") if is_overridden(name, module)]
-    found = [f"{type(module).__name__}.{name}" for name in own]
+    return _overridden(module, (*hooks, "optimizer_step", "configure_gradient_clipping"), hooks, of_users=of_users)
+
+
+def weight_hooks(module: pl.LightningModule) -> list[str]:
+    """Names of a user's code that may change weights between an optimizer's step and the next."""
+    loops = [f"on_{loop}_{end}" for loop in ("train_batch", "train_epoch", "validation") for end in ("start", "end")]
+    hooks = (*loops, "on_validation_epoch_end", "on_before_zero_grad", "on_after_backward")
+    return _overridden(module, (*hooks, "optimizer_step"), (*hooks, "on_before_optimizer_step"), of_users=True)
+
+
+def _overridden(
+    module: pl.LightningModule, of_module: Sequence[str], of_callbacks: Sequence[str], *, of_users: bool
+) -> list[str]:
+    """Which of these hooks the module and its callbacks have; `of_users`: none of this package's or Lightning's."""
+    found = [f"{type(module).__name__}.{name}" for name in of_module if is_overridden(name, module)]
     if not module.automatic_optimization:
         found.append(f"{type(module).__name__}.training_step")
-    package = __name__.partition(".")[0] + "."
     for callback in module.trainer.callbacks:  # type: ignore[attr-defined]
-        if of_users and type(callback).__module__.startswith(package):
+        if of_users and type(callback).__module__.partition(".")[0] in _LIBRARIES:
             continue
-        found += [f"{type(callback).__name__}.{name}" for name in hooks if is_overridden(name, callback)]
+        found += [f"{type(callback).__name__}.{name}" for name in of_callbacks if is_overridden(name, callback)]
     return found
 
 

@@ -1,13 +1,13 @@
-"""Check of what a user's hooks did to the gradients: every rank must have done the same to the model.
+"""Check of what a user's hooks did to gradients or weights: every rank must have done the same to the model.
 
-A hook sees the gradients that its rank holds. One that clips by their norm scales each rank's by another factor; one
-that adds noise makes copies of a weight drift apart. In the first steps in which hooks change gradients, each is
-compared with what it was before: a factor must be that of all ranks, and copies of a weight must have one gradient.
-Pipeline stages may have factors of their own, as long as those stay what they are.
+A hook sees the gradients and weights that its rank holds. One that clips by their norm scales each rank's by another
+factor; one that adds noise makes copies of a weight drift apart. In the first steps in which hooks change them, each is
+compared with what it was before: a factor must be that of all ranks, and copies of a weight must stay alike. Pipeline
+stages may have factors of their own, as long as those stay what they are.
 """
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,19 +20,42 @@ from lightning_megatron.optim.bucket import ModelParam
 from lightning_megatron.optim.gradients import Gradients
 from lightning_megatron.optim.replica_check import bullet_list
 
-# Steps with gradients that hooks have changed which are compared, and steps in which such changes are looked for.
+# Steps in which hooks have changed something that are compared, and steps in which such changes are looked for.
 _NUM_COMPARED, _NUM_WATCHED = 3, 100
 _TOLERANCE = 1e-3
-_WAY_OUT = (
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What hooks may change."""
+
+    finding: str
+    listed: Callable[[Gradients], Iterator[tuple[ModelParam, Tensor, bool]]]
+    """Weight, the tensor that is looked at, and whether this data-parallel rank alone has these elements."""
+    read: Callable[[Tensor], Tensor | None]
+    way_out: str
+
+
+GRADIENTS = _Kind(
+    "changed the gradients of step",
+    lambda gradients: gradients.stepped(),
+    lambda tensor: tensor.grad,
     "A hook sees the gradients that its rank holds, and a norm taken there is not the model's. Use "
     "Trainer(gradient_clip_val=...) or self.clip_gradients; or, of lightning_megatron, clip_grad_norm_(self, max_norm),"
-    " grad_norm(self) and named_gradients(self), which are the full model's on every rank"
+    " grad_norm(self) and named_gradients(self), which are the full model's on every rank",
+)
+WEIGHTS = _Kind(
+    "changed the weights of step",
+    lambda gradients: ((param, param.parameter, False) for param in gradients.params),
+    lambda tensor: tensor,
+    "A hook sees the weights that its rank holds, and a norm taken there is not the model's. Use weight_norm(self) of "
+    "lightning_megatron, which has the norm of each weight and of all on every rank",
 )
 
 
 @dataclass(frozen=True)
 class _Entry:
-    """A gradient that is about to be stepped."""
+    """A gradient or a weight that hooks may have changed."""
 
     param: ModelParam
     size: int
@@ -54,59 +77,71 @@ class _Entry:
 
 
 class HookCheck:
-    """Compares the gradients before the hooks called `names` with those after them, over the ranks of a fit."""
+    """Compares gradients or weights before the hooks called `names` with those after them, over the ranks of a fit."""
 
-    def __init__(self, gradients: Gradients, names: Sequence[str]) -> None:
+    def __init__(self, gradients: Gradients, names: Sequence[str], kind: _Kind) -> None:
         self._gradients = gradients
+        self._kind = kind
         self._names = ", ".join(names)
         self._num_compared = self._num_watched = 0
         # Factors by global rank of the first step in which stages had several.
         self._stage_factors: dict[int, float] | None = None
-        # Fingerprints of gradients by stepped tensor, from the reduction to the end of the hooks; a rank may step none.
+        # Fingerprints by tensor, from before the hooks to after them; a rank may step none.
         self._before: dict[Tensor, Tensor] | None = None
 
+    @property
+    def is_over(self) -> bool:
+        """Whether enough steps were looked at."""
+        return self._num_compared >= _NUM_COMPARED or self._num_watched >= _NUM_WATCHED
+
     def begin(self) -> None:
-        """Gradients were reduced, and hooks come next."""
-        if self._num_compared < _NUM_COMPARED and self._num_watched < _NUM_WATCHED:
-            self._before = {tensor: _fingerprint(tensor) for _, tensor, _ in self._gradients.stepped()}
-        else:
-            self._before = None
+        """Hooks come next."""
+        listed = () if self.is_over else self._kind.listed(self._gradients)
+        self._before = None if self.is_over else {tensor: self._fingerprint(tensor) for _, tensor, _ in listed}
 
     @torch.no_grad()
-    def end(self, stepped: Collection[Tensor], step: int) -> None:
-        """The optimizer of the tensors `stepped` is about to step. Collective over the world.
+    def end(self, step: int, stepped: Collection[Tensor] | None = None) -> None:
+        """Hooks have run; of gradients those of the tensors `stepped` are about to be stepped.
 
-        Raises RuntimeError, on all ranks, where hooks did different things on different ranks.
+        Collective over the world. Raises RuntimeError, on all ranks, where hooks did different things on different
+        ranks.
         """
         if self._before is None:
             return
-        mesh, entries = self._gradients.mesh, list(self._own(stepped))
+        mesh, entries = self._gradients.mesh, list(self._own(self._before, stepped))
+        if stepped is None:
+            self._before = None
+        self._num_watched += 1
+        # That any rank's hooks changed something is one number, which all tell each other first.
+        is_changed = torch.tensor(any(entry.is_changed for entry in entries), dtype=torch.int32)
+        if not collectives.all_reduce(is_changed.to(self._gradients.device), mesh.world, "max").item():
+            return
+        self._num_compared += 1
         differing, factors = self._compared(entries, mesh.axis("dp+cp"), mesh.tp)
-        is_changed = any(entry.is_changed for entry in entries)
         held = {param.name: param.holders is not None for param in self._gradients.params}
         copied = {name: factor for name, factor in factors.items() if held[name]}
         own = [factor for name, factor in factors.items() if not held[name]]
         is_one = bool(own) and max(own) - min(own) <= _TOLERANCE * max(own)
-        found = collectives.gather_objects((differing, copied, own[0] if is_one else None, is_changed), mesh.world)
-        self._num_watched += 1
-        self._num_compared += any(is_changed for *_, is_changed in found)
+        found = collectives.gather_objects((differing, copied, own[0] if is_one else None), mesh.world)
         lines = {name for names, *_ in found for name in names}
-        for name in {name for _, copied, *_ in found for name in copied}:
-            values = [copied[name] for _, copied, *_ in found if name in copied]
+        for name in {name for _, copied, _ in found for name in copied}:
+            values = [copied[name] for _, copied, _ in found if name in copied]
             if max(values) - min(values) > _TOLERANCE * max(values):
                 lines.add(name)
-        self._judge(sorted(lines), [factor for _, _, factor, _ in found], step)
+        self._judge(sorted(lines), [factor for _, _, factor in found], step)
 
-    def _own(self, stepped: Collection[Tensor]) -> Iterator[_Entry]:
-        """Each gradient that is about to be stepped."""
-        known = self._before or {}
-        for param, tensor, is_shard in self._gradients.stepped():
-            if tensor in known and tensor in stepped:
-                yield _Entry(param, tensor.numel(), is_shard, known[tensor], _fingerprint(tensor))
+    def _fingerprint(self, tensor: Tensor) -> Tensor:
+        return _fingerprint(self._kind.read(tensor), tensor.device)
+
+    def _own(self, before: dict[Tensor, Tensor], stepped: Collection[Tensor] | None) -> Iterator[_Entry]:
+        """What hooks may have changed."""
+        for param, tensor, is_shard in self._kind.listed(self._gradients):
+            if tensor in before and (stepped is None or tensor in stepped):
+                yield _Entry(param, tensor.numel(), is_shard, before[tensor], self._fingerprint(tensor))
 
     def _compared(self, entries: list[_Entry], dp_cp: Axis, tp: Axis) -> tuple[list[str], dict[str, float]]:
-        """Names of this stage's weights to which its ranks did different things, and the factors of the gradients that
-        were scaled, or left alone."""
+        """Names of this stage's weights to which its ranks did different things, and the factors of those that were
+        scaled, or left alone."""
         # The same weights in the same order on all ranks of a stage, whichever of them they step.
         names = sorted(param.name for param in self._gradients.params)
         rows = {name: i for i, name in enumerate(names)}
@@ -138,21 +173,22 @@ class HookCheck:
     def _judge(self, differing: list[str], factors: list[float | None], step: int) -> None:
         known = {rank: factor for rank, factor in enumerate(factors) if factor is not None}
         told = ", ".join(f"rank {rank}: {factor:.4g}" for rank, factor in known.items())
-        what = f"{self._names} changed the gradients of step {step}"
+        what = f"{self._names} {self._kind.finding} {step}"
         if differing:
             raise RuntimeError(
-                f"{what} differently on the ranks that hold a weight together:\n{bullet_list(differing)}\n{_WAY_OUT}"
+                f"{what} differently on the ranks that hold a weight together:\n{bullet_list(differing)}\n"
+                f"{self._kind.way_out}"
             )
         is_one = not known or max(known.values()) - min(known.values()) <= _TOLERANCE * max(known.values())
         if is_one:
             return
         # A factor of its own for each layer stays what it is; that of clipping follows the gradients.
         if self._stage_factors is not None and _differ(self._stage_factors, known):
-            raise RuntimeError(f"{what} by another factor on each pipeline stage ({told}). {_WAY_OUT}")
+            raise RuntimeError(f"{what} by another factor on each pipeline stage ({told}). {self._kind.way_out}")
         if self._stage_factors is None:
             rank_zero_warn(
                 f"{what} by another factor on each pipeline stage ({told}). That is right where the hook means layers "
-                f"to have factors of their own. {_WAY_OUT}",
+                f"to have factors of their own. {self._kind.way_out}",
                 category=UserWarning,
             )
         self._stage_factors = known
@@ -163,13 +199,12 @@ def _differ(before: dict[int, float], after: dict[int, float]) -> bool:
     return any(abs(before[rank] - after[rank]) > _TOLERANCE * max(before[rank], after[rank]) for rank in shared)
 
 
-def _fingerprint(tensor: Tensor) -> Tensor:
-    """Norm of a tensor's gradient and two sums of its elements, each times a number of its own, float64 [3]; NaN
-    without a gradient."""
-    gradient = tensor.grad
-    if gradient is None:
-        return torch.full((3,), torch.nan, dtype=torch.float64, device=tensor.device)
-    values = gradient.coalesce().values() if gradient.is_sparse else gradient
+@torch.no_grad()
+def _fingerprint(tensor: Tensor | None, device: torch.device) -> Tensor:
+    """Norm of a tensor and two sums of its elements, each times a number of its own, float64 [3]; NaN of None."""
+    if tensor is None:
+        return torch.full((3,), torch.nan, dtype=torch.float64, device=device)
+    values = tensor.coalesce().values() if tensor.is_sparse else tensor
     flat = values.detach().reshape(-1).to(torch.promote_types(values.dtype, torch.float32))
     angles = torch.arange(1, flat.numel() + 1, dtype=flat.dtype, device=flat.device)
     sums = [torch.linalg.vector_norm(flat), flat @ torch.cos(0.7 * angles), flat @ torch.cos(1.3 * angles)]
@@ -177,7 +212,7 @@ def _fingerprint(tensor: Tensor) -> Tensor:
 
 
 def _factor(before: Tensor, after: Tensor) -> float:
-    """The factor by which a gradient was scaled, from its fingerprints; NaN where something else was done to it."""
+    """The factor by which a tensor was scaled, from its fingerprints; NaN where something else was done to it."""
     if before.isnan().any() or before[0] == 0:
         return torch.nan
     if after.isnan().any():

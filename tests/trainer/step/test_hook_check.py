@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_megatron import clip_grad_norm_
+from lightning_megatron import clip_grad_norm_, weight_norm
 from lightning_megatron.optim.config import OptimizerConfig
 from tests.harness.ranks import run_on_ranks
 from tests.trainer.layouts import Layout, make_trainer
@@ -66,15 +66,40 @@ class OneWeight(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class Projects(Small):
+    """Changes its weights after each step, in the way that `how` says."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    @torch.no_grad()
+    def on_train_batch_end(self, *_: Any) -> None:
+        weights = list(self.parameters())
+        match self.how.removeprefix("weights "):
+            case "each onto a ball":
+                for weight in weights:
+                    weight.mul_(0.5 / weight.norm())
+            case "all onto a ball":
+                torch._foreach_mul_(weights, float(0.5 / torch.stack([w.norm() for w in weights]).norm()))
+            case "onto a ball by the model's norm":
+                torch._foreach_mul_(weights, float(0.5 / weight_norm(self)["weight_2.0_norm_total"]))
+            case "within bounds":
+                for weight in weights:
+                    weight.data.clamp_(-0.05, 0.05)
+            case "halved":
+                torch._foreach_mul_(weights, 0.5)
+
+
 def told(layout: Layout, how: str) -> str:
-    module = OneWeight() if how == "one weight" else Clips(how)
+    module = OneWeight() if how == "one weight" else Projects(how) if how.startswith("weights") else Clips(how)
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         try:
             make_trainer(layout, max_epochs=1, limit_val_batches=0).fit(module, Data(24))
         except RuntimeError as error:
             return str(error)
-    return "".join(str(one.message) for one in found if "changed the gradients" in str(one.message)) or "done"
+    return "".join(str(one.message) for one in found if "changed the " in str(one.message)) or "done"
 
 
 @pytest.mark.parametrize(
@@ -97,6 +122,31 @@ def test_ranks_that_do_different_things_end_the_run(layout: Layout, how: str, sh
         assert shown in found and "clip_grad_norm_(self, max_norm)" in found
 
 
+@pytest.mark.parametrize(
+    ("layout", "how", "shown"),
+    [
+        (
+            TP2,
+            "weights each onto a ball",
+            "weights of step 1 differently on the ranks that hold a weight together:\n  - ",
+        ),
+        (
+            PP2,
+            "weights all onto a ball",
+            "weights of step 1 differently on the ranks that hold a weight together:\n  - ",
+        ),
+        (
+            TP2,
+            "weights all onto a ball",
+            "weights of step 1 differently on the ranks that hold a weight together:\n  - ",
+        ),
+    ],
+)
+def test_weights_that_ranks_change_differently_end_the_run(layout: Layout, how: str, shown: str) -> None:
+    for found in run_on_ranks(2, told, layout, how, init=False):
+        assert f"Projects.on_train_batch_end changed the {shown}" in found and "weight_norm(self)" in found
+
+
 def test_a_factor_of_a_stages_own_is_told_once() -> None:
     first, second = run_on_ranks(2, told, PP2, "its chain halved on the last rank", init=False)
     assert first.startswith(f"{HOOK}by another factor on each pipeline stage (rank 0: 1, rank 1: 0.5)")
@@ -115,6 +165,13 @@ def test_a_factor_of_a_stages_own_is_told_once() -> None:
         (PP2, "by value"),
         (PP2, "halved"),
         (TP2, "nothing"),
+        (DP2, "weights all onto a ball"),
+        (ZERO, "weights each onto a ball"),
+        (PP2, "weights each onto a ball"),
+        (TP2, "weights onto a ball by the model's norm"),
+        (PP2, "weights onto a ball by the model's norm"),
+        (TP2, "weights within bounds"),
+        (PP2, "weights halved"),
         # One of these ranks steps nothing.
         (ZERO, "one weight"),
     ],
