@@ -206,9 +206,18 @@ def _fingerprint(tensor: Tensor | None, device: torch.device) -> Tensor:
         return torch.full((3,), torch.nan, dtype=torch.float64, device=device)
     values = tensor.coalesce().values() if tensor.is_sparse else tensor
     flat = values.detach().reshape(-1).to(torch.promote_types(values.dtype, torch.float32))
-    angles = torch.arange(1, flat.numel() + 1, dtype=flat.dtype, device=flat.device)
-    sums = [torch.linalg.vector_norm(flat), flat @ torch.cos(0.7 * angles), flat @ torch.cos(1.3 * angles)]
-    return torch.stack(sums).double()
+    # A number for each place in a row, and one for each row, so that few have to be made.
+    width = max(1, math.isqrt(flat.numel()))
+    rows = flat[: flat.numel() // width * width].view(-1, width)
+    places, rest = _waves(width, flat), flat[rows.numel() :]
+    sums = (_waves(len(rows), flat) * (rows @ places)).sum(0) + rest @ places[: len(rest)]
+    return torch.cat([torch.linalg.vector_norm(flat)[None], sums]).double()
+
+
+def _waves(length: int, like: Tensor) -> Tensor:
+    """Numbers of two waves that share no period, [length, 2]."""
+    places = torch.arange(1, length + 1, dtype=like.dtype, device=like.device)
+    return torch.cos(torch.stack([0.7 * places, 1.3 * places], dim=1))
 
 
 def _factor(before: Tensor, after: Tensor) -> float:
