@@ -118,17 +118,21 @@ def keep_mask(keys: Tensor, num_columns: int, probability: float, first_column: 
 
 def keep_columns(keys: Tensor, columns: Tensor, probability: float) -> Tensor:
     """`keep_mask` for columns (int64) in any order: [*keys.shape, columns]."""
-    least = _signed(int(probability * 2.0**64) - (1 << 63))
-    rows, offsets = keys.flatten(), columns * _GOLDEN
+    rows = keys.flatten()
     # A compiler fuses it all into one kernel, without scratch.
     num_block = rows.numel() * columns.numel() if torch.compiler.is_compiling() else MASK_BLOCK
     num_rows = max(num_block // max(columns.numel(), 1), 1)
     keep = torch.empty(rows.numel(), columns.numel(), dtype=torch.bool, device=keys.device)
     for start in range(0, rows.numel(), num_rows):
         block = slice(start, start + num_rows)
-        # One finaliser is enough here: the row keys are finalised bits already.
-        keep[block] = mix(rows[block].unsqueeze(-1) + offsets) >= least
+        keep[block] = keeps(rows[block].unsqueeze(-1), columns, probability)
     return keep.view(*keys.shape, columns.numel())
+
+
+def keeps(keys: Tensor, columns: Tensor, probability: float) -> Tensor:
+    """Whether the element of each row key and column is not dropped; the two broadcast."""
+    # One finaliser is enough here: the row keys are finalised bits already.
+    return mix(keys + columns * _GOLDEN) >= _signed(int(probability * 2.0**64) - (1 << 63))
 
 
 @dataclass(kw_only=True)

@@ -24,7 +24,7 @@ class ContextConfig:
     """What to do with a sequence that ranks cannot share evenly: "pad" it, or "refuse" it with an error."""
     kernel: AttentionKernel = "fused"
     """Attention kernel: "fused", torch's fused kernels, or "flex", torch's FlexAttention (CUDA only), which also fuses
-    relative position biases."""
+    relative position biases and dropout."""
 
     def __post_init__(self) -> None:
         faults = []

@@ -7,11 +7,15 @@ here recomputes the step, and passes the gradients of its output and of its log-
     d part = w * d output
     d lse of the part = w * <d output, part - output>
 
+Dropout of attention weights is a mask of keys, drawn where a score is made. What it drops counts in the log-sum-exp all
+the same, so that a second call without dropout computes that; then w = exp(lse of the kept - lse over all keys) /
+(1 - probability), and <d output, output> is a gradient of the second call's log-sum-exp.
+
 B batch, A query heads, G key heads, Q query rows, K key rows, D head size.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -25,8 +29,15 @@ from torch.nn.attention.flex_attention import (
     flex_attention,
 )
 
+from lightning_megatron.comm import rng
 from lightning_megatron.comm.host_numbers import on_device
-from lightning_megatron.context.attention_step import AttentionGradients, AttentionStep, BackwardInputs, wide
+from lightning_megatron.context.attention_step import (
+    AttentionGradients,
+    AttentionStep,
+    BackwardInputs,
+    DropoutKeys,
+    wide,
+)
 from lightning_megatron.context.context_layout import AttentionBlock
 
 LEAST_HEAD_DIM = 16
@@ -45,24 +56,36 @@ class FlexAttention:
 
     def forward(self, queries: Tensor, keys: Tensor, values: Tensor, step: AttentionStep) -> tuple[Tensor, Tensor]:
         table = None if step.bias is None else step.bias.table
-        output, lse = self._part(queries.detach(), keys.detach(), values.detach(), table, step)
-        return output.to(wide(queries.dtype)), lse.to(wide(queries.dtype))
+        inputs = queries.detach(), keys.detach(), values.detach(), table
+        output, lse = (x.to(wide(queries.dtype)) for x in self._part(*inputs, step))
+        if step.dropout_keys is not None:
+            kept_lse, lse = lse, self._part(*inputs, replace(step, dropout_keys=None))[1].to(lse.dtype)
+            output = output * _weights(kept_lse, lse, step)
+        return output, lse
 
     def backward(self, inputs: BackwardInputs, step: AttentionStep) -> AttentionGradients:
         grad, queries, keys, values, output, lse = inputs
         dtype = wide(queries.dtype)
         queries, keys, values = (x.detach().requires_grad_() for x in (queries, keys, values))
         table = None if step.bias is None else step.bias.table.detach().requires_grad_()
+        without_dropout = replace(step, dropout_keys=None)
         with torch.enable_grad():
             part, part_lse = self._part(queries, keys, values, table, step)
-        # A query that sees no key has weight exp(-inf - inf), which is 0.
-        weights = (part_lse.detach() - lse.masked_fill(lse == -torch.inf, torch.inf)).exp().to(dtype).unsqueeze(-1)
-        grad_part = weights * grad
-        grad_lse = (grad_part * (part.detach().to(dtype) - output)).sum(dim=-1)
+            # Its output has no gradient.
+            lses = [part_lse]
+            if step.dropout_keys is not None:
+                lses.append(self._part(queries, keys, values, table, without_dropout)[1])
+        grad_part = _weights(part_lse.detach().to(dtype), lse, step) * grad
+        # With one call both terms are those of its log-sum-exp: as a difference they cancel without rounding.
+        if step.dropout_keys is None:
+            grad_lses = [(grad_part * (part.detach().to(dtype) - output)).sum(dim=-1)]
+        else:
+            of_all = _weights(lses[1].detach().to(dtype), lse, without_dropout)
+            grad_lses = [(grad_part * part.detach().to(dtype)).sum(dim=-1), -(of_all * grad * output).sum(dim=-1)]
         found = torch.autograd.grad(
-            (part, part_lse),
+            (part, *lses),
             (queries, keys, values) if table is None else (queries, keys, values, table),
-            (grad_part.to(part.dtype), grad_lse.to(part_lse.dtype)),
+            (grad_part.to(part.dtype), *(one.to(part_lse.dtype) for one in grad_lses)),
         )
         of_queries, of_keys, of_values, *of_table = (x.to(dtype) for x in found)
         return AttentionGradients(of_queries, of_keys, of_values, of_table[0] if of_table else None)
@@ -75,7 +98,7 @@ class FlexAttention:
             queries,
             keys,
             values,
-            score_mod=None if table is None else sight.biased(table, step),
+            score_mod=sight.modified(table, step),
             block_mask=sight.mask,
             scale=step.scale,
             enable_gqa=queries.shape[1] != keys.shape[1],
@@ -83,6 +106,13 @@ class FlexAttention:
             return_aux=AuxRequest(lse=True),
         )
         return output, more.lse
+
+
+def _weights(part_lse: Tensor, lse: Tensor, step: AttentionStep) -> Tensor:
+    """What the attention to some keys counts in that to all, by their log-sum-exp: [B, A, Q, 1]."""
+    # A query that sees no key has weight exp(-inf - inf), which is 0.
+    weights = (part_lse - lse.masked_fill(lse == -torch.inf, torch.inf)).exp().unsqueeze(-1)
+    return weights if step.dropout_keys is None else weights / (1.0 - step.dropout_keys.probability)
 
 
 @lru_cache(maxsize=1)
@@ -99,8 +129,12 @@ class _Sight:
     furthest: int
     """Largest distance of a key from a query."""
 
-    def biased(self, table: Tensor, step: AttentionStep) -> Callable[..., Tensor]:
-        """Score modification that adds the bias."""
+    def modified(self, table: Tensor | None, step: AttentionStep) -> Callable[..., Tensor] | None:
+        """Score modification that adds the bias, and drops keys; None where a step has neither."""
+        biased = None if table is None else self._biased(table, step)
+        return biased if step.dropout_keys is None else self._dropped(biased, step, step.dropout_keys)
+
+    def _biased(self, table: Tensor, step: AttentionStep) -> Callable[..., Tensor]:
         bias, furthest = step.bias, self.furthest
         assert bias is not None
         queries, keys = step.positions_on(table.device)
@@ -110,6 +144,20 @@ class _Sight:
             return score + table[buckets[keys[key] - queries[query] + furthest], head]
 
         return add
+
+    def _dropped(
+        self, biased: Callable[..., Tensor] | None, step: AttentionStep, dropout_keys: DropoutKeys
+    ) -> Callable[..., Tensor]:
+        rows, probability = dropout_keys.keys, dropout_keys.probability
+        columns, has_samples = step.positions_on(rows.device)[1], rows.shape[0] > 1
+
+        def drop(score: Tensor, sample: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            of_row = rows[sample, head, query] if has_samples else rows[0, head, query]
+            keep = rng.keeps(of_row, columns[key], probability)
+            modified = score if biased is None else biased(score, sample, head, query, key)
+            return torch.where(keep, modified, -torch.inf)
+
+        return drop
 
 
 def _sight_of(step: AttentionStep, queries: Tensor, keys: Tensor) -> _Sight:

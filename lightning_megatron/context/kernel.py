@@ -17,8 +17,8 @@ def kernel_for(tensor: Tensor, step: AttentionStep, preferred: AttentionKernel =
 
     A meta tensor stands for one on a current GPU.
     """
-    # FlexAttention has no dropout, and no float64. Inductor makes no kernel of its backward for a bias of one row.
-    has_flex = tensor.device.type == "cuda" and step.dropout_keys is None and tensor.dtype != torch.float64
+    # FlexAttention has no float64. Inductor makes no kernel of its backward for a bias of one row.
+    has_flex = tensor.device.type == "cuda" and tensor.dtype != torch.float64
     has_flex &= min(step.query_positions.shape[-1], step.key_positions.shape[-1]) > 1
     if preferred == "flex" and has_flex and tensor.shape[-1] >= LEAST_HEAD_DIM:
         return FlexAttention()

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention import flex_attention
 
-from lightning_megatron.context.attention_step import AttentionStep, RelativePositionBias
+from lightning_megatron.comm import rng
+from lightning_megatron.context.attention_step import AttentionStep, DropoutKeys, RelativePositionBias
 from lightning_megatron.context.context_layout import MaskSpec, cut
 from lightning_megatron.context.flex import FlexAttention
 from lightning_megatron.context.kernel import kernel_for
@@ -21,9 +22,9 @@ from tests.harness.sample import WHOLE
 
 @pytest.mark.matrix
 @settings(max_examples=60 if WHOLE in os.environ else 25)
-@given(case=CASES, has_bias=st.booleans())
-def test_parts_add_up_to_the_attention_of_one_device(case: Case, has_bias: bool) -> None:
-    case = Case(**{**vars(case), "has_bias": has_bias})
+@given(case=CASES, has_bias=st.booleans(), probability=st.sampled_from([0.0, 0.3]))
+def test_parts_add_up_to_the_attention_of_one_device(case: Case, has_bias: bool, probability: float) -> None:
+    case = Case(**{**vars(case), "has_bias": has_bias, "probability": probability})
     assert max(by_kernels(case, torch.float64, FlexAttention(plain_flex)).errors(dense(case)).values()) < 1e-10
 
 
@@ -57,10 +58,18 @@ def test_what_is_made_of_blocks_is_made_once_for_all_layers() -> None:
     assert len(block_masks) == 3 and block_masks[0] is block_masks[1] is block_masks[2]
 
 
+def test_rows_all_of_whose_keys_are_dropped_have_no_output() -> None:
+    case = Case(lengths=(3, 1), probability=0.9)
+    results = by_kernels(case, torch.float64, FlexAttention(plain_flex))
+    assert max(results.errors(dense(case)).values()) < 1e-10
+    assert (results.output == 0).all(dim=-1).any()
+
+
+@pytest.mark.parametrize("probability", [0.0, 0.3])
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("case", TABLE)
 def test_torch_takes_the_arguments_and_gives_the_same_output(
-    case: Case, has_bias: bool, monkeypatch: pytest.MonkeyPatch
+    case: Case, has_bias: bool, probability: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Not compiled, for a new shape each time; that is for outputs alone.
     monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
@@ -70,6 +79,8 @@ def test_torch_takes_the_arguments_and_gives_the_same_output(
         torch.randn(case.batch, heads, layout.num_rows, 16, generator=generator, dtype=torch.float64)
         for heads in (4, case.groups, case.groups)
     )
+    keys_of_rows = rng.bits(7, torch.arange(4 * layout.num_rows)).view(1, 4, -1)
+    dropout_keys = DropoutKeys(keys=keys_of_rows, probability=probability) if probability else None
     for source in range(case.ring):
         step = AttentionStep(
             blocks=layout.blocks(0, source, case.mask_spec),
@@ -77,6 +88,7 @@ def test_torch_takes_the_arguments_and_gives_the_same_output(
             key_positions=layout.group_positions[source],
             mask_spec=case.mask_spec,
             scale=SCALE,
+            dropout_keys=dropout_keys,
             bias=RelativePositionBias(table=case.table(), bucket=bucket) if has_bias else None,
         )
         found = FlexAttention(flex_attention.flex_attention).forward(queries, keys, values, step)
@@ -102,10 +114,11 @@ def test_it_is_chosen_where_it_is_configured_and_can() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("probability", [0.0, 0.3])
 @pytest.mark.parametrize("has_bias", [False, True])
 # One row is left to another kernel.
 @pytest.mark.parametrize("case", [case for case in (*TABLE, *WINDOWS) if case.num_tokens > 1])
-def test_cudas_kernels_add_up_too(case: Case, has_bias: bool, dtype: torch.dtype) -> None:
-    case = Case(**{**vars(case), "has_bias": has_bias})
+def test_cudas_kernels_add_up_too(case: Case, has_bias: bool, probability: float, dtype: torch.dtype) -> None:
+    case = Case(**{**vars(case), "has_bias": has_bias, "probability": probability})
     errors = by_kernels(case, dtype, FlexAttention(), device="cuda").errors(dense(case))
     assert max(errors.values()) < 0.25 and errors["output"] < 2**-6
