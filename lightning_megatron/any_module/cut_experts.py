@@ -109,7 +109,7 @@ class _Dispatched:
         hidden_TH, expert_ids_TK, probs_TK = signature(module.forward).bind(*args, **kwargs).args
         self._work = work = self.dispatcher.dispatch(hidden_TH, expert_ids_TK, probs_TK)
         rows_RH, probs_R, groups = work.wait()
-        own_L = torch.arange(len(groups.sizes), device=rows_RH.device)
+        own_L = torch.arange(len(groups.sizes_L), device=rows_RH.device)
         ids_R = own_L.repeat_interleave(groups.sizes_L, output_size=groups.num_rows)
         return (rows_RH, ids_R[:, None], probs_R[:, None]), {}
 

@@ -107,6 +107,11 @@ class ContextLayout:
         """Number of rows of a group's stream, which are the rows of its ranks in turn."""
         return self.num_rows * self.ulysses_size
 
+    def num_own(self, rank: int) -> int:
+        """Number of a rank's rows that are no padding."""
+        before = rank % self.ulysses_size * self.num_rows
+        return min(max(_num(self.runs[rank // self.ulysses_size]) - before, 0), self.num_rows)
+
     @cached_property
     def group_places(self) -> Tensor:
         """Place of each row, int64 [ring_size, group rows], on the host."""

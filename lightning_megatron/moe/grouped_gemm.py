@@ -5,11 +5,15 @@
 `SequentialGemm` loops over the experts. `GroupedGemm` is one kernel for all of them, torch's own, where that takes the
 tensors, the loop elsewhere. `moe.grouped_gemm_fp8` multiplies in float8. Without rows a gradient is zeros.
 
+The kernel reads on the device where each expert's rows end. A loop needs their numbers on the host, and reads them
+where the dispatcher did not.
+
 R rows sorted by expert, L own experts, I features in, O features out.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -19,7 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from lightning_megatron.precision.cast import Operand
 from lightning_megatron.tensor.linear import as_gemm_input
-from lightning_megatron.tensor.weight_gradients import WeightGradientMode, WeightGradients, add_gradient
+from lightning_megatron.tensor.weight_gradients import WeightGradientMode, WeightGradients, add_gradient, product_in
 
 _KERNEL_DTYPES = {
     "cpu": (torch.float32, torch.bfloat16, torch.float16),
@@ -29,19 +33,42 @@ _KERNEL_DTYPES = {
 }
 # The kernel needs rows that begin at multiples of so many bytes.
 _ALIGNED_BYTES = 16
+# From this compute capability on the weight gradient of an expert without rows is what the kernel's accumulators held:
+# https://github.com/NVIDIA/cutlass/issues/2674. Before it is zeros.
+_UNDEFINED_CAPABILITY = (10, 0)
 
 
 @dataclass(frozen=True, eq=False)
 class ExpertGroups:
-    """Numbers of rows of this rank's experts, on the host and on the device."""
+    """Numbers of rows of this rank's experts, on the device, and on the host for those who ask."""
 
-    sizes: tuple[int, ...]
+    num_rows: int
+    """Rows of all experts."""
     sizes_L: Tensor
     """Rows of each expert on the device: int64."""
+    read: Callable[[], tuple[int, ...]]
+    """Reads the rows of each expert: the host may wait for the device."""
 
-    @property
-    def num_rows(self) -> int:
-        return sum(self.sizes)
+    @staticmethod
+    def known(sizes: tuple[int, ...], sizes_L: Tensor) -> "ExpertGroups":
+        """Groups whose sizes are on the host already."""
+        return ExpertGroups(sum(sizes), sizes_L, lambda: sizes)
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Rows of each expert on the host."""
+        return self.read()
+
+    @cached_property
+    def ends_L(self) -> Tensor:
+        """End of each expert's rows on the device: int32."""
+        return self.sizes_L.cumsum(0, dtype=torch.int32)
+
+    @cached_property
+    def experts_R(self) -> Tensor:
+        """Expert of each row on the device: int64."""
+        rows_R = torch.arange(self.num_rows, dtype=torch.int32, device=self.sizes_L.device)
+        return torch.searchsorted(self.ends_L, rows_R, right=True)
 
     def spans(self) -> Iterator[tuple[int, slice]]:
         """Each expert with rows, and the slice of its rows."""
@@ -111,7 +138,7 @@ class SequentialGemm:
 
     def weight_gradient(self, grad_RO: Operand, x_RI: Operand, weight: Tensor, groups: ExpertGroups) -> Tensor:
         grad, x = grad_RO.values, x_RI.values
-        grad_LOI = x.new_empty(len(groups.sizes), grad.shape[1], x.shape[1])
+        grad_LOI = x.new_empty(len(weight), grad.shape[1], x.shape[1])
         for expert, rows in groups.spans():
             torch.mm(grad[rows].t(), x[rows], out=grad_LOI[expert])
         return _without_rows_zero(grad_LOI, groups)
@@ -140,18 +167,20 @@ class GroupedGemm(SequentialGemm):
     ) -> Tensor:
         if not _is_for_kernel(x_RI.values, weight.shape[-1]):
             return super().forward(x_RI, weight, groups, dtype, is_training=is_training)
-        return F.grouped_mm(x_RI.values, _flat(weight, dtype).transpose(1, 2), offs=_ends(groups))
+        return F.grouped_mm(x_RI.values, _flat(weight, dtype).transpose(1, 2), offs=groups.ends_L)
 
     def input_gradient(self, grad_RO: Operand, weight: Tensor, groups: ExpertGroups, dtype: torch.dtype) -> Tensor:
         if not _is_for_kernel(grad_RO.values, weight.shape[-1]):
             return super().input_gradient(grad_RO, weight, groups, dtype)
-        return F.grouped_mm(grad_RO.values, _flat(weight, dtype), offs=_ends(groups))
+        return F.grouped_mm(grad_RO.values, _flat(weight, dtype), offs=groups.ends_L)
 
     def weight_gradient(self, grad_RO: Operand, x_RI: Operand, weight: Tensor, groups: ExpertGroups) -> Tensor:
         if not _is_for_kernel(grad_RO.values, weight.shape[-1]):
             return super().weight_gradient(grad_RO, x_RI, weight, groups)
-        # The kernel does not define the gradient of an expert without rows.
-        return _without_rows_zero(F.grouped_mm(grad_RO.values.t(), x_RI.values, offs=_ends(groups)), groups)
+        grad_LOI = F.grouped_mm(grad_RO.values.t(), x_RI.values, offs=groups.ends_L)
+        if _leaves_undefined(grad_LOI.device):
+            grad_LOI.masked_fill_((groups.sizes_L == 0)[:, None, None], 0)
+        return grad_LOI
 
     def add_weight_gradient(
         self, weight: Tensor, grad_RO: Operand, x_RI: Operand, groups: ExpertGroups, grad_view: Tensor | None
@@ -258,26 +287,25 @@ class _GroupedLinear(torch.autograd.Function):
         if needs_weights:
             grad_weights = torch.zeros_like(probs_R)
             if ctx.is_own:
-                for expert, rows in groups.spans():
-                    grad_weights[rows] = _wide(grad_RO[rows], probs_R) @ _wide(bias[expert].flatten(), probs_R)
+                bias_RO = bias.flatten(1).index_select(0, groups.experts_R)
+                grad_weights.copy_((_wide(grad_RO, probs_R) * _wide(bias_RO, probs_R)).sum(1))
         return grad_x, grad_weight, grad_bias, grad_weights, None, None, None, None, None
 
 
 def _add_bias(y_RO: Tensor, bias_LO: Tensor, probs_R: Tensor | None, groups: ExpertGroups) -> None:
-    for expert, rows in groups.spans():
-        bias_O = bias_LO[expert]
-        y_RO[rows] += bias_O if probs_R is None else _wide(bias_O, probs_R) * probs_R[rows, None]
+    bias_RO = bias_LO.index_select(0, groups.experts_R)
+    y_RO += bias_RO if probs_R is None else _wide(bias_RO, probs_R) * probs_R[:, None]
 
 
 def _bias_gradient(grad_RO: Tensor, bias: Tensor, probs_R: Tensor | None, groups: ExpertGroups) -> Tensor:
-    """Gradient of the bias: the sum over each expert's rows, in one order on any device."""
-    grad_LO = torch.zeros_like(bias).flatten(1)
-    for expert, rows in groups.spans():
-        grad = grad_RO[rows]
-        if probs_R is not None:
-            grad = _wide(grad, probs_R) * probs_R[rows, None]
-        grad_LO[expert] = grad.sum(0)
-    return grad_LO.view(bias.shape)
+    """Gradient of the bias: the sum over each expert's rows. A product with ones has one order of sums, additions by
+    index have none."""
+    experts_L1 = torch.arange(len(bias), device=grad_RO.device)[:, None]
+    factors_LR = (groups.experts_R == experts_L1).to(grad_RO.dtype)
+    if probs_R is not None:
+        grad_RO = _wide(grad_RO, probs_R)
+        factors_LR = factors_LR.to(grad_RO.dtype) * probs_R
+    return product_in(bias.dtype, factors_LR, grad_RO).view(bias.shape)
 
 
 def _wide(x: Tensor, probs_R: Tensor) -> Tensor:
@@ -307,5 +335,6 @@ def _is_for_kernel(one_R: Tensor, other_length: int) -> bool:
     )
 
 
-def _ends(groups: ExpertGroups) -> Tensor:
-    return groups.sizes_L.cumsum(0, dtype=torch.int32)
+def _leaves_undefined(device: torch.device) -> bool:
+    """Whether torch's kernel does not define the weight gradient of an expert without rows."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _UNDEFINED_CAPABILITY

@@ -22,6 +22,8 @@ class RoutedTokens:
 
     is_real_T: Tensor
     """Whether a token is none of padding: bool."""
+    num_real: int
+    """Number of tokens that are none of padding."""
     segments_T: Tensor
     """Sequence (packed: document) of each token, from 0, numbered alike on all ranks of the axes: int64."""
     lengths: tuple[int, ...]

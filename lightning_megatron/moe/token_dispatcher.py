@@ -12,8 +12,9 @@ Every rank of ep x etp brings tokens of its own and holds E/ep experts, 1/etp of
 AllToAll moves the rows that are wanted; AllGather moves everything: it suits few ranks and many experts per token.
 Both hand the same rows in the same order to the experts. A fused backend is a further value of `TokenDispatcher`.
 
-How many rows go where is data, and a kernel's output needs its size: the host reads it once, in `on_host`, and never
-where every expert's rows are padded to a capacity.
+How many rows go where is data, and a kernel's output needs its size: the host reads it once, in `on_host`. It need not
+where every expert's rows are padded to a capacity, and where a rank that has all experts knows how many rows its tokens
+make together: then only a GEMM that loops over experts reads how many each has.
 
 T tokens of this rank, K experts of each token, H hidden, E experts, L own experts, P ranks of ep, Q ranks of etp,
 R rows.
@@ -68,58 +69,89 @@ class TokenDispatcher:
         """Brings numbers of tokens to the host."""
 
     def dispatch(
-        self, hidden_TH: Tensor, expert_ids_TK: Tensor, probs_TK: Tensor, capacity: int | None = None
+        self,
+        hidden_TH: Tensor,
+        expert_ids_TK: Tensor,
+        probs_TK: Tensor,
+        capacity: int | None = None,
+        num_rows: int | None = None,
     ) -> DispatchWork:
         """Starts to send each token to its experts; the expert -1 is none.
 
         With a capacity every expert gets so many rows of each rank, zeros after those of tokens; no expert may have
-        more tokens than that, and all ranks pass the same capacity.
+        more tokens than that, and all ranks pass the same capacity. `num_rows` is how many of this rank's choices are
+        experts, where the host knows it.
         """
         raise NotImplementedError
+
+    def _groups(self, counts_L: Tensor, shape_TK: torch.Size, num_rows: int | None) -> ExpertGroups:
+        """Groups of rows by expert; read at once, unless this rank has all experts and the number of rows is known."""
+
+        def read() -> tuple[int, ...]:
+            return tuple(self.read(counts_L, shape_TK).tolist())
+
+        if num_rows is None or self.ep.size * self.etp.size > 1:
+            return ExpertGroups.known(read(), counts_L)
+        return ExpertGroups(num_rows, counts_L, read)
 
 
 class AllToAllTokenDispatcher(TokenDispatcher):
     """Sends each token to the ranks of its experts alone. Ranks may have different numbers of tokens, or none."""
 
     def dispatch(
-        self, hidden_TH: Tensor, expert_ids_TK: Tensor, probs_TK: Tensor, capacity: int | None = None
+        self,
+        hidden_TH: Tensor,
+        expert_ids_TK: Tensor,
+        probs_TK: Tensor,
+        capacity: int | None = None,
+        num_rows: int | None = None,
     ) -> DispatchWork:
         by_expert = sort_by_expert(expert_ids_TK, self.num_experts)
-        shape = (self.ep.size, self.etp.size, self.num_experts)
+        by_rank, shape_TK = (self.ep.size, self.num_experts // self.ep.size), expert_ids_TK.shape
         if capacity is None:
             counts_QE = collectives.all_gather(by_expert.counts_E[None], self.etp)
             counts_PQE = collectives.all_gather(counts_QE[None], self.ep)
-            sizes_PQE = self.read(counts_PQE, expert_ids_TK.shape)
-            choices_R = by_expert.dropless(int(sizes_PQE[self.ep.rank, self.etp.rank].sum()))
         else:
-            counts_PQE = by_expert.counts_E.new_full(shape, capacity)
-            sizes_PQE = torch.full(shape, capacity)
-            choices_R = by_expert.padded(capacity)
+            counts_PQE = by_expert.counts_E.new_full((self.ep.size, self.etp.size, self.num_experts), capacity)
+        counts_PQL = counts_PQE.unflatten(2, by_rank)[:, :, self.ep.rank]
+        if capacity is None and self.ep.size * self.etp.size == 1:
+            groups = self._groups(by_expert.counts_E, shape_TK, num_rows)
+            rows_PQP = torch.tensor([[[groups.num_rows]]])
+        else:
+            sizes_PQE = self.read(counts_PQE, shape_TK) if capacity is None else torch.full(counts_PQE.shape, capacity)
+            sizes_PQPL = sizes_PQE.unflatten(2, by_rank)
+            sizes_L: list[int] = sizes_PQPL[:, :, self.ep.rank].sum((0, 1)).tolist()
+            groups = ExpertGroups.known(tuple(sizes_L), counts_PQL.sum((0, 1)))
+            rows_PQP = sizes_PQPL.sum(3)
+        plan = _AllToAllPlan(self.ep, self.etp, groups, counts_PQL, rows_PQP, self.yield_to_peer)
+        choices_R = by_expert.dropless(sum(plan.num_sent)) if capacity is None else by_expert.padded(capacity)
         of_tokens, of_choices = by_expert.orders(choices_R, is_dropless=capacity is None)
-        plan = _AllToAllPlan(self.ep, self.etp, counts_PQE, sizes_PQE, self.yield_to_peer)
         rows_RH, probs_R = permute(hidden_TH, of_tokens), permute(probs_TK.flatten(), of_choices)
         return _AllToAllWork(plan, of_tokens, rows_RH, probs_R)
 
 
 class _AllToAllPlan:
-    """How many rows each rank sends to each other one, from the rows of each expert on each rank."""
+    """How many rows each rank sends to each other one, `rows_PQP`, and what this rank does with what it receives."""
 
-    def __init__(self, ep: Axis, etp: Axis, counts_PQE: Tensor, sizes_PQE: Tensor, yield_to_peer: YieldToPeer) -> None:
-        self.ep, self.etp, self.yield_to_peer = ep, etp, yield_to_peer
-        num_own = sizes_PQE.shape[2] // ep.size
-        sizes_PQPL = sizes_PQE.unflatten(2, (ep.size, num_own))
+    def __init__(
+        self,
+        ep: Axis,
+        etp: Axis,
+        groups: ExpertGroups,
+        counts_PQL: Tensor,
+        rows_PQP: Tensor,
+        yield_to_peer: YieldToPeer,
+    ) -> None:
+        self.ep, self.etp, self.groups, self.yield_to_peer = ep, etp, groups, yield_to_peer
+        own_PQ = rows_PQP[:, :, ep.rank]
         # Rows for each rank of ep.
-        self.num_sent: list[int] = sizes_PQPL[ep.rank, etp.rank].sum(1).tolist()
-        own_PQL = sizes_PQPL[:, :, ep.rank]
+        self.num_sent: list[int] = rows_PQP[ep.rank, etp.rank].tolist()
         # Rows from each rank of ep.
-        self.num_received: list[int] = own_PQL[:, etp.rank].sum(1).tolist()
+        self.num_received: list[int] = own_PQ[:, etp.rank].tolist()
         # Rows that each rank of etp received.
-        self.num_gathered: list[int] = own_PQL.sum((0, 2)).tolist()
-        sizes_L: list[int] = own_PQL.sum((0, 1)).tolist()
-        counts_PQL = counts_PQE.unflatten(2, (ep.size, num_own))[:, :, ep.rank]
-        self.groups = ExpertGroups(tuple(sizes_L), counts_PQL.sum((0, 1)))
+        self.num_gathered: list[int] = own_PQ.sum(0).tolist()
         # Rows come in blocks (etp, ep, expert) and are wanted by expert, then as ranks are counted: (expert, ep, etp).
-        self.by_expert = regrouped(counts_PQL.transpose(0, 1), self.groups.num_rows)
+        self.by_expert = regrouped(counts_PQL.transpose(0, 1), groups.num_rows)
 
 
 class _AllToAllWork:
@@ -158,19 +190,23 @@ class AllGatherTokenDispatcher(TokenDispatcher):
     """Sends each token to all ranks. All ranks have the same number of tokens."""
 
     def dispatch(
-        self, hidden_TH: Tensor, expert_ids_TK: Tensor, probs_TK: Tensor, capacity: int | None = None
+        self,
+        hidden_TH: Tensor,
+        expert_ids_TK: Tensor,
+        probs_TK: Tensor,
+        capacity: int | None = None,
+        num_rows: int | None = None,
     ) -> DispatchWork:
         num_own = self.num_experts // self.ep.size
         expert_ids = collectives.all_gather(collectives.all_gather(expert_ids_TK, self.etp), self.ep)
         by_expert = sort_by_expert(expert_ids - self.ep.rank * num_own, num_own)
         if capacity is None:
             # Own experts take their share of all ranks' tokens.
-            sizes = tuple(self.read(by_expert.counts_E, expert_ids_TK.shape).tolist())
-            groups = ExpertGroups(sizes, by_expert.counts_E)
+            groups = self._groups(by_expert.counts_E, expert_ids_TK.shape, num_rows)
             choices_R = by_expert.dropless(groups.num_rows)
         else:
             of_all = capacity * self.ep.size * self.etp.size
-            groups = ExpertGroups((of_all,) * num_own, torch.full_like(by_expert.counts_E, of_all))
+            groups = ExpertGroups.known((of_all,) * num_own, torch.full_like(by_expert.counts_E, of_all))
             choices_R = by_expert.padded(of_all)
         orders = by_expert.orders(choices_R, is_dropless=capacity is None)
         return _AllGatherWork(self.ep, self.etp, orders, groups, hidden_TH, probs_TK, self.yield_to_peer)
@@ -208,12 +244,17 @@ class SharedTokenDispatcher(TokenDispatcher):
     """Takes the rows of own experts from tokens that all ranks of ep have. Sends nothing before the sum over ep."""
 
     def dispatch(
-        self, hidden_TH: Tensor, expert_ids_TK: Tensor, probs_TK: Tensor, capacity: int | None = None
+        self,
+        hidden_TH: Tensor,
+        expert_ids_TK: Tensor,
+        probs_TK: Tensor,
+        capacity: int | None = None,
+        num_rows: int | None = None,
     ) -> DispatchWork:
         assert capacity is None, "experts of other models have none"
         num_own = self.num_experts // self.ep.size
         by_expert = sort_by_expert(expert_ids_TK - self.ep.rank * num_own, num_own)
-        groups = ExpertGroups(tuple(self.read(by_expert.counts_E, expert_ids_TK.shape).tolist()), by_expert.counts_E)
+        groups = self._groups(by_expert.counts_E, expert_ids_TK.shape, num_rows)
         orders = by_expert.orders(by_expert.dropless(groups.num_rows), is_dropless=True)
         hidden_TH, probs_TK = (differentiable.copy(x, self.ep) for x in (hidden_TH, probs_TK))
         return _SharedWork(self.ep, orders, groups, hidden_TH, probs_TK)
@@ -269,15 +310,16 @@ def moe_forward(
     dispatcher: TokenDispatcher,
     experts: Experts,
     capacity: int | None = None,
+    num_rows: int | None = None,
     overlapped: Callable[[], Tensor | None] = lambda: None,
 ) -> tuple[Tensor, Tensor | None]:
     """Sum of the outputs of each token's experts, scaled by their router probabilities, [T, H]; and the result of
     `overlapped`, which is computed while tokens are in flight.
 
-    The expert -1 is none. With a `capacity` every expert gets so many rows of each rank, zeros after those of tokens.
-    Talks over ep and etp.
+    The expert -1 is none. With a `capacity` every expert gets so many rows of each rank, zeros after those of tokens;
+    `num_rows` is how many of this rank's choices are experts, where the host knows it. Talks over ep and etp.
     """
     # Tokens travel in the dtype of the GEMM.
-    dispatch_work = dispatcher.dispatch(as_gemm_input(hidden_TH), expert_ids_TK, probs_TK, capacity)
+    dispatch_work = dispatcher.dispatch(as_gemm_input(hidden_TH), expert_ids_TK, probs_TK, capacity, num_rows)
     other = overlapped()
     return dispatch_work.combine(experts(dispatch_work.wait())), other

@@ -102,6 +102,7 @@ class MoELayer(nn.Module):
             dispatcher=self.dispatcher,
             experts=self.experts,
             capacity=self._capacity(tokens),
+            num_rows=self._num_rows(tokens),
             overlapped=lambda: None if self.shared is None else self.shared(hidden_TH, keys),
         )
         output_TH = differentiable.all_gather_invariant(mixed_TH, self.split)[: len(hidden_TH)]
@@ -148,3 +149,15 @@ class MoELayer(nn.Module):
             return None
         most = sum(capacity.num_rows(length, router.top_k, router.num_experts) for length in tokens.lengths)
         return min(most, len(tokens.is_real_T))
+
+    def _num_rows(self, tokens: RoutedTokens) -> int | None:
+        """How many experts this rank's tokens have together, if that does not depend on the routing; else None."""
+        router = self.config.router
+        if self.config.capacity is not None:
+            return None
+        if router.routing_type != "expert_choice":
+            return tokens.num_real * router.top_k
+        if any(axis.size > 1 for axis in tokens.axes):
+            return None
+        # Each expert takes as many tokens of a sequence, all of which are here.
+        return router.num_experts * sum(-(-length * router.top_k // router.num_experts) for length in tokens.lengths)

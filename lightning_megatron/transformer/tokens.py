@@ -229,8 +229,10 @@ class Tokens:
         def part(values_T: Tensor) -> Tensor:
             return collectives.shard_slice(F.pad(values_T, (0, -self.num_tokens % cut.size)), cut)
 
+        length = -(-self.num_tokens // cut.size)
         return RoutedTokens(
             is_real_T=part(is_real_T),
+            num_real=self._num_real_before((cut.rank + 1) * length) - self._num_real_before(cut.rank * length),
             segments_T=part(segments_T),
             lengths=self.layout.lengths * self.batch,
             positions_T=part(self.flat_own(self.positions_1N)),
@@ -240,6 +242,12 @@ class Tokens:
             call=call,
             is_packed=self.index_X is not None,
         )
+
+    def _num_real_before(self, place: int) -> int:
+        """Number of tokens that are no padding before a place of the stream."""
+        own = self.layout.num_own(self.context.rank)
+        samples, rest = divmod(min(place, self.num_real), self.num_rows)
+        return samples * own + min(rest, own)
 
     def _with_padding(self, values_T: Tensor, padding: int) -> Tensor:
         return F.pad(values_T, (0, self.num_padding), value=padding) if self.num_padding else values_T

@@ -17,6 +17,8 @@ What forward and backward of one microbatch ask of a GPU, counted on CUDA tensor
 (`tests/fake_cuda/test_kernels.py`) count again, and fail where a number is not the one shown: a change that makes one
 rise shows so here. Whole steps run there too (`tests/fake_cuda/test_steps.py`): under the Trainer on one rank the host
 waits once a step, to learn whether gradients are finite; ranks of tp, cp, pp and ep are imagined, and send nothing.
+Experts are all on the rank: where ranks share them, the host waits once more in each of their layers, to learn how many
+rows it receives.
 
 Weights are float32 and products bf16, by autocast; one rank; 8,192 tokens, in rows as long as the model takes. A kernel
 is an operation that launches at least one, other than matrix products and fused attention; bytes are those that these

@@ -109,6 +109,7 @@ def test_what_is_dropped_is_that_of_one_device_on_every_cut_of_the_batch(
             smallest = min(called, default=0)
             tokens = RoutedTokens(
                 is_real_T=segments_T >= 0,
+                num_real=int((segments_T >= 0).sum()),
                 segments_T=segments_T - smallest,
                 lengths=tuple(called.count(number) for number in sorted(set(called))),
                 positions_T=torch.tensor(positions)[places_T],

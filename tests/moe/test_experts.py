@@ -17,7 +17,7 @@ from lightning_megatron.transformer.init import initialise
 from tests.moe.plain import BITE
 
 SIZES = (3, 0, 5, 0)
-GROUPS = ExpertGroups(SIZES, torch.tensor(SIZES))
+GROUPS = ExpertGroups.known(SIZES, torch.tensor(SIZES))
 either = pytest.mark.parametrize("gemm", [SEQUENTIAL_GEMM, GROUPED_GEMM])
 
 
@@ -75,10 +75,28 @@ def test_the_kernel_is_used_where_it_takes_the_tensors_and_there_alone(monkeypat
         sizes = SIZES if rows else (0,) * len(SIZES)
         x = torch.randn(rows, in_features).to(dtype).requires_grad_()
         weight = torch.randn(len(SIZES), 8, in_features).to(dtype).requires_grad_()
-        groups = ExpertGroups(sizes, torch.tensor(sizes))
+        groups = ExpertGroups.known(sizes, torch.tensor(sizes))
         grouped_linear(x, weight, groups, gradients=WeightGradients(), gemm=GROUPED_GEMM).square().sum().backward()
         assert used == ([dtype] * 3 if is_kernel else [])
         assert weight.grad is not None and weight.grad.shape == weight.shape
+
+
+def test_what_the_kernel_leaves_undefined_of_an_expert_without_rows_is_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = torch.nn.functional.grouped_mm
+
+    def leaving(*given: Tensor, **options: Any) -> Tensor:
+        product = kernel(*given, **options)
+        if product.dim() == 3:
+            product[[expert for expert, size in enumerate(SIZES) if not size]] = torch.nan
+        return product
+
+    x, weight = torch.randn(sum(SIZES), 8), torch.randn(len(SIZES), 16, 8, requires_grad=True)
+    (expected,) = torch.autograd.grad(looped(x, weight).square().sum(), weight)
+    monkeypatch.setattr(grouped_gemm.F, "grouped_mm", leaving)
+    monkeypatch.setattr(grouped_gemm, "_leaves_undefined", lambda device: True)
+    y = grouped_linear(x, weight, GROUPS, gradients=WeightGradients(), gemm=GROUPED_GEMM)
+    (grad,) = torch.autograd.grad(y.square().sum(), weight)
+    torch.testing.assert_close(grad, expected)
 
 
 @either

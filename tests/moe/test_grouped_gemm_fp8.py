@@ -16,7 +16,7 @@ from lightning_megatron.transformer.init import initialise
 from tests.precision.decast import decast
 
 SIZES = (5, 0, 17, 1)
-GROUPS = ExpertGroups(SIZES, torch.tensor(SIZES))
+GROUPS = ExpertGroups.known(SIZES, torch.tensor(SIZES))
 # Sums of at most 32 float32 products of order 1, in another order.
 TOLERANCE = 1e-4
 
@@ -144,7 +144,7 @@ def test_tokens_are_saved_for_backward_as_bytes() -> None:
 
 def test_no_rows_at_all_give_gradients_of_zeros() -> None:
     experts = experts_in_fp8()
-    nothing = ExpertGroups((0,) * 4, torch.zeros(4, dtype=torch.int64))
+    nothing = ExpertGroups.known((0,) * 4, torch.zeros(4, dtype=torch.int64))
     rows = torch.randn(0, 16, requires_grad=True)
     experts(DispatchedTokens(rows, torch.rand(0), nothing)).sum().backward()
     assert rows.grad is not None and rows.grad.shape == (0, 16)

@@ -130,6 +130,7 @@ def tokens_of(batch: Batch, layout: Layout, places_T: Tensor, call: int, mesh: M
     is_real_T = batch.is_real_BS.flatten()[places_T] & (places_T >= 0)
     return RoutedTokens(
         is_real_T=is_real_T,
+        num_real=int(is_real_T.sum()),
         segments_T=torch.where(is_real_T, batch.documents_BS.flatten()[places_T] - smallest, 99),
         lengths=tuple(int((own == number).sum()) for number in documents),
         positions_T=batch.positions_BS.flatten()[places_T],
@@ -277,6 +278,7 @@ def plain_tokens(num_tokens: int, *, call: int = 0) -> RoutedTokens:
     """One sequence without padding."""
     return RoutedTokens(
         is_real_T=torch.ones(num_tokens, dtype=torch.bool),
+        num_real=num_tokens,
         segments_T=torch.zeros(num_tokens, dtype=torch.int64),
         lengths=(num_tokens,),
         positions_T=torch.arange(num_tokens),
@@ -423,6 +425,7 @@ def test_the_losses_of_a_call_without_a_real_token_are_zero() -> None:
     tokens = plain_tokens(S)
     padding = RoutedTokens(
         is_real_T=torch.zeros(S, dtype=torch.bool),
+        num_real=0,
         segments_T=tokens.segments_T,
         lengths=(),
         positions_T=tokens.positions_T,

@@ -16,6 +16,7 @@ from lightning_megatron.moe import token_dispatcher
 from lightning_megatron.moe.token_dispatcher import (
     AllGatherTokenDispatcher,
     AllToAllTokenDispatcher,
+    SharedTokenDispatcher,
     TokenDispatcher,
     moe_forward,
 )
@@ -40,7 +41,9 @@ from tests.moe.plain import (
 Make = Callable[..., TokenDispatcher]
 
 
-def check(plain: Plain, out: Tensor, make: Make, mesh: Mesh, num_rows: int | None = None) -> None:
+def check(
+    plain: Plain, out: Tensor, make: Make, mesh: Mesh, capacity: int | None = None, num_rows: int | None = None
+) -> None:
     """Output and every gradient on this rank equal those of the plain experts, of the choices that are given."""
     experts = experts_of(plain, mesh)
     hidden, weights = own(plain.hidden, mesh).requires_grad_(), own(plain.weights, mesh).requires_grad_()
@@ -50,7 +53,8 @@ def check(plain: Plain, out: Tensor, make: Make, mesh: Mesh, num_rows: int | Non
         weights,
         dispatcher=dispatcher_of(make, mesh),
         experts=experts,
-        capacity=num_rows,
+        capacity=capacity,
+        num_rows=num_rows,
     )
     assert_same(mixed, own(out, mesh))
     mixed.backward(own(plain.out_grad, mesh))
@@ -231,6 +235,30 @@ def test_sizes_cross_to_the_host_once_and_never_where_they_are_padded(
 
     on_mesh(4, 2, 2, on_rank)
     assert len(crossed) == 4 * num_crossings
+
+
+@pytest.mark.parametrize("make", [AllToAllTokenDispatcher, AllGatherTokenDispatcher, SharedTokenDispatcher])
+def test_a_rank_that_has_all_experts_and_knows_its_rows_reads_sizes_only_if_asked(make: Make) -> None:
+    plain, read = Plain(9), list[Tensor]()
+    plain.experts[(plain.experts == 2) | (plain.experts == E - 1)] = -1
+    plain.experts[4] = -1
+    out, num_rows = plain.run(), int((plain.experts >= 0).sum())
+    sizes = tuple(int((plain.experts == expert).sum()) for expert in range(E))
+
+    def reading(counts: Tensor, shape_TK: torch.Size) -> Tensor:
+        read.append(counts)
+        return token_dispatcher.on_host(counts, shape_TK)
+
+    def on_rank(mesh: Mesh) -> None:
+        dispatcher = dispatcher_of(make, mesh)
+        dispatcher.read = reading
+        arrived = dispatcher.dispatch(plain.hidden, plain.experts, plain.weights, num_rows=num_rows).wait()
+        assert len(arrived.rows_RH) == len(arrived.probs_R) == arrived.groups.num_rows == num_rows
+        assert arrived.groups.ends_L[-1] == num_rows and not read
+        assert arrived.groups.sizes == arrived.groups.sizes == sizes and len(read) == 1
+        check(plain, out, make, mesh, num_rows=num_rows)
+
+    on_mesh(1, 1, 1, on_rank)
 
 
 @with_either_dispatcher

@@ -18,6 +18,7 @@ from lightning_megatron.moe.config import AuxLoss, MoEConfig, RouterConfig
 from lightning_megatron.moe.experts import ExpertAxes
 from lightning_megatron.moe.router import end_step
 from lightning_megatron.moe.sequence_groups import RoutedTokens
+from lightning_megatron.moe.token_dispatcher import DispatchWork
 from lightning_megatron.sharding import shard_of
 from lightning_megatron.tensor.activation import Activation
 from lightning_megatron.transformer import recompute
@@ -254,6 +255,41 @@ def summed_gradient(parameter: Tensor, mesh: Mesh) -> Tensor:
     return collectives.all_reduce(grad, mesh.axis("dp+cp") if shard.data is None else shard.data)
 
 
+def known_rows(layer: MoELayer) -> list[int | None]:
+    """How many rows the host knows of in each call to come; asserts that there are as many."""
+    known, dispatch = list[int | None](), layer.dispatcher.dispatch
+
+    def recording(hidden_TH: Tensor, expert_ids_TK: Tensor, *given: Any) -> DispatchWork:
+        known.append(given[2])
+        assert known[-1] in (None, int((expert_ids_TK >= 0).sum()))
+        return dispatch(hidden_TH, expert_ids_TK, *given)
+
+    layer.dispatcher.dispatch = recording  # type: ignore[method-assign]
+    return known
+
+
+@either_batch
+@pytest.mark.parametrize(("layout", "is_whole"), [("one device", True), ("dp 4, ep 2", True), ("tp 2", False)])
+def test_experts_that_choose_make_a_known_number_of_rows_of_whole_sequences(
+    layout: str, is_whole: bool, is_packed: bool
+) -> None:
+    sizes, moe = (
+        LAYOUTS[layout],
+        replace(TOP_2, router=RouterConfig(num_experts=E, routing_type="expert_choice", norm_topk_prob=False)),
+    )
+    made = problem("top 2, shared with a gate", is_packed)
+
+    def on_rank(world: Any) -> None:
+        mesh = Mesh.build(sizes, world.rank(), new_group)
+        layer = layer_of(made, moe, "swiglu", mesh)
+        _, routed, ids_T = call_of(made, moe, mesh)
+        known = known_rows(layer)
+        layer(rows_of(made.hidden, ids_T, 5.0), routed)
+        assert [each is not None for each in known] == [is_whole]
+
+    run_on_threads(sizes.world, on_rank)
+
+
 @on_every_layout
 @either_batch
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -268,7 +304,9 @@ def test_output_and_every_gradient_equal_plain_loops(sizes: Sizes, is_packed: bo
         _, routed, ids_T = call_of(made, moe, mesh)
         # What padding holds is anything.
         hidden = rows_of(made.hidden, ids_T, 5.0).requires_grad_()
+        known = known_rows(layer)
         output, auxiliary = layer(hidden, routed)
+        assert (known == [None]) == (moe.capacity is not None)
         torch.autograd.backward([output, auxiliary], [rows_of(made.out_grad, ids_T, 0.0), torch.ones_like(auxiliary)])
         is_real = ids_T >= 0
         torch.testing.assert_close(output[is_real], made.output[ids_T[is_real]], rtol=0, atol=TOLERANCE)

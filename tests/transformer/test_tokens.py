@@ -63,7 +63,7 @@ def test_each_token_has_its_sequence_its_position_and_its_share_of_the_weights(s
         assert routed.call == 5 and routed.is_packed == (segments is PACKED)
         assert routed.lengths == tuple(flat.count(each) for each in sequences)
         assert [axis.size for axis in routed.axes] == [sizes.tp, sizes.cp]
-        assert torch.equal(routed.is_real_T, ids_T >= 0)
+        assert torch.equal(routed.is_real_T, ids_T >= 0) and routed.num_real == int((ids_T >= 0).sum())
         for t, place in enumerate(ids_T.tolist()):
             if place < 0:
                 continue
@@ -92,7 +92,7 @@ def test_the_weights_of_all_tokens_sum_up_to_those_of_the_targets(sizes: Sizes, 
 def test_of_a_batch_without_documents_no_token_is_real(sizes: Sizes) -> None:
     for rank in range(sizes.world):
         routed, _ = routed_on(Mesh.imagine(rank, sizes), torch.full((B, S), -1))
-        assert routed.lengths == () and not routed.is_real_T.any()
+        assert routed.lengths == () and not routed.is_real_T.any() and routed.num_real == 0
         assert routed.sequence_groups.num_groups == 1 and not routed.sequence_groups.is_real_T.any()
         parts = (routed.segments_T, routed.positions_T, routed.keys_T, routed.weights_T, routed.sequence_groups.ids_T)
         assert {len(part) for part in parts} == {len(routed.is_real_T)}
