@@ -26,7 +26,7 @@ from lightning_megatron.mesh import Axis, Mesh, NewGroup
 from lightning_megatron.optim.bucket import Bucket, GradReducer, ModelParam, make_buckets
 from lightning_megatron.optim.bucket_layout import Range
 from lightning_megatron.optim.config import OptimizerConfig
-from lightning_megatron.optim.reductions import extremes, scale_in_place, square, stage_axes
+from lightning_megatron.optim.reductions import extremes, scale_in_place, square, stage_axes, total
 from lightning_megatron.sharding import Shard, shard_of
 
 # An axis of one rank: a tensor cut over it is unsharded.
@@ -272,18 +272,18 @@ class Gradients:
         Only `parameters`, as the optimizer has them, count where given. Collective over the world.
         """
         chosen = None if parameters is None else set(parameters)
-        counted = [
-            tensor.grad
-            for param, tensor, is_shard in self.stepped()
-            if tensor.grad is not None
-            and param.is_counted
-            and (is_shard or param.replicas.is_first)
-            and (chosen is None or tensor in chosen)
+        squares = [
+            square(tensor.grad)
+            for tensor in self.counted()
+            if tensor.grad is not None and (chosen is None or tensor in chosen)
         ]
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        if counted:
-            total = torch.stack([square(gradient) for gradient in counted]).sum()
-        return collectives.all_reduce(total, self.mesh.world).sqrt()
+        return collectives.all_reduce(total(squares, self.device), self.mesh.world).sqrt()
+
+    def counted(self) -> Iterator[nn.Parameter]:
+        """Tensors that optimizers may step and whose gradients on this rank count in the norm."""
+        for param, tensor, is_shard in self.stepped():
+            if param.is_counted and (is_shard or param.replicas.is_first):
+                yield tensor
 
     def stepped(self) -> Iterator[tuple[ModelParam, nn.Parameter, bool]]:
         """Tensors that optimizers may step, and whether this data-parallel rank alone has the gradient."""
@@ -293,13 +293,14 @@ class Gradients:
             yield param, param.parameter, False
 
     @torch.no_grad()
-    def clip(self, max_norm: float, parameters: Iterable[nn.Parameter]) -> Tensor:
-        """Scales the gradients of `parameters` so that their norm is at most `max_norm`; returns the norm before.
+    def clip(self, max_norm: float, parameters: Iterable[nn.Parameter], norm: Tensor | None = None) -> Tensor:
+        """Scales the gradients of `parameters` so that their norm (`norm`, where it is known) is at most `max_norm`;
+        returns the norm before.
 
         As torch.nn.utils.clip_grad_norm_ on one device: the factor is max_norm / (norm + 1e-6) where that is below 1.
         """
         own = list(parameters)
-        norm = self.norm(own)
+        norm = self.norm(own) if norm is None else norm
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         scale_in_place([parameter.grad for parameter in own if parameter.grad is not None], factor)
         return norm

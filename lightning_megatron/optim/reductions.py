@@ -26,6 +26,11 @@ def square(x: Tensor) -> Tensor:
     return norm.square()
 
 
+def total(numbers: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Sum of float64 numbers on the device, [], zero where there are none."""
+    return torch.stack(list(numbers)).sum() if numbers else torch.zeros((), dtype=torch.float64, device=device)
+
+
 def extremes(x: Tensor) -> Tensor:
     """Minimum and maximum of `x`, float64 [2], finite only if all of `x` is; zeros for an empty tensor.
 

@@ -3,12 +3,12 @@
 from collections.abc import Iterable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_megatron.comm import collectives
 from lightning_megatron.mesh import Axis, Mesh
 from lightning_megatron.optim.gradients import Gradients
-from lightning_megatron.optim.reductions import extremes
+from lightning_megatron.optim.reductions import extremes, square, total
 
 # Wider elements count as several of 32 bits: the highest of 64, times an even number, would leave the sum.
 _INTEGERS = {1: torch.uint8, 2: torch.int16}
@@ -28,6 +28,25 @@ def found_nonfinite(stepped: Sequence[Tensor], world: Axis, device: torch.device
     if ends:
         flag = (~torch.stack(ends).isfinite()).any().to(torch.int32)
     return bool(collectives.all_reduce_(flag, world, "max").item())
+
+
+@torch.no_grad()
+def finite_norm(gradients: Gradients, stepped: Sequence[nn.Parameter]) -> Tensor | None:
+    """The norm of the gradients of what an optimizer is about to step, as `Gradients.norm` has it; None where any rank
+    has NaN or Inf in one. Collective over the world, with one answer on all ranks.
+
+    Gradients are read once for both, and again only where a sum of squares says nothing because it overflows.
+    """
+    squares = {tensor: square(tensor.grad) for tensor in stepped if tensor.grad is not None}
+    counted = [squares[tensor] for tensor in gradients.counted() if tensor in squares]
+    # A copy that does not count in the norm may have become NaN by itself.
+    sums = [total(each, gradients.device) for each in (counted, list(squares.values()))]
+    of_counted, of_all = collectives.all_reduce_(torch.stack(sums), gradients.mesh.world)
+    is_unclear = (~of_all.isfinite()).item()
+    if is_unclear and found_nonfinite(stepped, gradients.mesh.world, gradients.device):
+        return None
+    norm: Tensor = of_counted.sqrt()
+    return norm
 
 
 def describe_nonfinite(gradients: Gradients, world: Axis) -> list[str]:

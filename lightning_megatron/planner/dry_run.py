@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from lightning_megatron.comm.p2p import TensorMeta
 from lightning_megatron.mesh import Mesh, NewGroup
 from lightning_megatron.optim.reductions import scale_in_place
-from lightning_megatron.optim.replica_check import found_nonfinite
+from lightning_megatron.optim.replica_check import finite_norm
 from lightning_megatron.pipeline.forward_backward_overlap import ForwardBackwardOverlap
 from lightning_megatron.pipeline.plans import training_plan
 from lightning_megatron.pipeline.registry import spec_of
@@ -276,9 +276,8 @@ class _Step:
         held_by_several = [param.parameter for param in gradients.params if param.holders is not None]
         gradients.add_zeros(parameter for parameter in held_by_several if parameter.requires_grad)
         gradients.reduce(outside_over_stages=True, factor=factor)
-        if own.run.optimizer.on_nonfinite != "ignore":
-            found_nonfinite(own.stepped, own.mesh.world, own.device)
-        gradients.clip(_MAX_NORM, own.stepped)
+        is_checked = own.run.optimizer.on_nonfinite != "ignore"
+        gradients.clip(_MAX_NORM, own.stepped, finite_norm(gradients, own.stepped) if is_checked else None)
 
     def begin(self, activity: Activity) -> None:
         """Counts the schedule's next action by itself, as the runtime's step hook."""

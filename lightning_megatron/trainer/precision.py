@@ -35,7 +35,7 @@ from lightning_megatron.metrics.step_timeline import CLIP, GATHER, OPTIMIZER
 from lightning_megatron.optim.config import LossScaleConfig, OptimizerConfig
 from lightning_megatron.optim.data_parallel_comm import DataParallelComm
 from lightning_megatron.optim.loss_scale import LossScale
-from lightning_megatron.optim.replica_check import bullet_list, describe_nonfinite, found_nonfinite
+from lightning_megatron.optim.replica_check import bullet_list, describe_nonfinite, finite_norm
 from lightning_megatron.pipeline.step_hooks import StepHook, hooked
 from lightning_megatron.precision.fp8 import Fp8Config, config_of_recipe
 from lightning_megatron.transformer.fp8_layers import Fp8Layers
@@ -80,6 +80,10 @@ class MegatronPrecision(Precision):
         self.has_stepped = self.has_skipped = False
         # Norm of the whole model's gradient before the last clipping, [], float64.
         self.gradient_norm: Tensor | None = None
+        # Norm of the gradients that the step under way was checked by, for as long as they are sure to be the same.
+        self._checked_norm: Tensor | None = None
+        # Whether hooks of a user's may change gradients between the check and the clipping.
+        self._has_hooks = False
         # Its hooks run around what is done with the gradients of a step.
         self.step_hook: StepHook | None = None
         # Whether the step under way has come through `optimizer_step`.
@@ -95,11 +99,15 @@ class MegatronPrecision(Precision):
         optimizers: Iterable[Optimizer],
         before_step: Callable[[Optimizer], int],
         after_step: Callable[[Optimizer], object],
+        *,
+        has_hooks: bool,
     ) -> None:
         """A fit begins that sums its gradients by `dp_comm`; `config` is that of float16's loss scale.
 
         `before_step` and `after_step` are called around each step of an optimizer; the first returns its number.
+        `has_hooks` says that a user's code may change gradients before they are clipped.
         """
+        self._checked_norm, self._has_hooks = None, has_hooks
         self.dp_comm, self.gradient_norm, self.has_skipped, self._is_checked = dp_comm, None, False, False
         self._before_step, self._after_step = before_step, after_step
         self.loss_scale = LossScale(config) if self.precision == "16-mixed" else None
@@ -163,6 +171,7 @@ class MegatronPrecision(Precision):
             self.dp_comm.take_gradients()
             self.has_skipped = self._is_to_skip(optimizer, model.trainer.global_step)
             self._after_closure(model, optimizer)
+            self._checked_norm = None
         # Without new gradients training_step chose to skip the batch. The closure's result does not tell, because where
         # a user's hook has run the step's closure by itself, Lightning hands an empty one to the optimizer.
         # Under manual optimization optimizers share gradients.
@@ -205,7 +214,8 @@ class MegatronPrecision(Precision):
         if self.loss_scale is None and policy == "ignore":
             return False
         world = gradients.mesh.world
-        found = found_nonfinite(list(self.main_params(optimizer)), world, gradients.device)
+        norm = finite_norm(gradients, list(self.main_params(optimizer)))
+        self._checked_norm, found = None if self._has_hooks else norm, norm is None
         if self.loss_scale is not None:
             self.loss_scale.update(found_nonfinite=found)
             return found
@@ -223,7 +233,9 @@ class MegatronPrecision(Precision):
     def clip_grad_by_norm(self, optimizer: Steppable, clip_val: int | float) -> None:
         assert self.dp_comm is not None and isinstance(optimizer, Optimizer)
         self.dp_comm.take_gradients()
-        self.gradient_norm = self.dp_comm.gradients.clip(float(clip_val), self.main_params(optimizer))
+        self.gradient_norm = self.dp_comm.gradients.clip(
+            float(clip_val), self.main_params(optimizer), self._checked_norm
+        )
         self.dp_comm.refresh_gradients()
 
     @override

@@ -513,8 +513,16 @@ class MegatronStrategy(ParallelStrategy):
                 self._groups.on_device,
                 self.root_device,
             )
-            self._plugin.begin(run.dp_comm, self.loss_scale, self.optimizers, self._before_step, self._after_step)
-            if self.mesh.world.size > 1 and (hooks := optimizers.gradient_hooks(module, of_users=True)):
+            hooks = optimizers.gradient_hooks(module, of_users=True)
+            self._plugin.begin(
+                run.dp_comm,
+                self.loss_scale,
+                self.optimizers,
+                self._before_step,
+                self._after_step,
+                has_hooks=bool(hooks),
+            )
+            if self.mesh.world.size > 1 and hooks:
                 run.gradient_check = HookCheck(run.dp_comm.gradients, hooks, GRADIENTS)
             if self.mesh.world.size > 1 and (hooks := optimizers.weight_hooks(module)):
                 run.weight_check = HookCheck(run.dp_comm.gradients, hooks, WEIGHTS)

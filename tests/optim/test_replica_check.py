@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.device_work import DeviceWork
 from lightning_megatron.mesh import Axis, Mesh, Sizes
 from lightning_megatron.optim.config import OptimizerConfig
 from lightning_megatron.optim.gradients import Gradients
@@ -15,6 +16,7 @@ from lightning_megatron.optim.replica_check import (
     describe_nonfinite,
     differing_copies,
     fingerprint,
+    finite_norm,
     found_nonfinite,
 )
 from lightning_megatron.sharding import Initial, shard_parameter
@@ -65,6 +67,64 @@ def test_one_bad_number_is_found(value: float) -> None:
     assert not found_nonfinite(stepped, ALONE, CPU)
     parameter.grad[77] = value
     assert found_nonfinite(stepped, ALONE, CPU)
+
+
+def checked(*gradients: Tensor) -> tuple[Gradients, list[nn.Parameter]]:
+    """Parameters of a model on one device that have these gradients, in buckets."""
+    named = [(str(number), nn.Parameter(torch.zeros_like(each))) for number, each in enumerate(gradients)]
+    engine = Gradients(named, set(), Mesh.single(), no_group, CPU)
+    for (_, parameter), gradient in zip(named, gradients, strict=True):
+        parameter.grad = gradient.clone()
+    engine.reduce(outside_over_stages=False)
+    return engine, [parameter for _, parameter in named]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_norm_that_gradients_are_checked_by_is_the_one_of_all_numbers(dtype: torch.dtype) -> None:
+    given = [torch.randn(shape).to(dtype) for shape in ((64, 32), (7,), (3, 5))]
+    engine, stepped = checked(*given)
+    norm, wanted = finite_norm(engine, stepped), torch.cat([each.flatten().double() for each in given]).norm()
+    assert norm is not None and norm.item() == pytest.approx(wanted.item(), rel=1e-6)
+    assert norm.equal(engine.norm(stepped))
+    part = finite_norm(engine, stepped[1:])
+    assert part is not None and part.equal(engine.norm(stepped[1:])) and part < norm
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("counts", [True, False])
+def test_there_is_no_norm_with_a_bad_number_even_in_a_copy_that_does_not_count(
+    value: float, counts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, stepped = checked(torch.ones(300), torch.ones(5))
+    if not counts:
+        monkeypatch.setattr(engine, "counted", lambda: iter(stepped[:1]))
+    before = finite_norm(engine, stepped)
+    assert before is not None and before.item() == pytest.approx((305 if counts else 300) ** 0.5)
+    assert stepped[1].grad is not None
+    stepped[1].grad[3] = value
+    assert finite_norm(engine, stepped) is None and finite_norm(engine, stepped[:1]) is not None
+
+
+def test_large_numbers_whose_squares_overflow_are_not_bad() -> None:
+    engine, stepped = checked(torch.full((512,), 3e38))
+    norm = finite_norm(engine, stepped)
+    assert norm is not None and norm.isinf() and norm.equal(engine.norm(stepped))
+
+
+def test_gradients_are_read_once_to_be_checked_and_clipped() -> None:
+    given = [torch.randn(256, 256), torch.randn(64, 1024)]
+    num_bytes = 4 * sum(each.numel() for each in given)
+    passes = []
+    for is_known in (True, False):
+        engine, stepped = checked(*given)
+        with DeviceWork("cpu") as counted:
+            norm = finite_norm(engine, stepped)
+            engine.clip(1.0, stepped, norm if is_known else None)
+        passes.append(counted.work.num_bytes / num_bytes)
+        clipped = engine.norm(stepped)
+        assert clipped.item() == pytest.approx(1.0, abs=1e-5)
+    # The scaling counts as one more, of what it reads or writes.
+    assert passes == pytest.approx([2, 3], abs=0.05)
 
 
 def test_large_numbers_whose_sum_overflows_are_not_bad() -> None:
