@@ -22,6 +22,7 @@ LAYOUTS = {
     "cp 2": Sizes(world=2, cp=2),
     "cp 4, heads exchanged": Sizes(world=4, cp=4, cp_ulysses=4),
     "cp 2 tp 2 sp": Sizes(world=4, cp=2, tp=2, sequence_parallel=True),
+    "cp 3, heads exchanged, tp 2": Sizes(world=6, cp=3, cp_ulysses=3, tp=2),
 }
 on_every_layout = pytest.mark.parametrize("sizes", LAYOUTS.values(), ids=LAYOUTS)
 # Documents of one token and more, a gap before one, padding after another, and a row of padding alone.
