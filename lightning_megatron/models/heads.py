@@ -40,13 +40,12 @@ def targets_of(labels_BS: Tensor, loss_mask_BS: Tensor | None, tokens: Tokens) -
 
     They are this rank's; their sum is that of all ranks of cp, which read the same labels.
     """
-    valid_BS = labels_BS != IGNORED
     if loss_mask_BS is None:
-        weights_BS = valid_BS.float()
+        weights_BS = (labels_BS != IGNORED).float()
     else:
         mask_BS = loss_mask_BS if loss_mask_BS.is_floating_point() else loss_mask_BS.float()
         # Not a product: a mask may hold anything where there is no label, NaN too.
-        weights_BS = torch.where(valid_BS, mask_BS, 0)
+        weights_BS = mask_BS.masked_fill(labels_BS == IGNORED, 0.0)
     return Targets(
         labels_T=tokens.flat(labels_BS, padding=IGNORED),
         weights_T=tokens.flat(weights_BS),
@@ -176,5 +175,5 @@ class LanguageModelHead(WeightGradientLayer):
         if auxiliary is not None:
             own = own + (auxiliary - auxiliary.detach()).to(own.dtype)
         total = differentiable.reduce(differentiable.copy(own, tokens.cp), tokens.cp)
-        divisor = torch.where(targets.sum_of_weights == 0, 1.0, targets.sum_of_weights)
+        divisor = targets.sum_of_weights.masked_fill(targets.sum_of_weights == 0, 1.0)
         return total / divisor.to(total.dtype)

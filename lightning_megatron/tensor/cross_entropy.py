@@ -58,7 +58,7 @@ class _CrossEntropy(torch.autograd.Function):
         length = logits_TV.shape[1]
         valid = num_own(vocab_size, length, tp)
         is_ignored_T = labels_T == IGNORED
-        index_T, is_own_T = own_entries(labels_T.masked_fill(is_ignored_T, 0), vocab_size, length, tp)
+        index_T, is_foreign_T = own_entries(labels_T.masked_fill(is_ignored_T, 0), vocab_size, length, tp)
 
         dtype = torch.promote_types(logits_TV.dtype, torch.float32)
         exps_TV = scratch_TV
@@ -71,13 +71,17 @@ class _CrossEntropy(torch.autograd.Function):
         max_T = own_logits_TV.amax(1) if valid else logits_TV.new_full((len(logits_TV),), -torch.inf)
         max_T = collectives.all_reduce(max_T, tp, "max").to(dtype)
         torch.sub(own_logits_TV, max_T.unsqueeze(1), out=own_exps_TV)
-        wanted_T = (1.0 - smoothing) * exps_TV.gather(1, index_T.unsqueeze(1)).squeeze(1).masked_fill_(~is_own_T, 0.0)
+        # One tensor for one message.
+        sums_2T = torch.empty(2, len(exps_TV), dtype=dtype, device=exps_TV.device)
+        wanted_T, sum_T = sums_2T
+        torch.gather(exps_TV, 1, index_T.unsqueeze(1), out=wanted_T.unsqueeze(1))
+        wanted_T.masked_fill_(is_foreign_T, 0.0)
         if smoothing:
-            wanted_T += own_exps_TV.sum(1).mul_(smoothing / vocab_size)
-        own_exps_TV.exp_()
-        wanted_T, sum_T = collectives.all_reduce(torch.stack((wanted_T, own_exps_TV.sum(1))), tp)
+            wanted_T.mul_(1.0 - smoothing).add_(own_exps_TV.sum(1).mul_(smoothing / vocab_size))
+        torch.sum(own_exps_TV.exp_(), 1, out=sum_T)
+        collectives.all_reduce_(sums_2T, tp)
 
-        ctx.save_for_backward(exps_TV, sum_T, index_T, is_own_T, is_ignored_T)
+        ctx.save_for_backward(exps_TV, sum_T, index_T, is_foreign_T, is_ignored_T)
         ctx.valid, ctx.vocab_size, ctx.smoothing, ctx.dtype = valid, vocab_size, smoothing, logits_TV.dtype
         ctx.is_kept = is_kept
         losses_T: Tensor = sum_T.log() - wanted_T
@@ -86,12 +90,12 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_T: Tensor) -> tuple[Tensor | None, ...]:
-        exps_TV, sum_T, index_T, is_own_T, is_ignored_T = ctx.saved_tensors
+        exps_TV, sum_T, index_T, is_foreign_T, is_ignored_T = ctx.saved_tensors
         grad_T = grad_T.masked_fill(is_ignored_T, 0.0)
         grad_TV = exps_TV.clone() if ctx.is_kept else exps_TV
         grad_TV.mul_((grad_T / sum_T).unsqueeze(1))
         if ctx.smoothing:
             grad_TV.narrow(1, 0, ctx.valid).sub_((grad_T * (ctx.smoothing / ctx.vocab_size)).unsqueeze(1))
-        target_T = (grad_T * (ctx.smoothing - 1.0)).masked_fill_(~is_own_T, 0.0)
+        target_T = (grad_T * (ctx.smoothing - 1.0)).masked_fill_(is_foreign_T, 0.0)
         grad_TV.scatter_add_(1, index_T.unsqueeze(1), target_T.unsqueeze(1))
         return grad_TV.to(ctx.dtype), None, None, None, None, None, None

@@ -34,8 +34,8 @@ class VocabParallelEmbedding(WeightGradientLayer):
         self.weight = shard_parameter((vocab_size, hidden_size), initial=initial, dim=0, axis=tp, multiple=multiple)
 
     def forward(self, ids_T: Tensor) -> Tensor:
-        index_T, is_own_T = own_entries(ids_T, self.vocab_size, self.weight.shape[0], self.tp)
-        own_TH = _LookUp.apply(self.weight, index_T, is_own_T, self.weight_gradients)
+        index_T, is_foreign_T = own_entries(ids_T, self.vocab_size, self.weight.shape[0], self.tp)
+        own_TH = _LookUp.apply(self.weight, index_T, is_foreign_T, self.weight_gradients)
         if self.sp.size == self.tp.size:
             return differentiable.reduce_scatter(own_TH, self.sp)
         return differentiable.reduce(own_TH, self.tp)
@@ -45,12 +45,14 @@ class _LookUp(torch.autograd.Function):
     """Rows of the weight, zeros for ids of other ranks; its backward needs no mask [T, H]."""
 
     @staticmethod
-    def forward(ctx: Any, weight_VH: Tensor, index_T: Tensor, is_own_T: Tensor, gradients: WeightGradients) -> Tensor:
+    def forward(
+        ctx: Any, weight_VH: Tensor, index_T: Tensor, is_foreign_T: Tensor, gradients: WeightGradients
+    ) -> Tensor:
         # See `linear`, Note: a weight is its owner.
         ctx.gradients, ctx.owner = gradients, weight_VH
-        ctx.save_for_backward(torch.where(is_own_T, index_T, -1))
+        ctx.save_for_backward(index_T.masked_fill(is_foreign_T, -1))
         # A product with zeros is many times as fast as masked_fill_ with a mask that is broadcast.
-        return F.embedding(index_T, weight_VH).mul_(is_own_T.to(weight_VH.dtype).unsqueeze(1)).detach()
+        return F.embedding(index_T, weight_VH).mul_(~is_foreign_T.unsqueeze(1)).detach()
 
     @staticmethod
     @once_differentiable
@@ -59,7 +61,7 @@ class _LookUp(torch.autograd.Function):
         weight_VH: Tensor = ctx.owner
         # A look-up touches few rows: it is not worth deferring.
         if ctx.gradients.mode(weight_VH) is not WeightGradientMode.RETURN and grad_TH.device.type == "cpu":
-            own_TH = grad_TH * (index_T >= 0).to(grad_TH.dtype).unsqueeze(1)
+            own_TH = grad_TH * (index_T >= 0).unsqueeze(1)
             ctx.gradients.add_rows(weight_VH, index_T.clamp_min(0), own_TH)
             return None, None, None, None
         # Index -1 is the padding index, whose gradient is left out.

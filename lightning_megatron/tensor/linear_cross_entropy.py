@@ -73,7 +73,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         tp, smoothing, length = call.tp, call.smoothing, len(weight_VI)
         valid = num_own(call.vocab_size, length, tp)
         is_ignored_T = labels_T == IGNORED
-        index_T, is_own_T = own_entries(labels_T.masked_fill(is_ignored_T, 0), call.vocab_size, length, tp)
+        index_T, is_foreign_T = own_entries(labels_T.masked_fill(is_ignored_T, 0), call.vocab_size, length, tp)
         dtype = torch.promote_types(own_TI.dtype, torch.float32)
         max_T = torch.full(labels_T.shape, -torch.inf, dtype=dtype, device=own_TI.device)
         wanted_T, sum_T = torch.zeros_like(max_T), torch.zeros_like(max_T)
@@ -81,7 +81,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for chunk in _chunks(len(labels_T), call.chunk_tokens):
             logits_CV = _logits(hidden_TI[chunk], weight_VI, bias_V).to(dtype)
             label_C = logits_CV.gather(1, index_T[chunk].unsqueeze(1)).squeeze(1).mul_(1.0 - smoothing)
-            wanted_T[chunk] = label_C.masked_fill_(~is_own_T[chunk], 0.0)
+            wanted_T[chunk] = label_C.masked_fill_(is_foreign_T[chunk], 0.0)
             logits_CV = logits_CV.narrow(1, 0, valid)
             if smoothing:
                 wanted_T[chunk] += logits_CV.sum(1).mul_(smoothing / call.vocab_size)
@@ -92,20 +92,20 @@ class _LinearCrossEntropy(torch.autograd.Function):
         sum_T.mul_((own_max_T - max_T).exp_())
         wanted_T, sum_T = collectives.all_reduce(torch.stack((wanted_T, sum_T)), tp)
         lse_T = sum_T.log().add_(max_T)
-        ctx.save_for_backward(own_TI, weight_VI, bias_V, lse_T, index_T, is_own_T, is_ignored_T)
+        ctx.save_for_backward(own_TI, weight_VI, bias_V, lse_T, index_T, is_foreign_T, is_ignored_T)
         losses_T: Tensor = lse_T - wanted_T
         return losses_T.masked_fill_(is_ignored_T, 0.0).detach()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_T: Tensor) -> tuple[Tensor | None, ...]:
-        own_TI, weight_VI, bias_V, lse_T, index_T, is_own_T, is_ignored_T = ctx.saved_tensors
+        own_TI, weight_VI, bias_V, lse_T, index_T, is_foreign_T, is_ignored_T = ctx.saved_tensors
         call: _Call = ctx.call
         owner: Tensor = ctx.owner
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         valid = num_own(call.vocab_size, len(weight_VI), call.tp)
         grad_T = grad_T.masked_fill(is_ignored_T, 0.0)
-        target_T = (grad_T * (call.smoothing - 1.0)).masked_fill_(~is_own_T, 0.0)
+        target_T = (grad_T * (call.smoothing - 1.0)).masked_fill_(is_foreign_T, 0.0)
         hidden_TI = collectives.all_gather(own_TI, call.sp)
         grad_TI = torch.empty_like(hidden_TI) if needs_hidden else None
         returns_weight = needs_weight and call.gradients.mode(owner) is WeightGradientMode.RETURN

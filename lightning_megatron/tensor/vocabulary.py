@@ -1,6 +1,5 @@
 """The entries of a vocabulary, cut over `tp`, that a rank holds."""
 
-import torch
 from torch import Tensor
 
 from lightning_megatron.mesh import Axis
@@ -12,11 +11,11 @@ def num_own(vocab_size: int, local_length: int, tp: Axis) -> int:
 
 
 def own_entries(ids_T: Tensor, vocab_size: int, local_length: int, tp: Axis) -> tuple[Tensor, Tensor]:
-    """Local row of each id [T] (0 for ids of other ranks), and whether this rank holds it [T].
+    """Local row of each id [T] (any row for ids of other ranks), and whether another rank holds it [T].
 
     An id outside of the vocabulary gets index -1, so that the look-up which follows fails on every rank.
     """
-    local_T = ids_T - tp.rank * local_length
-    is_own_T = (local_T >= 0) & (local_T < num_own(vocab_size, local_length, tp))
-    is_known_T = (ids_T >= 0) & (ids_T < vocab_size)
-    return torch.where(is_own_T, local_T, is_known_T.to(ids_T.dtype) - 1), is_own_T
+    first = tp.rank * local_length
+    nearest_T = ids_T.clamp(first, first + max(num_own(vocab_size, local_length, tp), 1) - 1)
+    is_unknown_T = ids_T.clamp(0, vocab_size - 1) != ids_T
+    return (nearest_T - first).masked_fill_(is_unknown_T, -1), nearest_T != ids_T
