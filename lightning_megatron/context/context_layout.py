@@ -127,17 +127,17 @@ class ContextLayout:
         starts = (0, *accumulate(self.lengths))
         return self._numbered(group, [starts[run.segment] + run.position for run in self.runs[group]], device)
 
-    def positions_of_group(self, group: int, device: torch.device = _HOST) -> Tensor:
+    def positions_of_group(self, group: int, device: torch.device = _HOST, padding: int = PADDING) -> Tensor:
         """Position of each row of a group, made on the device: int64 [group rows]."""
-        return self._numbered(group, [run.position for run in self.runs[group]], device)
+        return self._numbered(group, [run.position for run in self.runs[group]], device, padding)
 
     def places(self, rank: int, device: torch.device = _HOST) -> Tensor:
         """Places of a rank's rows, int64 [rows]."""
         return self._part(rank, self.places_of_group(rank // self.ulysses_size, device))
 
-    def positions(self, rank: int, device: torch.device = _HOST) -> Tensor:
-        """Positions of a rank's rows, int64 [rows]."""
-        return self._part(rank, self.positions_of_group(rank // self.ulysses_size, device))
+    def positions(self, rank: int, device: torch.device = _HOST, padding: int = PADDING) -> Tensor:
+        """Positions of a rank's rows, `padding` where there is no token: int64 [rows]."""
+        return self._part(rank, self.positions_of_group(rank // self.ulysses_size, device, padding))
 
     @cached_property
     def rows(self) -> Tensor:
@@ -165,7 +165,7 @@ class ContextLayout:
         """A rank's rows of those of its group."""
         return of_group.view(self.ulysses_size, self.num_rows)[rank % self.ulysses_size]
 
-    def _numbered(self, group: int, firsts: list[int], device: torch.device) -> Tensor:
+    def _numbered(self, group: int, firsts: list[int], device: torch.device, padding: int = PADDING) -> Tensor:
         """Numbers of a group's rows: of each token range from its first on, and then of padding."""
         runs = self.runs[group]
         num = _num(runs)
@@ -176,7 +176,7 @@ class ContextLayout:
             shifts_R, lengths_R = on_device([shifts, [run.num for run in runs]], device)
             numbers = torch.arange(num, device=device) + shifts_R.repeat_interleave(lengths_R, output_size=num)
         num_padding = self.num_group_rows - num
-        return F.pad(numbers, (0, num_padding), value=PADDING) if num_padding else numbers
+        return F.pad(numbers, (0, num_padding), value=padding) if num_padding else numbers
 
     def _make_blocks(self, group: int, source: int, mask_spec: MaskSpec) -> Iterator[AttentionBlock]:
         keys_of = self._by_segment[source]
@@ -202,7 +202,7 @@ class ContextLayout:
         return by_segment
 
 
-def cut(lengths: Sequence[int], *, ring_size: int = 1, ulysses_size: int = 1, is_zigzag: bool = True) -> ContextLayout:
+def cut(lengths: Sequence[int], ring_size: int = 1, ulysses_size: int = 1, is_zigzag: bool = True) -> ContextLayout:
     """Layout of segments of these lengths in tokens, equal on every rank."""
     owners = [*range(ring_size), *reversed(range(ring_size))] if is_zigzag and ring_size > 1 else list(range(ring_size))
     runs: list[list[TokenRange]] = [[] for _ in range(ring_size)]

@@ -124,7 +124,7 @@ class GPTModel(LanguageModel):
         stream = decode_stream(
             decode_state,
             tokens.shape[1],
-            config=self.config,
+            positions=self.position_cache,
             mesh=self.mesh,
             draws=self.draws,
             device=tokens.device,

@@ -14,6 +14,7 @@ from lightning_megatron.pipeline.module import Part, PipelineModule
 from lightning_megatron.transformer.config import LanguageModelConfig
 from lightning_megatron.transformer.decode_state import DecodeState, last_tokens
 from lightning_megatron.transformer.init import initialise
+from lightning_megatron.transformer.position_cache import PositionCache
 from lightning_megatron.transformer.tokens import Tokens, stream_of
 
 
@@ -37,6 +38,7 @@ class LanguageModel(PipelineModule):
         require_fit(config, mesh.sizes)
         super().__init__(parts(config, mesh), mesh=mesh, seed=seed)
         self.config = config
+        self.position_cache = PositionCache(config)
         initialise(self, self.draws.seed)
 
     def _stream(
@@ -59,7 +61,7 @@ class LanguageModel(PipelineModule):
             require_even_parts(lengths, self.mesh, is_causal=is_causal)
         return stream_of(
             (tokens.shape[0], tokens.shape[1]),
-            config=self.config,
+            positions=self.position_cache,
             mesh=self.mesh,
             draws=self.draws,
             device=tokens.device,

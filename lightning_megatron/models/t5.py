@@ -143,7 +143,12 @@ class T5Model(LanguageModel):
         """Ids and inputs of the decoder's new tokens, and in the first call of all of the encoder's."""
         device = decoder_tokens.device
         decoder = decode_stream(
-            decode_state, decoder_tokens.shape[1], config=self.config, mesh=self.mesh, draws=self.draws, device=device
+            decode_state,
+            decoder_tokens.shape[1],
+            positions=self.position_cache,
+            mesh=self.mesh,
+            draws=self.draws,
+            device=device,
         )
         # What goes through the parts of an encoder that has run.
         ids, encoder, documents = torch.zeros(1, device=device), None, None

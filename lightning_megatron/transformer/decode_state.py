@@ -18,8 +18,7 @@ from lightning_megatron.comm.rng import Draws
 from lightning_megatron.context.cache import KeyValueCache
 from lightning_megatron.context.context_layout import PADDING
 from lightning_megatron.mesh import Mesh
-from lightning_megatron.transformer import rotary
-from lightning_megatron.transformer.config import TransformerConfig
+from lightning_megatron.transformer.position_cache import PositionCache
 from lightning_megatron.transformer.tokens import Tokens, unsplit_stream
 
 
@@ -69,7 +68,7 @@ def decode_stream(
     decode_state: DecodeState,
     num_tokens: int,
     *,
-    config: TransformerConfig,
+    positions: PositionCache,
     mesh: Mesh,
     draws: Draws,
     device: torch.device,
@@ -78,7 +77,7 @@ def decode_stream(
     assert decode_state.cache is not None
     positions_BS = decode_state.positions_BS(num_tokens).to(device)
     places_BN = positions_BS.clamp(min=0)
-    cos_BNR, sin_BNR = rotary.angles(places_BN, config.rotary_width, config.rotary_base, config.rope_scaling)
+    cos_BNR, sin_BNR = positions.angles(places_BN)
     shape = (len(decode_state.rows_B), num_tokens)
     return replace(
         unsplit_stream(mesh, shape, places_BN, partial(_row_keys, shape, replace(draws), device), cos_BNR, sin_BNR),

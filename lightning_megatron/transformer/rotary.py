@@ -1,7 +1,7 @@
 """Rotary position embedding: pairs of features of queries and keys rotate by an angle that grows with the position.
 
 Feature i of the first half of the rotated part makes a pair with feature i of the second half, and rotates by
-position * base^(-i / pairs). Features past the rotated part stay. Angles are computed in float64, once for a call.
+position * base^(-i / pairs). Features past the rotated part stay. Angles are computed in float64.
 Source: Su et al., arXiv 2104.09864, section 3.2.2 (there neighbours make a pair; the order of features is free).
 
 A `RopeScaling` stretches the waves, so that positions past those first trained on rotate by angles that were seen:
@@ -120,13 +120,13 @@ def _index_of(turns: float, pairs: int, base: float, scaling: RopeScaling) -> fl
     return pairs * math.log(scaling.original_max_sequence_length / (turns * 2 * math.pi)) / math.log(base)
 
 
-def angles(positions_BS: Tensor, pairs: int, base: float, scaling: RopeScaling | None = None) -> tuple[Tensor, Tensor]:
+def angles(positions_BS: Tensor, frequencies_R: Tensor, scaling: RopeScaling | None = None) -> tuple[Tensor, Tensor]:
     """Cosine and sine of each position's angles, times the scaling's amplitude: float64 [B, S, R] each."""
-    if pairs == 0:
+    if len(frequencies_R) == 0:
         # Two of them: a compiler takes no tensor twice.
         cos_BSR, sin_BSR = torch.empty(2, *positions_BS.shape, 0, dtype=torch.float64, device=positions_BS.device)
         return cos_BSR, sin_BSR
-    angles_BSR = positions_BS.double().unsqueeze(-1) * frequencies(pairs, base, scaling, positions_BS.device)
+    angles_BSR = positions_BS.double().unsqueeze(-1) * frequencies_R
     if scaling is None or scaling.kind != "yarn":
         return angles_BSR.cos(), angles_BSR.sin()
     return angles_BSR.cos() * scaling.attention_factor, angles_BSR.sin() * scaling.attention_factor

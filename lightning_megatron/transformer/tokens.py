@@ -30,8 +30,7 @@ from lightning_megatron.context.key_value_exchange import AllGatherExchange, Rin
 from lightning_megatron.handles import handle_of
 from lightning_megatron.mesh import Axis, Mesh
 from lightning_megatron.moe.sequence_groups import RoutedTokens
-from lightning_megatron.transformer import rotary
-from lightning_megatron.transformer.config import TransformerConfig
+from lightning_megatron.transformer.position_cache import PositionCache
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +61,8 @@ class Tokens:
     """Cosines of the angles that queries and keys are rotated by, float64 [1, N, pairs]; without pairs nothing rotates.
     """
     rotary_sin_1NR: Tensor
+    tables: dict[torch.dtype, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """Cosines and sines in other dtypes, as layers ask for them."""
     past: CachedCall | None = None
     """Cache of keys and values that this call fills and reads; none: nothing is cached."""
     masks: dict[tuple[object, ...], Tensor] = field(init=False, default_factory=dict)
@@ -175,17 +176,15 @@ class Tokens:
         return F.pad(real_TH, (0, 0, 0, self.num_padding)) if self.num_padding else real_TH
 
     def rotary_tables(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosines and sines in a dtype, which the layers of this call share: [1, N, R] each."""
+        """Cosines and sines in a dtype, which layers share: [1, N, R] each."""
         if torch.compiler.is_compiling():
             # The layer that makes them would be another one than those that find them: here each makes its own.
             return self.rotary_cos_1NR.to(dtype), self.rotary_sin_1NR.to(dtype)
-        if dtype not in self._tables:
-            self._tables[dtype] = self.rotary_cos_1NR.to(dtype), self.rotary_sin_1NR.to(dtype)
-        return self._tables[dtype]
-
-    @cached_property
-    def _tables(self) -> dict[torch.dtype, tuple[Tensor, Tensor]]:
-        return {}
+        if dtype not in self.tables:
+            # As in `PositionCache.rows`: later calls may share them.
+            with torch.inference_mode(False):
+                self.tables[dtype] = self.rotary_cos_1NR.to(dtype), self.rotary_sin_1NR.to(dtype)
+        return self.tables[dtype]
 
     @cached_property
     def keys_BN(self) -> Tensor:
@@ -261,7 +260,7 @@ def _filled(values_BX: Tensor) -> Tensor:
 def stream_of(
     shape: tuple[int, int],
     *,
-    config: TransformerConfig,
+    positions: PositionCache,
     mesh: Mesh,
     draws: Draws,
     device: torch.device,
@@ -277,23 +276,27 @@ def stream_of(
     if draws.documents is not None:
         _require_named(documents, draws.documents)
     axes = _axes_of(mesh, group)
-    lengths = (shape[1],) if documents is None else documents.lengths
-    layout = cut(lengths, ring_size=axes.ring.size, ulysses_size=axes.ulysses.size, is_zigzag=is_causal)
-    positions_1N = layout.positions(axes.rank, device).clamp(min=0).unsqueeze(0)
-    cos_BSR, sin_BSR = rotary.angles(positions_1N, config.rotary_width, config.rotary_base, config.rope_scaling)
+    key = (shape[1],) if documents is None else documents.lengths, axes.ring.size, axes.ulysses.size, is_causal
+    make_layout = partial(cut, *key)
+    own = (
+        positions.rows(key, make_layout, axes.rank, device)
+        if documents is None
+        else positions.of(make_layout(), axes.rank, device)
+    )
     return Tokens(
         shape=shape,
         batch=shape[0] if documents is None else 1,
         sp=mesh.sp,
         cp=mesh.cp if group is None else group,
         context=axes,
-        layout=layout,
+        layout=own.layout,
         index_X=None if documents is None else documents.index_X,
-        positions_1N=positions_1N,
+        positions_1N=own.positions_1N,
         # The draws of this call: their owner sets others for the next, before the backward of this one.
         make_keys=partial(_token_keys, shape, documents, replace(draws), device),
-        rotary_cos_1NR=cos_BSR,
-        rotary_sin_1NR=sin_BSR,
+        rotary_cos_1NR=own.cos_1NR,
+        rotary_sin_1NR=own.sin_1NR,
+        tables=own.tables,
     )
 
 

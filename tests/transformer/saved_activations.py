@@ -21,6 +21,7 @@ from lightning_megatron.pipeline.module import StagePart
 from lightning_megatron.transformer import recompute
 from lightning_megatron.transformer.config import TransformerConfig
 from lightning_megatron.transformer.layer import ExpertLayer, TransformerLayer, build_layer
+from lightning_megatron.transformer.position_cache import PositionCache
 from lightning_megatron.transformer.recompute import RecomputeConfig
 from lightning_megatron.transformer.tokens import Tokens, stream_of
 from tests.harness.threads import new_group, run_on_threads
@@ -120,7 +121,9 @@ def _kept_bytes(
     is_watched: bool = True,
 ) -> int:
     layers = [build_layer(config, mesh, i, f"layers.{i}").train() for i in range(num_layers)]
-    tokens = stream_of((batch, sequence), config=config, mesh=mesh, draws=Draws(seed=1), device=torch.device("cpu"))
+    tokens = stream_of(
+        (batch, sequence), positions=PositionCache(config), mesh=mesh, draws=Draws(seed=1), device=torch.device("cpu")
+    )
     # Once for all layers: no layer saves them.
     assert tokens.shard_keys.shape == (tokens.num_tokens // mesh.sp.size,)
     for layer in layers:

@@ -12,6 +12,7 @@ from lightning_megatron.transformer import rotary
 from lightning_megatron.transformer.attention import SelfAttention, _SplitHeads, local_heads
 from lightning_megatron.transformer.config import TransformerConfig
 from lightning_megatron.transformer.init import initialise
+from lightning_megatron.transformer.position_cache import PositionCache
 from lightning_megatron.transformer.tokens import stream_of
 
 SIZE = 4
@@ -55,7 +56,7 @@ def test_each_query_head_is_on_one_rank_in_order_with_its_group(groups: int, tp:
 def test_the_gradient_of_the_split_is_that_of_autograd(groups: int, tp: int, pairs: int) -> None:
     config = config_of(groups)
     heads = local_heads(config, Mesh.imagine(tp - 1, Sizes(world=tp, tp=tp)).tp)
-    cos, sin = rotary.angles(torch.arange(3)[None], pairs, 100.0)
+    cos, sin = rotary.angles(torch.arange(3)[None], rotary.frequencies(pairs, 100.0, None))
     # Two tokens of padding after 2 * 3 real ones.
     fused = torch.randn(8, heads.groups * (heads.queries + 2) * SIZE, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x: _SplitHeads.apply(x, cos, sin, 2, 3, heads), (fused,))
@@ -72,7 +73,9 @@ def test_a_token_sees_the_tokens_before_it_all_or_those_of_a_window(
         config, tp=mesh.tp, sp=mesh.sp, name="attention", mask_spec=MaskSpec(is_causal=is_causal, window=window)
     ).double()
     initialise(attention, seed=1)
-    tokens = stream_of((2, 5), config=config_of(2), mesh=mesh, draws=Draws(seed=1), device=torch.device("cpu"))
+    tokens = stream_of(
+        (2, 5), positions=PositionCache(config_of(2)), mesh=mesh, draws=Draws(seed=1), device=torch.device("cpu")
+    )
     hidden = torch.randn(10, 32, dtype=torch.float64)
     changed = hidden.clone()
     changed[3 if window != 4 else 0] += 1.0  # the fourth or first token of the first sequence
@@ -84,7 +87,9 @@ def test_a_token_sees_the_tokens_before_it_all_or_those_of_a_window(
 
 def test_weights_materialised_for_dropout_equal_those_that_are_not() -> None:
     mesh = Mesh.single()
-    tokens = stream_of((2, 6), config=config_of(2), mesh=mesh, draws=Draws(seed=1), device=torch.device("cpu"))
+    tokens = stream_of(
+        (2, 6), positions=PositionCache(config_of(2)), mesh=mesh, draws=Draws(seed=1), device=torch.device("cpu")
+    )
     hidden = torch.randn(12, 32, dtype=torch.float64)
     outputs = []
     for probability in (0.0, 1e-18):  # the second takes the other path, and drops nothing

@@ -10,6 +10,7 @@ from lightning_megatron.comm.rng import Draws
 from lightning_megatron.mesh import Mesh, Sizes
 from lightning_megatron.transformer.config import TransformerConfig
 from lightning_megatron.transformer.dropout import AttentionDropout, Dropout, drop
+from lightning_megatron.transformer.position_cache import PositionCache
 from lightning_megatron.transformer.tokens import Tokens, stream_of
 
 
@@ -17,7 +18,9 @@ def stream(batch: int, sequence: int, mesh: Mesh | None = None, step: int = 0) -
     config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
     draws = Draws(seed=1, step=step)
     mesh = mesh or Mesh.single()
-    return stream_of((batch, sequence), config=config, mesh=mesh, draws=draws, device=torch.device("cpu"))
+    return stream_of(
+        (batch, sequence), positions=PositionCache(config), mesh=mesh, draws=draws, device=torch.device("cpu")
+    )
 
 
 def test_features_that_are_not_dropped_are_scaled_and_the_rest_are_zero() -> None:

@@ -26,6 +26,7 @@ from lightning_megatron.transformer.config import TransformerConfig
 from lightning_megatron.transformer.init import initialise
 from lightning_megatron.transformer.layer import ExpertLayer
 from lightning_megatron.transformer.moe import MoELayer
+from lightning_megatron.transformer.position_cache import PositionCache
 from lightning_megatron.transformer.recompute import RecomputeConfig
 from lightning_megatron.transformer.tokens import Tokens, stream_of
 from tests.harness.threads import new_group, run_on_threads
@@ -232,7 +233,7 @@ def call_of(made: Problem, moe: MoEConfig, mesh: Mesh) -> tuple[Tokens, RoutedTo
     segments = made.segments_BS[own]
     tokens = stream_of(
         (rows, S),
-        config=config_of(moe),
+        positions=PositionCache(config_of(moe)),
         mesh=mesh,
         draws=Draws(seed=1),
         device=torch.device("cpu"),

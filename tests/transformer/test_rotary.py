@@ -10,7 +10,7 @@ from lightning_megatron.transformer.rotary import RopeScaling, angles, frequenci
 
 
 def rotated(x: torch.Tensor, positions: torch.Tensor, pairs: int, base: float, sign: int = 1) -> torch.Tensor:
-    cos, sin = angles(positions, pairs, base)
+    cos, sin = angles(positions, frequencies(pairs, base, None))
     out = torch.empty_like(x)
     rotate_into(out, x, cos.to(x.dtype), sign * sin.to(x.dtype))
     return out
@@ -51,12 +51,12 @@ def test_scores_depend_on_distances_alone() -> None:
 
 def test_far_positions_are_exact_in_float32() -> None:
     far = torch.tensor([[1_000_003]])
-    cos, _ = angles(far, 2, 10000.0)
+    cos, _ = angles(far, frequencies(2, 10000.0, None))
     assert abs(cos[0, 0, 1].item() - torch.tensor(1_000_003 / 100.0, dtype=torch.float64).cos().item()) < 1e-9
 
 
 def test_a_rotation_that_autograd_knows_has_its_gradient() -> None:
-    cos, sin = angles(torch.arange(4)[None], 2, 100.0)
+    cos, sin = angles(torch.arange(4)[None], frequencies(2, 100.0, None))
     x = torch.randn(1, 4, 5, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(rotate, (x, cos, sin))
     assert torch.equal(rotate(x, cos, sin), rotated(x, torch.arange(4)[None], 2, 100.0))
@@ -90,9 +90,9 @@ def test_short_waves_stay_long_ones_are_stretched_and_the_others_lie_between(sca
 
 def test_yarn_changes_the_amplitude() -> None:
     assert YARN.attention_factor == pytest.approx(0.1 * math.log(4.0) + 1.0)
-    cos, sin = angles(torch.arange(3)[None], 4, 10000.0, YARN)
+    cos, sin = angles(torch.arange(3)[None], frequencies(4, 10000.0, YARN), YARN)
     assert cos.square() + sin.square() == pytest.approx(YARN.attention_factor**2)
-    cos, sin = angles(torch.arange(3)[None], 4, 10000.0, LLAMA3)
+    cos, sin = angles(torch.arange(3)[None], frequencies(4, 10000.0, LLAMA3), LLAMA3)
     assert cos.square() + sin.square() == pytest.approx(1.0)
 
 

@@ -11,6 +11,7 @@ from lightning_megatron.context.documents import documents_of
 from lightning_megatron.mesh import Mesh, Sizes
 from lightning_megatron.moe.sequence_groups import RoutedTokens
 from lightning_megatron.transformer.config import TransformerConfig
+from lightning_megatron.transformer.position_cache import PositionCache
 from lightning_megatron.transformer.tokens import Tokens, stream_of
 
 CONFIG = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2)
@@ -38,7 +39,7 @@ WEIGHTS[2] = 0.0
 def stream(mesh: Mesh, segments: Tensor) -> Tokens:
     documents = None if segments is ROWS else documents_of(segments)
     draws, cpu = Draws(seed=1), torch.device("cpu")
-    return stream_of((B, S), config=CONFIG, mesh=mesh, draws=draws, device=cpu, documents=documents)
+    return stream_of((B, S), positions=PositionCache(CONFIG), mesh=mesh, draws=draws, device=cpu, documents=documents)
 
 
 def routed_on(mesh: Mesh, segments: Tensor, call: int = 0) -> tuple[RoutedTokens, Tensor]:

@@ -116,7 +116,7 @@ def _stream(model: GPTModel, mesh: Mesh, size: int, lengths: list[int], device: 
     segments = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
     return stream_of(
         (1, sum(lengths)),
-        config=model.config,
+        positions=model.position_cache,
         mesh=mesh,
         draws=Draws(seed=0),
         device=device,
