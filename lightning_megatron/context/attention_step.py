@@ -73,8 +73,9 @@ class AttentionStep:
         """Positions of queries and keys on a device; few kernels need them there."""
         name = ("positions", device)
         if name not in self.cache:
-            both = self.query_positions, self.key_positions
-            self.cache[name] = tuple(positions.to(device, non_blocking=True) for positions in both)
+            queries, keys = self.query_positions, self.key_positions
+            moved = queries.to(device, non_blocking=True)
+            self.cache[name] = moved, moved if queries.equal(keys) else keys.to(device, non_blocking=True)
         positions: tuple[Tensor, Tensor] = self.cache[name]
         return positions
 

@@ -8,6 +8,7 @@ B batch, S sequence, X tokens of all documents, in order.
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -38,39 +39,43 @@ class Documents:
         return sum(self.lengths)
 
     @cached_property
-    def _table_4D(self) -> Tensor:
-        """Length, first index in the batch, row and number of each document: int64 [4, D]."""
+    def _table_5D(self) -> Tensor:
+        """Length, place of the first token, its index in the batch, row and number of each document: int64 [5, D]."""
         rows_and_numbers = zip(*self.names, strict=True) if self.names else ((), ())
-        return on_device([self.lengths, self.starts, *rows_and_numbers], self.device)
+        places = accumulate(self.lengths[:-1], initial=0) if self.lengths else ()
+        return on_device([self.lengths, [*places], self.starts, *rows_and_numbers], self.device)
 
     def _spread(self, values_D: Tensor) -> Tensor:
         """For each token the value of its document: [X]."""
-        return values_D.repeat_interleave(self._table_4D[0], output_size=self.num_tokens)
+        return values_D.repeat_interleave(self._table_5D[0], output_size=self.num_tokens)
+
+    def _from(self, firsts_D: Tensor) -> Tensor:
+        """Numbers of each document's tokens from its first on: [X]."""
+        return torch.arange(self.num_tokens, device=self.device) + self._spread(firsts_D - self._table_5D[1])
 
     @cached_property
     def index_X(self) -> Tensor:
         """Index of each token in the flattened batch: int64."""
-        return self.positions_X + self._spread(self._table_4D[1])
+        return self._from(self._table_5D[2])
 
     @cached_property
     def rows_X(self) -> Tensor:
         """Row of each token: int64."""
-        return self._spread(self._table_4D[2])
+        return self._spread(self._table_5D[3])
 
     @cached_property
     def numbers_X(self) -> Tensor:
         """Number of each token's document in its row: int64."""
-        return self._spread(self._table_4D[3])
+        return self._spread(self._table_5D[4])
 
     @cached_property
     def positions_X(self) -> Tensor:
         """Position of each token in its document: int64."""
-        lengths_D = self._table_4D[0]
-        return torch.arange(self.num_tokens, device=self.device) - self._spread(lengths_D.cumsum(0) - lengths_D)
+        return self._from(torch.zeros_like(self._table_5D[1]))
 
     def token_keys(self, sample_keys_B: Tensor) -> Tensor:
         """Random key of each token, int64 [X], from its document and position, not from where it was packed."""
-        return self.token_keys_of(rng.bits(sample_keys_B[self._table_4D[2]], self._table_4D[3]))
+        return self.token_keys_of(rng.bits(sample_keys_B[self._table_5D[3]], self._table_5D[4]))
 
     def token_keys_of(self, document_keys_D: Tensor) -> Tensor:
         """Random key of each token, int64 [X], from a key for each document."""

@@ -212,18 +212,16 @@ def _make_call(blocks: list[AttentionBlock], bounds: Bounds, queries: Tensor, ke
     batch = queries.shape[0]
     query_runs = [(block.query_row, block.num_queries) for block in blocks]
     key_runs = [(block.key_row, block.num_keys) for block in blocks]
-    sequences = VarlenSequences(
-        _starts(query_runs, batch, queries.device),
-        _starts(key_runs, batch, queries.device),
-        max(num for _, num in query_runs),
-        max(num for _, num in key_runs),
-        bounds,
-    )
+    nums_of_queries, nums_of_keys = ([num for _, num in runs] for runs in (query_runs, key_runs))
+    query_starts = _starts(nums_of_queries, batch, queries.device)
+    # Blocks of self-attention are square, and one copy to the device serves both.
+    key_starts = query_starts if nums_of_keys == nums_of_queries else _starts(nums_of_keys, batch, queries.device)
+    sequences = VarlenSequences(query_starts, key_starts, max(nums_of_queries), max(nums_of_keys), bounds)
     return _Call(_rows(query_runs, queries), _rows(key_runs, keys), sequences)
 
 
-def _starts(runs: list[tuple[int, int]], batch: int, device: torch.device) -> Tensor:
-    starts = torch.tensor([num for _, num in runs], dtype=torch.int32).repeat(batch).cumsum(0, dtype=torch.int32)
+def _starts(nums: list[int], batch: int, device: torch.device) -> Tensor:
+    starts = torch.tensor(nums, dtype=torch.int32).repeat(batch).cumsum(0, dtype=torch.int32)
     return torch.nn.functional.pad(starts, (1, 0)).to(device, non_blocking=True)
 
 

@@ -57,7 +57,7 @@ class DecodeState:
 
 def caching_stream(tokens: Tokens, decode_state: DecodeState) -> Tokens:
     """The stream of an ordinary call whose keys and values are cached."""
-    assert decode_state.cache is not None and tokens.index_X is None, "rows are cached as they are, not packed"
+    assert decode_state.cache is not None and not tokens.is_packed, "rows are cached as they are, not packed"
     places_N = tokens.layout.places(tokens.context.rank)
     is_token_BN = (places_N != PADDING) & (places_N < decode_state.lengths_B.unsqueeze(1))
     positions_BN = torch.where(is_token_BN, places_N, PADDING).to(tokens.device)

@@ -14,6 +14,7 @@ features, X tokens of a sample of the full stream, G segments of a sample.
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from math import prod
 
 import torch
 import torch.nn.functional as F
@@ -52,6 +53,8 @@ class Tokens:
     index_X: Tensor | None
     """Index in the caller's [B * S] of each token of the stream of all ranks, int64; none where that has all, in order.
     """
+    is_packed: bool
+    """Whether segments are documents, and the stream is one sample."""
     positions_1N: Tensor
     """Positions of this rank's tokens in their segments, int64 [1, N]; [B, N] where rows continue from their own
     positions."""
@@ -84,7 +87,7 @@ class Tokens:
     @property
     def is_whole(self) -> bool:
         """Whether each sample is one segment, all of it here."""
-        return self.cp.size == 1 and self.index_X is None
+        return self.cp.size == 1 and not self.is_packed
 
     @property
     def num_real(self) -> int:
@@ -135,7 +138,7 @@ class Tokens:
     def select(self, values_BS: Tensor) -> Tensor:
         """The caller's values in the order of the stream of all ranks: [batch, X]."""
         if self.index_X is None:
-            return values_BS
+            return values_BS.reshape(self.batch, -1)
         return values_BS.reshape(-1).index_select(0, self.index_X).unsqueeze(0)
 
     def flat(self, values_BS: Tensor, padding: int = 0) -> Tensor:
@@ -239,7 +242,7 @@ class Tokens:
             weights_T=part(weights_T),
             axes=(cut, self.cp),
             call=call,
-            is_packed=self.index_X is not None,
+            is_packed=self.is_packed,
         )
 
     def _num_real_before(self, place: int) -> int:
@@ -290,7 +293,9 @@ def stream_of(
         cp=mesh.cp if group is None else group,
         context=axes,
         layout=own.layout,
-        index_X=None if documents is None else documents.index_X,
+        # Documents are in order: as many tokens as the batch has are all of it.
+        index_X=None if documents is None or documents.num_tokens == prod(shape) else documents.index_X,
+        is_packed=documents is not None,
         positions_1N=own.positions_1N,
         # The draws of this call: their owner sets others for the next, before the backward of this one.
         make_keys=partial(_token_keys, shape, documents, replace(draws), device),
@@ -329,6 +334,7 @@ def unsplit_stream(
         context=ContextAxes(ring=alone, ulysses=alone),
         layout=cut((sequence,)),
         index_X=None,
+        is_packed=False,
         positions_1N=positions_1N,
         make_keys=make_keys,
         rotary_cos_1NR=cos_1NR,

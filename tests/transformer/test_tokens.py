@@ -28,8 +28,10 @@ LAYOUTS = {
 on_every_layout = pytest.mark.parametrize("sizes", LAYOUTS.values(), ids=LAYOUTS)
 # Documents of one token and more, a gap before one, padding after another, and a row of padding alone.
 PACKED = torch.tensor([[0, 0, 0, 1, 2, 2, 2], [0, -1, 1, 1, 1, -1, -1], [-1] * 7])
+# Documents that are all of the batch.
+FULL = torch.tensor([[0, 0, 0, 1, 2, 2, 2], [0, 0, 1, 1, 1, 1, 1], [0] * 7])
 ROWS = torch.zeros(B, S, dtype=torch.int64)
-either_batch = pytest.mark.parametrize("segments", [ROWS, PACKED], ids=["rows", "packed"])
+every_batch = pytest.mark.parametrize("segments", [ROWS, PACKED, FULL], ids=["rows", "packed", "full"])
 # How much targets count; those of a whole document (1 of row 0) and of a whole row (2) not at all.
 WEIGHTS = torch.rand(B, S, generator=torch.Generator().manual_seed(1)).masked_fill(torch.arange(S) % 3 == 0, 0.0)
 WEIGHTS[0, 3] = 0.0
@@ -52,7 +54,7 @@ def routed_on(mesh: Mesh, segments: Tensor, call: int = 0) -> tuple[RoutedTokens
 
 
 @on_every_layout
-@either_batch
+@every_batch
 def test_each_token_has_its_sequence_its_position_and_its_share_of_the_weights(sizes: Sizes, segments: Tensor) -> None:
     flat = [(row, number) for row in range(B) for number in segments[row].tolist()]
     sequences = list(dict.fromkeys(each for each in flat if each[1] >= 0))
@@ -62,7 +64,7 @@ def test_each_token_has_its_sequence_its_position_and_its_share_of_the_weights(s
     seen = []
     for rank in range(sizes.world):
         routed, ids_T = routed_on(Mesh.imagine(rank, sizes), segments, call=5)
-        assert routed.call == 5 and routed.is_packed == (segments is PACKED)
+        assert routed.call == 5 and routed.is_packed == (segments is not ROWS)
         assert routed.lengths == tuple(flat.count(each) for each in sequences)
         assert [axis.size for axis in routed.axes] == [sizes.tp, sizes.cp]
         assert torch.equal(routed.is_real_T, ids_T >= 0) and routed.num_real == int((ids_T >= 0).sum())
@@ -80,7 +82,7 @@ def test_each_token_has_its_sequence_its_position_and_its_share_of_the_weights(s
 
 
 @on_every_layout
-@either_batch
+@every_batch
 def test_the_weights_of_all_tokens_sum_up_to_those_of_the_targets(sizes: Sizes, segments: Tensor) -> None:
     total = 0.0
     for rank in range(sizes.world):
