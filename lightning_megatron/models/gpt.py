@@ -140,10 +140,11 @@ class GPTModel(LanguageModel):
         # Read here and not in the layers: layers that are recomputed in the backward first run without gradients.
         is_counted = self.training and torch.is_grad_enabled()
         self._num_routed += is_counted
-        # Without targets each token counts as one.
-        weights_BS = (
-            torch.ones((), device=stream.device).expand(stream.shape) if targets is None else targets.weights_BS
-        )
+        weights_BS = None
+        if self.config.has_auxiliary_losses:
+            # Without targets each token counts as one.
+            ones_BS = torch.ones((), device=stream.device).expand(stream.shape)
+            weights_BS = ones_BS if targets is None else targets.weights_BS
         return stream.routed(weights_BS, self.mesh.tp, self._num_routed if is_counted else -1)
 
     def run_part(self, name: str, hidden: Payload, context: GPTInputs) -> Payload:

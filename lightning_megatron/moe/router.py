@@ -145,20 +145,24 @@ class Router(nn.Module):
         self, logits_TE: Tensor, scores_TE: Tensor, expert_ids_TK: Tensor, tokens: RoutedTokens, groups: SequenceGroups
     ) -> Tensor:
         """Sum of the auxiliary losses of this rank's tokens, each times its coefficient: []."""
-        real_T, weights_T = tokens.is_real_T, tokens.weights_T.to(logits_TE.dtype)
+        real_T = tokens.is_real_T
         with torch.no_grad():
             chosen_TE = preferred_TE = routing_map(expert_ids_TK, self.num_experts)
             if self.config.aux_losses and not self.chooses_by_score:
                 best_TK = topk.topk(scores_TE, self.config.top_k)
                 preferred_TE = routing_map(torch.where(real_T.unsqueeze(1), best_TK, -1), self.num_experts)
-        probabilities_TE = normalized_scores(scores_TE, self.config)
-        terms = []
-        for loss in self.config.aux_losses:
-            load_TE = self._load(loss.scope, preferred_TE, groups, scores_TE.dtype)
-            terms.append((loss.coefficient, load_balancing.aux_loss_sum(probabilities_TE, load_TE, weights_T, real_T)))
-        if self.config.z_loss:
-            terms.append((self.config.z_loss, load_balancing.z_loss_sum(logits_TE, weights_T, real_T)))
-        weight = torch.where(real_T, tokens.weights_T, 0.0).sum(dtype=torch.float64)
+        terms, weight = [], logits_TE.new_zeros((), dtype=torch.float64)
+        if self.config.loss_names:
+            assert tokens.weights_T is not None, "the model says that its routers have no auxiliary losses"
+            weights_T = tokens.weights_T.to(logits_TE.dtype)
+            probabilities_TE = normalized_scores(scores_TE, self.config)
+            for loss in self.config.aux_losses:
+                load_TE = self._load(loss.scope, preferred_TE, groups, scores_TE.dtype)
+                term = load_balancing.aux_loss_sum(probabilities_TE, load_TE, weights_T, real_T)
+                terms.append((loss.coefficient, term))
+            if self.config.z_loss:
+                terms.append((self.config.z_loss, load_balancing.z_loss_sum(logits_TE, weights_T, real_T)))
+            weight = tokens.weights_T.masked_fill(~real_T, 0.0).sum(dtype=torch.float64)
         sums_S = torch.stack([weight, *(term.detach().double() for _, term in terms)])
         self.records.add(tokens.call, torch.stack([preferred_TE.sum(0), chosen_TE.sum(0)]), sums_S)
         return torch.stack([logits_TE.new_zeros(()), *(coefficient * term for coefficient, term in terms)]).sum()

@@ -32,8 +32,8 @@ class RoutedTokens:
     """Position of each token in its sequence: int64."""
     make_keys: Callable[[], Tensor]
     """Makes `keys_T`; few routers draw."""
-    weights_T: Tensor
-    """Weight of each token in the auxiliary losses: floating point."""
+    weights_T: Tensor | None
+    """Weight of each token in the auxiliary losses: floating point; none where routers have no such losses."""
     axes: tuple[Axis, ...]
     """Axes that cut sequences: the one that cuts tokens before routers, and cp."""
     call: int = 0

@@ -209,37 +209,37 @@ class Tokens:
         # These are made of all others.
         _ = self.shard_keys
 
-    def routed(self, weights_BS: Tensor, cut: Axis, call: int) -> RoutedTokens:
+    def routed(self, weights_BS: Tensor | None, cut: Axis, call: int) -> RoutedTokens:
         """Metadata of this rank's part of the stream over `cut` for routers; calls of a step have different numbers.
 
-        `weights_BS` say how much each of the caller's tokens counts in the loss of the model; in the auxiliary losses
-        the tokens of a segment share its sum alike.
+        `weights_BS` say how much each of the caller's tokens counts in the loss of the model, where there are auxiliary
+        losses; in these the tokens of a segment share its sum alike.
         """
         num = len(self.layout.lengths)
         lengths_G = on_device(self.layout.lengths, self.device)
-        numbers_G = torch.arange(num, device=self.device)
-        segments_X = numbers_G.repeat_interleave(lengths_G, output_size=self.layout.num_tokens)
-        means_BG = torch.zeros(self.batch, num, dtype=torch.float64, device=self.device)
-        means_BG.index_add_(1, segments_X, self.select(weights_BS).double())
-        means_BG /= lengths_G.clamp(min=1)
-        segments_1N = self._own(segments_X.unsqueeze(0))
-        samples_B1 = torch.arange(self.batch, device=self.device).unsqueeze(1)
-        segments_T = self.flat_own(samples_B1 * num + segments_1N)
-        is_real_T = self._with_padding((~self.is_padding_N).repeat(self.batch), False)
-        weights_T = means_BG.flatten().index_select(0, segments_T) if num else segments_T.double()
+        segments_X = torch.repeat_interleave(lengths_G, output_size=self.layout.num_tokens)
+        firsts_B1 = torch.arange(0, self.batch * max(num, 1), max(num, 1), device=self.device).unsqueeze(1)
+        segments_T = self.flat_own(firsts_B1 + self._own(segments_X.unsqueeze(0)))
+        num_missing = -self.num_tokens % cut.size
 
         def part(values_T: Tensor) -> Tensor:
-            return collectives.shard_slice(F.pad(values_T, (0, -self.num_tokens % cut.size)), cut)
+            return collectives.shard_slice(F.pad(values_T, (0, num_missing)) if num_missing else values_T, cut)
+
+        weights_T = None
+        if weights_BS is not None:
+            means_BG = torch.zeros(self.batch, num, dtype=torch.float64, device=self.device)
+            means_BG.index_add_(1, segments_X, self.select(weights_BS).double()).div_(lengths_G.clamp(min=1))
+            weights_T = part(means_BG.flatten().index_select(0, segments_T) if num else segments_T.double())
 
         length = -(-self.num_tokens // cut.size)
         return RoutedTokens(
-            is_real_T=part(is_real_T),
+            is_real_T=part(self.flat_own((self._places_N != PADDING).unsqueeze(0))),
             num_real=self._num_real_before((cut.rank + 1) * length) - self._num_real_before(cut.rank * length),
             segments_T=part(segments_T),
             lengths=self.layout.lengths * self.batch,
             positions_T=part(self.flat_own(self.positions_1N)),
             make_keys=lambda: part(self.stream_keys),
-            weights_T=part(weights_T),
+            weights_T=weights_T,
             axes=(cut, self.cp),
             call=call,
             is_packed=self.is_packed,
