@@ -41,7 +41,7 @@ def targets_of(labels_BS: Tensor, loss_mask_BS: Tensor | None, tokens: Tokens) -
     They are this rank's; their sum is that of all ranks of cp, which read the same labels.
     """
     if loss_mask_BS is None:
-        weights_BS = (labels_BS != IGNORED).float()
+        weights_BS = torch.ne(labels_BS, IGNORED, out=torch.empty_like(labels_BS, dtype=torch.float32))
     else:
         mask_BS = loss_mask_BS if loss_mask_BS.is_floating_point() else loss_mask_BS.float()
         # Not a product: a mask may hold anything where there is no label, NaN too.

@@ -16,7 +16,7 @@ Source: Liu et al., arXiv 2304.08485, section 4.1; arXiv 2310.03744, section 3.3
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from lightning_megatron.comm import differentiable, rng
 from lightning_megatron.comm.host_numbers import on_device
 from lightning_megatron.comm.p2p import Payload
+from lightning_megatron.comm.rng import Draws
 from lightning_megatron.config_dataclass import config_dataclass
 from lightning_megatron.mesh import Axis, Mesh, Sizes, ambient_mesh
 from lightning_megatron.models.embedding import Embedding
@@ -302,11 +303,13 @@ class LlavaModel(GPTModel):
             )
         num_own = max(1, -(-len(pixels) // cp.size))
         first = min(cp.rank * num_own, len(pixels))
-        own_pixels, own_keys = (
-            _padded(values[first : first + num_own], num_own)
-            for values in (pixels, self._keys_of(counts, pixels.device))
-        )
-        stream = image_stream(own_keys, config.vision, self.mesh)
+
+        def own(values: Tensor) -> Tensor:
+            return _padded(values[first : first + num_own], num_own)
+
+        # The draws of this call: their owner sets others for the next, before the backward of this one.
+        make_keys = partial(_image_keys, replace(self.draws), counts, pixels.device)
+        stream = image_stream(num_own, lambda: own(make_keys()), config.vision, self.mesh, pixels.device)
         # Feature number n of the call is that of patch n % P of image n // P.
         number_BS = (is_image_BS.flatten().cumsum(0) - 1).view_as(is_image_BS)
         image_BS, patch_BS = number_BS // config.features_per_image, number_BS % config.features_per_image
@@ -315,14 +318,7 @@ class LlavaModel(GPTModel):
         features_T = tokens.shard(tokens.flat(torch.where(is_image_BS, row_BS, -1), padding=-1))
         # The tower computes in the dtype of its weights.
         dtype = self.get_parameter(f"{_VISION}.embedding.patches").dtype
-        return ImageInputs(pixels=own_pixels.to(dtype), stream=stream, features_T=features_T)
-
-    def _keys_of(self, counts: Sequence[int], device: torch.device) -> Tensor:
-        """A random key for each image, by its row and its number in the row: int64 [N]."""
-        keys_B = self.draws.sample_keys(len(counts), device)
-        numbers = [number for count in counts for number in range(1, count + 1)]
-        keys_N = keys_B.repeat_interleave(on_device(counts, device), output_size=len(numbers))
-        return rng.bits(keys_N, on_device(numbers, device))
+        return ImageInputs(pixels=own(pixels).to(dtype), stream=stream, features_T=features_T)
 
     def _pixels(self, images: Ragged | None, device: torch.device) -> Tensor:
         side, channels = self.config.vision.image_size, self.config.vision.num_channels
@@ -354,9 +350,18 @@ class LlavaModel(GPTModel):
             )
 
 
+def _image_keys(draws: Draws, counts: Sequence[int], device: torch.device) -> Tensor:
+    """A random key for each image, by its row and its number in the row: int64 [N]."""
+    keys_B = draws.sample_keys(len(counts), device)
+    numbers = [number for count in counts for number in range(1, count + 1)]
+    keys_N = keys_B.repeat_interleave(on_device(counts, device), output_size=len(numbers))
+    return rng.bits(keys_N, on_device(numbers, device))
+
+
 def _padded(values: Tensor, length: int) -> Tensor:
     """The values followed by zeros, `length` in all."""
-    return F.pad(values, (0, 0) * (values.dim() - 1) + (0, length - len(values)))
+    num_missing = length - len(values)
+    return F.pad(values, (0, 0) * (values.dim() - 1) + (0, num_missing)) if num_missing else values
 
 
 def _owner(name: str) -> str:

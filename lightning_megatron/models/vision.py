@@ -8,7 +8,7 @@ N images of this rank, C channels, P side of a patch, S tokens of an image, T to
 Source: Dosovitskiy et al., arXiv 2010.11929, section 3.1; Radford et al., arXiv 2103.00020, section 2.4.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import ClassVar
@@ -122,18 +122,19 @@ def cut_into_patches(images: Tensor, size: int) -> Tensor:
     return patches.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
 
 
-def image_stream(image_keys_N: Tensor, config: VisionConfig, mesh: Mesh) -> Tokens:
-    """The stream of the images that this rank looks at; `image_keys_N` (int64) name what is dropped of each."""
-    num_tokens, device = config.max_sequence_length, image_keys_N.device
+def image_stream(
+    num_images: int, make_image_keys: Callable[[], Tensor], config: VisionConfig, mesh: Mesh, device: torch.device
+) -> Tokens:
+    """The stream of the images that this rank looks at; their keys, int64 [N], name what is dropped of each."""
+    num_tokens = config.max_sequence_length
     positions = torch.arange(num_tokens, device=device)
     # Two of them: a compiler takes no tensor twice.
     cos_1NR, sin_1NR = torch.empty(2, 1, num_tokens, 0, dtype=torch.float64, device=device).unbind()
-    shape = (len(image_keys_N), num_tokens)
 
     def make_keys() -> Tensor:
-        return rng.bits(image_keys_N.unsqueeze(1), positions)
+        return rng.bits(make_image_keys().unsqueeze(1), positions)
 
-    return unsplit_stream(mesh, shape, positions.unsqueeze(0), make_keys, cos_1NR, sin_1NR)
+    return unsplit_stream(mesh, (num_images, num_tokens), positions.unsqueeze(0), make_keys, cos_1NR, sin_1NR)
 
 
 def vision_parts(config: VisionConfig, mesh: Mesh, prefix: str, num_used: int) -> Sequence[Part]:

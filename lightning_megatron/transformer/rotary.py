@@ -126,7 +126,7 @@ def angles(positions_BS: Tensor, frequencies_R: Tensor, scaling: RopeScaling | N
         # Two of them: a compiler takes no tensor twice.
         cos_BSR, sin_BSR = torch.empty(2, *positions_BS.shape, 0, dtype=torch.float64, device=positions_BS.device)
         return cos_BSR, sin_BSR
-    angles_BSR = positions_BS.double().unsqueeze(-1) * frequencies_R
+    angles_BSR = positions_BS.unsqueeze(-1) * frequencies_R
     if scaling is None or scaling.kind != "yarn":
         return angles_BSR.cos(), angles_BSR.sin()
     return angles_BSR.cos() * scaling.attention_factor, angles_BSR.sin() * scaling.attention_factor
