@@ -89,7 +89,9 @@ class SentenceOrderHead(nn.Module):
         logits_B2, is_own_B = self(hidden_TH, tokens)
         wide = torch.promote_types(logits_B2.dtype, torch.float32)
         losses_B = F.cross_entropy(logits_B2.to(wide), targets.labels_B, ignore_index=IGNORED, reduction="none")
-        return (losses_B * torch.where(is_own_B, targets.weights_B, 0).to(wide)).sum()
+        weights_B: Tensor = targets.weights_B * is_own_B
+        own: Tensor = (losses_B * weights_B.to(wide)).sum()
+        return own
 
     def tallies(self, hidden_TH: Tensor, targets: SampleTargets, tokens: Tokens) -> dict[str, Tensor]:
         """Sums for evaluation over the samples of the call that have a label and a token that counts, float64 []: how
@@ -105,19 +107,18 @@ class SentenceOrderHead(nn.Module):
 
     def _first_tokens(self, hidden_TH: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
         """The hidden state of each sample's first token, zeros for those that other ranks of cp hold: [B, H]."""
-        batch, length = tokens.shape[0], hidden_TH.shape[0]
-        samples_B = torch.arange(batch, device=tokens.device)
-        samples_BS = torch.full(tokens.shape, -1, device=tokens.device)
-        samples_BS[:, :1] = samples_B.unsqueeze(1)
-        samples_T = tokens.flat(samples_BS, padding=-1)
-        # One more entry takes all tokens that are not first in a sample.
-        indices = torch.full((batch + 1,), -1, device=tokens.device)
-        indices[samples_T.remainder(batch + 1)] = torch.arange(len(samples_T), device=tokens.device)
-        index_B = indices[:batch]
+        length = hidden_TH.shape[0]
+        # Places of the batch in this rank's stream, -1 for those of other ranks; the last takes padding.
+        num_places = tokens.shape[0] * tokens.shape[1]
+        places_T = tokens.flat(torch.arange(num_places, device=tokens.device).view(tokens.shape), padding=num_places)
+        indices = torch.full((num_places + 1,), -1, device=tokens.device)
+        indices[places_T] = torch.arange(len(places_T), device=tokens.device)
+        index_B = indices[:num_places].view(tokens.shape)[:, 0]
         local_B = index_B - self.sp.rank * length
-        is_here_B = (index_B >= 0) & (local_B >= 0) & (local_B < length)
-        rows_BH = hidden_TH.index_select(0, local_B.clamp(0, length - 1))
-        first_BH = torch.where(is_here_B.unsqueeze(1), rows_BH, 0)
+        # Below 0 where another rank of cp has the token.
+        nearest_B = local_B.clamp(0, length - 1)
+        rows_BH = hidden_TH.index_select(0, nearest_B)
+        first_BH = rows_BH.masked_fill((nearest_B != local_B).unsqueeze(1), 0.0)
         return differentiable.reduce(first_BH, self.sp), index_B >= 0
 
 
