@@ -27,6 +27,7 @@ from lightning_megatron.trainer.config import PipelineConfig
 from lightning_megatron.trainer.step import step_checks
 from lightning_megatron.trainer.step.coupled_rows import RowCheck
 from lightning_megatron.trainer.step.microbatches import StepBatch, rows_of
+from lightning_megatron.trainer.step.rng_sync import kept_random
 from lightning_megatron.trainer.step.step_batches import StepBatches
 from lightning_megatron.trainer.step.step_checks import LossCheck, StateWatch
 from lightning_megatron.trainer.step.step_gradients import StepGradients
@@ -70,7 +71,8 @@ class ScheduledStep:
         call = ScheduledCall(
             user_step.models,
             self.mesh,
-            partial(self._enter, parts, gradients, context, args, kwargs),
+            # Each microbatch seeds the generators anew.
+            partial(self._enter, parts, torch.initial_seed(), gradients, context, args, kwargs),
             partial(user_step.trainer.strategy.precision_plugin.backward, model=user_step.module, optimizer=None),
             [part.first_sample for part in parts],
             gradients.weight_gradients.opened,
@@ -82,7 +84,7 @@ class ScheduledStep:
             user_step.drive(call)
             self.is_running = True
             try:
-                with self.log.recording(), self._guarded(len(parts)):
+                with self.log.recording(), kept_random(), self._guarded(len(parts)):
                     self.runtime.run(training_plan(schedule), call)
             finally:
                 self.is_running = False
@@ -123,6 +125,7 @@ class ScheduledStep:
     def _enter(
         self,
         parts: list[StepBatch],
+        seed: int,
         gradients: StepGradients,
         context: Context,
         args: tuple[Any, ...],
@@ -132,6 +135,7 @@ class ScheduledStep:
         """Enters the user's step for one stage and microbatch; the loss is scaled as it shall be differentiated."""
         part, user_step = parts[microbatch], self.user_step
         user_step.begin_microbatch(part)
+        user_step.seed_random(seed, microbatch, part.group_index)
         self.log.num_copies = part.num_copies
         # A rank that holds the last stage alone leaves no step early, and need not copy the states of metrics.
         mark = self.log.mark() if self.mesh.own_stages[0] < self.mesh.sizes.num_stages - 1 else None
@@ -142,7 +146,6 @@ class ScheduledStep:
         num_recorded = rows_of(part.batch) if holds_last and rows is not None else 0
         try:
             with (
-                user_step.synced_random(microbatch, part.group_index, is_scheduled=True),
                 context(),
                 self.row_check.recording(num_recorded, num_parts) as record,
             ):

@@ -25,7 +25,7 @@ from lightning_megatron.trainer.step.batch_metrics import full_state, restore
 from lightning_megatron.trainer.step.global_batches import BatchShare
 from lightning_megatron.trainer.step.loader_sync import LoaderSync, Whereabouts
 from lightning_megatron.trainer.step.microbatches import StepBatch, rows_of
-from lightning_megatron.trainer.step.rng_sync import aligned_random
+from lightning_megatron.trainer.step.rng_sync import aligned_random, seed_random
 
 OWN_KEYS = ("loss", "loss_weight", "loss_reduction")
 """Keys of a step's output that have a meaning here."""
@@ -115,21 +115,27 @@ class UserStep:
         for model in self.models:
             model.driver = driver
 
-    def synced_random(
-        self, microbatch: int = 0, group_index: int | None = None, *, is_scheduled: bool = False
-    ) -> AbstractContextManager[None]:
-        """Random numbers of the user's code that agree on all ranks that run a microbatch together, and differ between
-        those that do not: by `group_index`, which is the data-parallel rank unless it is given."""
+    def synced_random(self) -> AbstractContextManager[None]:
+        """Random numbers of the user's code that agree on all ranks that run a batch together, and differ between those
+        that do not."""
         # Tensor-parallel ranks run the same code on the same data: their generators stay equal, and draw what one
         # device would.
-        if self.mesh.axis("dp+cp").size == 1 and self.mesh.pp.size == 1 and not is_scheduled:
+        if self.mesh.axis("dp+cp").size == 1 and self.mesh.pp.size == 1:
             return nullcontext()
+        return aligned_random(*self._random_key(torch.initial_seed()))
+
+    def seed_random(self, seed: int, microbatch: int, group_index: int | None) -> None:
+        """Seeds, by that of the run, what a microbatch of a schedule draws: alike on all ranks that run it together,
+        which have one `group_index`, their data-parallel rank unless it is given."""
+        seed_random(*self._random_key(seed, microbatch, group_index))
+
+    def _random_key(self, seed: int, microbatch: int = 0, group_index: int | None = None) -> tuple[int | str, ...]:
         fit_loop, state = self.trainer.fit_loop, self.trainer.state
         # A validation of its own is not the one at the end of the fit before it.
         stage = str(state.stage) if state.fn == TrainerFn.FITTING else f"{state.fn} alone"
         index = self.mesh.dp.rank if group_index is None else group_index
         call = (stage, fit_loop.epoch_loop.total_batch_idx, fit_loop.batch_idx, self.num_evaluated, index)
-        return aligned_random(torch.initial_seed(), *call, microbatch)
+        return (seed, *call, microbatch)
 
     def refuse_sums(self, output: Any, num_parts: int) -> None:
         """Raises ValueError where a step under manual optimization says that its loss is a sum: too late to count."""
