@@ -26,7 +26,7 @@ from lightning_megatron.pipeline.scheduled import ScheduledCall, StageExit
 from lightning_megatron.trainer.config import PipelineConfig
 from lightning_megatron.trainer.step import step_checks
 from lightning_megatron.trainer.step.coupled_rows import RowCheck
-from lightning_megatron.trainer.step.microbatches import StepBatch, rows_of
+from lightning_megatron.trainer.step.microbatches import StepBatch
 from lightning_megatron.trainer.step.rng_sync import kept_random
 from lightning_megatron.trainer.step.step_batches import StepBatches
 from lightning_megatron.trainer.step.step_checks import LossCheck, StateWatch
@@ -143,7 +143,7 @@ class ScheduledStep:
         rows = None if self.batches.are_planned else part.rows
         # Elsewhere nothing reaches a loss.
         holds_last = self.mesh.own_stages[-1] == self.mesh.sizes.num_stages - 1
-        num_recorded = rows_of(part.batch) if holds_last and rows is not None else 0
+        num_recorded = int(rows) if holds_last and rows is not None else 0
         try:
             with (
                 context(),
