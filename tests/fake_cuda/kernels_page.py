@@ -20,11 +20,12 @@ waits once a step, to learn whether gradients are finite; ranks of tp, cp, pp an
 Experts are all on the rank: where ranks share them, the host waits once more in each of their layers, to learn how many
 rows it receives.
 
-Weights are float32 and products bf16, by autocast; one rank; 8,192 tokens, in rows as long as the model takes. A kernel
-is an operation that launches at least one, other than matrix products and fused attention; bytes are those that these
-kernels read and write. FLOPs are those of products. A layer is the difference of models of two layers and of one, and a
-call what is left of the latter: embedding, head, loss and what layers share. Attention of T5 runs in tiles, so that its
-kernels grow with the batch; it is counted for one row.
+Weights are float32 and products bf16, by autocast; one rank; 8,192 tokens, in rows as long as the model takes. It is a
+model's second microbatch: what a model makes once, such as the angles of rotary positions, it made in the first. A
+kernel is an operation that launches at least one, other than matrix products and fused attention; bytes are those that
+these kernels read and write. FLOPs are those of products. A layer is the difference of models of two layers and of one,
+and a call what is left of the latter: embedding, head, loss and what layers share. Attention of T5 runs in tiles, so
+that its kernels grow with the batch; it is counted for one row.
 """
 _HEAD = (
     "| model | kernels of a layer | GB of a layer | TFLOP of a layer | kernels of a call | copies between host and "
