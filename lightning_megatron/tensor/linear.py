@@ -32,7 +32,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from lightning_megatron.comm import collectives
+from lightning_megatron.comm import chunked_collectives, collectives
+from lightning_megatron.comm.chunked_collectives import Compute
 from lightning_megatron.comm.collectives import Pending
 from lightning_megatron.mesh import Axis
 from lightning_megatron.precision.autocast import autocast_dtype
@@ -61,7 +62,7 @@ class ParallelLinear(WeightGradientLayer):
     """A linear layer over `tp` that multiplies by its `gemm`.
 
     `lora`, if any, is a LoRA adapter (`tensor.lora_adapter`): it gets the same input and the keys of its tokens, and
-    its output is added.
+    its output is added. The forward's message under sequence parallelism goes in `num_chunks`.
     """
 
     weight: nn.Parameter
@@ -74,6 +75,7 @@ class ParallelLinear(WeightGradientLayer):
         # The axes whose ranks hold parts of the input, and of the gradient of the output; of size 1 where replicated.
         self.input_axis, self.gradient_axis = input_axis, gradient_axis
         self.gemm: Gemm = TORCH_GEMM
+        self.num_chunks = 1
         self.lora = None
 
     def _with_lora(self, y_TO: Tensor, x_TI: Tensor, tokens: TokenKeys | None) -> Tensor:
@@ -102,7 +104,14 @@ class ColumnParallelLinear(ParallelLinear):
 
     def forward(self, x_TI: Tensor, tokens: TokenKeys | None = None) -> Tensor:
         y_TO = column_parallel_linear(
-            x_TI, self.weight, self.bias, tp=self.tp, sp=self.sp, gradients=self.weight_gradients, gemm=self.gemm
+            x_TI,
+            self.weight,
+            self.bias,
+            tp=self.tp,
+            sp=self.sp,
+            gradients=self.weight_gradients,
+            gemm=self.gemm,
+            num_chunks=self.num_chunks,
         )
         return self._with_lora(y_TO, x_TI, tokens)
 
@@ -119,7 +128,14 @@ class RowParallelLinear(ParallelLinear):
 
     def forward(self, x_TI: Tensor, tokens: TokenKeys | None = None) -> Tensor:
         y_TO = row_parallel_linear(
-            x_TI, self.weight, self.bias, tp=self.tp, sp=self.sp, gradients=self.weight_gradients, gemm=self.gemm
+            x_TI,
+            self.weight,
+            self.bias,
+            tp=self.tp,
+            sp=self.sp,
+            gradients=self.weight_gradients,
+            gemm=self.gemm,
+            num_chunks=self.num_chunks,
         )
         return self._with_lora(y_TO, x_TI, tokens)
 
@@ -133,6 +149,7 @@ def column_parallel_linear(
     sp: Axis,
     gradients: WeightGradients,
     gemm: Gemm = TORCH_GEMM,
+    num_chunks: int = 1,
 ) -> Tensor:
     """Column-parallel product [T, *weight.shape[:-1]] of [T/sp, I] and a weight, which may be tied to another layer.
 
@@ -140,7 +157,9 @@ def column_parallel_linear(
     them once more.
     """
     x_TI = as_gemm_input(x_TI)
-    y_TO: Tensor = _Column.apply(x_TI, weight, bias, _Call(tp, sp, gradients, gemm, torch.is_grad_enabled()))
+    y_TO: Tensor = _Column.apply(
+        x_TI, weight, bias, _Call(tp, sp, gradients, gemm, num_chunks, torch.is_grad_enabled())
+    )
     # Outside of the Function: autograd forbids in-place changes of a view that a Function made.
     return y_TO.view(y_TO.shape[0], *weight.shape[:-1])
 
@@ -154,10 +173,13 @@ def row_parallel_linear(
     sp: Axis,
     gradients: WeightGradients,
     gemm: Gemm = TORCH_GEMM,
+    num_chunks: int = 1,
 ) -> Tensor:
     """Row-parallel product [T/sp, O] of [T, I/tp] and a weight [O, I/tp]; the bias is added after the sum over `tp`."""
     x_TI = as_gemm_input(x_TI)
-    y_TO: Tensor = _Row.apply(x_TI, weight_OI, bias_O, _Call(tp, sp, gradients, gemm, torch.is_grad_enabled()))
+    y_TO: Tensor = _Row.apply(
+        x_TI, weight_OI, bias_O, _Call(tp, sp, gradients, gemm, num_chunks, torch.is_grad_enabled())
+    )
     return y_TO
 
 
@@ -174,6 +196,7 @@ class _Call(NamedTuple):
     sp: Axis
     gradients: WeightGradients
     gemm: Gemm
+    num_chunks: int
     is_training: bool
     """Whether gradients are on outside of the Function: inside they are off."""
 
@@ -186,7 +209,8 @@ class _Column(torch.autograd.Function):
         ctx.call, ctx.owner, ctx.dtype = call, weight, x.dtype
         saved = call.gemm.cast_input(x, is_training=call.is_training)
         _save_for_backward(ctx, saved, weight)
-        return call.gemm.forward(_gathered(saved, call.sp), weight, bias, x.dtype, is_training=call.is_training)
+        product = _product(call, saved, weight, bias, x.dtype)
+        return chunked_collectives.compute_on_gathered(saved.values, call.sp, call.num_chunks, product)
 
     @staticmethod
     @once_differentiable
@@ -195,7 +219,7 @@ class _Column(torch.autograd.Function):
         # gradients of weight and bias.
         x, weight = _saved(ctx)
         call: _Call = ctx.call
-        tp, sp, gradients, gemm, _ = call
+        tp, sp, gradients, gemm, *_ = call
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_x = grad_weight = grad_bias = None
         grad = gemm.cast_gradient(grad_TO)
@@ -226,8 +250,11 @@ class _Row(torch.autograd.Function):
         ctx.call, ctx.owner, ctx.dtype = call, weight, x.dtype
         saved = call.gemm.cast_input(x, is_training=call.is_training)
         _save_for_backward(ctx, saved, weight)
-        part = call.gemm.forward(saved, weight, None, x.dtype, is_training=call.is_training)
-        y_TO = sum_to_shard(part, call.tp, call.sp).wait()
+        product = _product(call, saved, weight, None, x.dtype)
+        if call.sp.size == call.tp.size:
+            y_TO = chunked_collectives.scatter_computed(saved.values, call.sp, call.num_chunks, product)
+        else:
+            y_TO = collectives.all_reduce_(product(saved.values), call.tp)
         # Before the sum, tp ranks would add the bias tp times.
         return (y_TO if bias is None else y_TO.add_(bias)).detach()
 
@@ -264,6 +291,11 @@ def _save_for_backward(ctx: Any, x: Operand, weight: Tensor) -> None:
 def _saved(ctx: Any) -> tuple[Operand, Tensor]:
     values, inverse_scale, weight = ctx.saved_tensors
     return Operand(values, inverse_scale), weight
+
+
+def _product(call: _Call, x: Operand, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Compute:
+    """The forward's product of rows that are cast as `x` is."""
+    return lambda rows: call.gemm.forward(x._replace(values=rows), weight, bias, dtype, is_training=call.is_training)
 
 
 def _gathered(x: Operand, sp: Axis) -> Operand:

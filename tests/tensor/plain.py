@@ -10,6 +10,7 @@ from torch.testing import assert_close
 from lightning_megatron.comm.collectives import all_reduce
 from lightning_megatron.mesh import Mesh, Sizes
 from lightning_megatron.sharding import Shard, shard_of
+from lightning_megatron.tensor.linear import ParallelLinear
 from tests.harness.threads import new_group
 
 # float64 sums of some hundred products of numbers near 1, added up in another order.
@@ -33,6 +34,13 @@ def part_of(full: Tensor, shard: Shard) -> Tensor:
     for dim, (offset, size) in enumerate(zip(shard.box.offsets, shard.box.sizes, strict=True)):
         full = full.narrow(dim, offset, size)
     return full
+
+
+def send_in_chunks(module: nn.Module, num_chunks: int) -> None:
+    """Makes the linears of a module gather and scatter tokens in so many chunks."""
+    for linear in module.modules():
+        if isinstance(linear, ParallelLinear):
+            linear.num_chunks = num_chunks
 
 
 @torch.no_grad()

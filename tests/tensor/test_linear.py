@@ -116,7 +116,7 @@ def test_a_row_layer_equals_the_plain_one(num_ranks: int, is_sequence_parallel: 
     run_on_threads(num_ranks, lambda world: check_row_layer(thread_mesh(world, is_sequence_parallel), plain))
 
 
-def column_into_row_on_gloo(is_sequence_parallel: bool) -> list[Tensor]:
+def column_into_row_on_gloo(is_sequence_parallel: bool, num_chunks: int) -> list[Tensor]:
     """Output and gradients of a column layer into a row layer on real ranks, and those of the plain two."""
     size = torch.distributed.get_world_size()
     mesh = Mesh.build(
@@ -125,29 +125,40 @@ def column_into_row_on_gloo(is_sequence_parallel: bool) -> list[Tensor]:
         lambda ranks: torch.distributed.new_group(list(ranks)),
     )
     tp, sp = mesh.tp, mesh.axis("sp")
-    up, down = (
-        torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((OUTPUT, INPUT), (6, OUTPUT))
+    up, up_bias, down, down_bias, x = (
+        torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+        for shape in ((OUTPUT, INPUT), (OUTPUT,), (6, OUTPUT), (6,), (40, INPUT))
     )
-    x = torch.randn(T, INPUT, dtype=torch.float64, requires_grad=True)
-    plain = F.linear(torch.tanh(F.linear(x, up)), down)
+    plain = F.linear(torch.tanh(F.linear(x, up, up_bias)), down, down_bias)
     plain.square().sum().backward()
-    cut_up, cut_down = (shard_slice(w.detach(), tp, dim).clone().requires_grad_() for w, dim in ((up, 0), (down, 1)))
-    cut_x = shard_slice(x.detach(), sp).clone().requires_grad_()
-    inner = torch.tanh(column_parallel_linear(cut_x, cut_up, None, tp=tp, sp=sp, gradients=WeightGradients()))
-    out = row_parallel_linear(inner, cut_down, None, tp=tp, sp=sp, gradients=WeightGradients())
+    cut_up, cut_up_bias, cut_down, cut_down_bias, cut_x = (
+        shard_slice(one.detach(), axis, dim).clone().requires_grad_()
+        for one, axis, dim in ((up, tp, 0), (up_bias, tp, 0), (down, tp, 1), (down_bias, mesh.pp, 0), (x, sp, 0))
+    )
+    options: dict[str, Any] = {"tp": tp, "sp": sp, "gradients": WeightGradients(), "num_chunks": num_chunks}
+    inner = torch.tanh(column_parallel_linear(cut_x, cut_up, cut_up_bias, **options))
+    out = row_parallel_linear(inner, cut_down, cut_down_bias, **options)
     out.square().sum().backward()
     pairs = [
         (out, shard_slice(plain, sp)),
         (gradient(cut_x), shard_slice(gradient(x), sp)),
         (gradient(cut_up), shard_slice(gradient(up), tp)),
+        (gradient(cut_up_bias), shard_slice(gradient(up_bias), tp)),
         (gradient(cut_down), shard_slice(gradient(down), tp, dim=1)),
+        (all_reduce(gradient(cut_down_bias), sp), gradient(down_bias)),
     ]
     return [tensor.detach() for pair in pairs for tensor in pair]
 
 
-@pytest.mark.parametrize("is_sequence_parallel", [False, True])
-def test_a_column_into_a_row_layer_equals_the_plain_two_on_real_ranks(is_sequence_parallel: bool) -> None:
-    for tensors in run_on_ranks(2, column_into_row_on_gloo, is_sequence_parallel):
+@pytest.mark.parametrize(
+    ("num_ranks", "is_sequence_parallel", "num_chunks"),
+    # Each of 4 ranks has 10 tokens: 3, 3, 3 and 1.
+    [(2, False, 1), (2, True, 1), (2, True, 4), (4, True, 4), (4, False, 4)],
+)
+def test_a_column_into_a_row_layer_equals_the_plain_two_on_real_ranks(
+    num_ranks: int, is_sequence_parallel: bool, num_chunks: int
+) -> None:
+    for tensors in run_on_ranks(num_ranks, column_into_row_on_gloo, is_sequence_parallel, num_chunks):
         for cut, plain in zip(tensors[::2], tensors[1::2], strict=True):
             assert_close(cut, plain, rtol=1e-12, atol=1e-12)
             assert plain.abs().max() > BITE

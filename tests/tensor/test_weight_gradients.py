@@ -14,6 +14,7 @@ from lightning_megatron.sharding import Initial
 from lightning_megatron.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.tensor.weight_gradients import Task, WeightGradients, add_product, product_in, share
 from tests.harness.threads import new_group, run_on_threads
+from tests.tensor.plain import send_in_chunks
 
 INPUT, MIDDLE = 6, 8
 
@@ -45,8 +46,10 @@ def seed_weights(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("way", ["now", "later"])
-@pytest.mark.parametrize("is_sequence_parallel", [False, True])
-def test_gradients_added_past_autograd_are_those_of_autograd(way: str, is_sequence_parallel: bool) -> None:
+@pytest.mark.parametrize(("is_sequence_parallel", "num_chunks"), [(False, 1), (True, 1), (True, 2)])
+def test_gradients_added_past_autograd_are_those_of_autograd(
+    way: str, is_sequence_parallel: bool, num_chunks: int
+) -> None:
     inputs = torch.randn(3, 4, INPUT, dtype=torch.float64)
 
     def on_rank(world: Any) -> None:
@@ -63,6 +66,7 @@ def test_gradients_added_past_autograd_are_those_of_autograd(way: str, is_sequen
         model.zero_grad()
         gradients = WeightGradients()
         share(model, gradients)
+        send_in_chunks(model, num_chunks)
         for x in rows:
             queue: list[Task] = []
             loss = run(model, x)

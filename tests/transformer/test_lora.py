@@ -18,7 +18,7 @@ from lightning_megatron.transformer.lora import LoraConfig, add_lora, merge_lora
 from lightning_megatron.transformer.te_layers import TELayer
 from tests.harness.threads import run_on_threads
 from tests.reference.unsplit import unsplit_gradients, unsplit_weights
-from tests.tensor.plain import fill, thread_mesh
+from tests.tensor.plain import fill, send_in_chunks, thread_mesh
 
 LLAMA = GPTConfig(
     num_layers=2,
@@ -338,18 +338,19 @@ def test_cross_attention_of_a_decoder_gets_paths_where_it_is_named() -> None:
     assert (before - bare.eval()(TOKENS, TOKENS)).abs().max() > 1e-2
 
 
-def gradients_of_t5(world: Any, sp: bool) -> dict[str, Tensor]:
+def gradients_of_t5(world: Any, sp: bool, num_chunks: int) -> dict[str, Tensor]:
     model = t5_of(thread_mesh(world, sp))
+    send_in_chunks(model, num_chunks)
     model.draws.step = 5
     model(TOKENS, TOKENS, labels=TOKENS).backward()
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     return {name: grad for name, grad in unsplit_gradients(model).items() if name in trained}
 
 
-@pytest.mark.parametrize("sp", [False, True])
-def test_gradients_of_paths_in_cross_attention_do_not_depend_on_the_mesh(sp: bool) -> None:
-    [wanted] = run_on_threads(1, gradients_of_t5, False)
-    for found in run_on_threads(2, gradients_of_t5, sp):
+@pytest.mark.parametrize(("sp", "num_chunks"), [(False, 1), (True, 1), (True, 3)])
+def test_gradients_of_paths_in_cross_attention_do_not_depend_on_the_mesh(sp: bool, num_chunks: int) -> None:
+    [wanted] = run_on_threads(1, gradients_of_t5, False, 1)
+    for found in run_on_threads(2, gradients_of_t5, sp, num_chunks):
         assert found.keys() == wanted.keys() >= {f"{name}.lora.a" for name in CROSS}
         for name, grad in wanted.items():
             assert grad.abs().max() > 1e-8
