@@ -395,6 +395,10 @@ def _unplanned(pipeline: PipelineConfig, kernels: KernelConfig) -> dict[str, str
         found["pipeline mode 'collective'"] = "keeps the activations of all microbatches"
     if kernels.loss_chunk_tokens:
         found[f"kernels loss_chunk_tokens ({kernels.loss_chunk_tokens})"] = "keeps the logits of so many tokens alone"
+    if kernels.num_tp_overlap_chunks > 1:
+        found[f"kernels num_tp_overlap_chunks ({kernels.num_tp_overlap_chunks})"] = (
+            "hides messages of tensor parallelism behind products"
+        )
     if kernels.compile_layers:
         found["kernels compile_layers (True)"] = (
             "makes neighbouring operations one kernel, which saves fewer activations"

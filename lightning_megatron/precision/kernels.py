@@ -11,6 +11,10 @@ class KernelConfig:
     """Tokens of a microbatch whose logits are in memory at a time, for the loss of this package's models; 0: all. The
     backward computes logits once more: one product more for the three of the head. Their float32 copies, 8 bytes a
     token and word, are what it saves most."""
+    num_tp_overlap_chunks: int = 1
+    """Chunks of a rank's tokens in which linears gather and scatter under sequence parallelism in the forward: each
+    message but one goes while another chunk is multiplied; 1: all tokens at once. A product of fewer rows may be
+    rounded otherwise, and 4 is usual."""
     compile_layers: bool = False
     """Whether torch.compile compiles every layer of the models: neighbouring operations become one kernel, whose
     results are rounded less often than those of several. Embedding, head and loss stay as they are."""
@@ -29,6 +33,11 @@ class KernelConfig:
             faults.append(
                 f"kernels loss_chunk_tokens ({self.loss_chunk_tokens}) must be at least 0; 0 keeps all logits, "
                 "and 1024 is usual"
+            )
+        if self.num_tp_overlap_chunks < 1:
+            faults.append(
+                f"kernels num_tp_overlap_chunks ({self.num_tp_overlap_chunks}) must be at least 1; 1 sends all tokens "
+                "at once, and 4 is usual"
             )
         if not self.compile_layers and self.compile_backend != "inductor":
             faults.append(

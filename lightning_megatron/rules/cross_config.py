@@ -384,6 +384,30 @@ def _fp8_model(fp8: Fp8Config, model: TransformerConfig, sizes: Sizes) -> list[s
     return faults
 
 
+def _tp_overlap(facts: Facts) -> list[str]:
+    sizes, num_chunks = facts.sizes, facts.kernels.num_tp_overlap_chunks
+    if num_chunks == 1:
+        return []
+    option, faults = f"num_tp_overlap_chunks ({num_chunks}) of KernelConfig", []
+    if sizes.tp == 1 or not sizes.sequence_parallel:
+        faults.append(
+            f"{option} hides gathers and scatters of tokens, of which there are none with tensor_model_parallel_size "
+            f"({sizes.tp}) and sequence_parallel ({sizes.sequence_parallel}); set sequence_parallel and a "
+            "tensor_model_parallel_size of 2 or more, or leave it out"
+        )
+    if facts.kernels.compile_layers:
+        faults.append(
+            f"{option} computes while tokens are sent, and collectives in layers that are compiled wait at once; leave "
+            "compile_layers or num_tp_overlap_chunks out"
+        )
+    if facts.fp8 is not None and facts.fp8.engine == "transformer_engine":
+        faults.append(
+            f"{option} is for this package's linears, and with fp8 engine ('transformer_engine') those of Transformer "
+            "Engine run; use engine='torch', or leave num_tp_overlap_chunks out"
+        )
+    return faults
+
+
 def _kernels(facts: Facts) -> list[str]:
     if not facts.kernels.compile_layers:
         return []
@@ -422,5 +446,6 @@ _RULES: tuple[Callable[[Facts], list[str]], ...] = (
     _context,
     _dynamic_context,
     _fp8,
+    _tp_overlap,
     _kernels,
 )

@@ -472,7 +472,7 @@ class MegatronStrategy(ParallelStrategy):
         model_checks.share_recomputation(module, self.recompute, self.mesh)
         model_checks.require_used_axes(module, self.mesh)
         pipelined = pipelined_modules(module)
-        model_checks.share_kernels(module, self.kernels)
+        model_checks.share_kernels(module, self.kernels, self.mesh)
         if self.dynamic_context is not None and trainer.state.fn == TrainerFn.FITTING:
             model_checks.require_spreading(module)
             run.document_prefetch = self._make_document_prefetch(trainer, self.dynamic_context)

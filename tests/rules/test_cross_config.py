@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_megatron import ContextConfig, CostModel, DynamicContextConfig, Fp8Config, RecomputeConfig
+from lightning_megatron import ContextConfig, CostModel, DynamicContextConfig, Fp8Config, KernelConfig, RecomputeConfig
 from lightning_megatron.mesh import Sizes, StageLayout
 from lightning_megatron.models import BertConfig, GPTConfig, LlavaConfig, T5Config, VisionConfig
 from lightning_megatron.moe.capacity import ExpertCapacity
@@ -115,6 +115,22 @@ def test_a_global_batch_divides_by_dp_ranks_times_microbatches(batch: int, is_so
     assert (shown == []) is is_sound
     if not is_sound:
         assert f"global_batch_size ({batch})" in shown[0] and "2 x 2 = 4" in shown[0]
+
+
+def test_chunks_of_tokens_are_refused_where_nothing_would_be_sent_in_them() -> None:
+    in_chunks = KernelConfig(num_tp_overlap_chunks=4)
+    facts = Facts(sizes=Sizes(world=2, tp=2, sequence_parallel=True), kernels=in_chunks)
+    assert faults(facts) == faults(replace(facts, fp8=Fp8Config())) == []
+    for sizes, tp, sp in ((Sizes(world=2, tp=2), 2, False), (Sizes(world=2, sequence_parallel=True), 1, True)):
+        [fault] = faults(replace(facts, sizes=sizes))
+        assert f"none with tensor_model_parallel_size ({tp}) and sequence_parallel ({sp}); set" in fault
+        assert faults(Facts(sizes=sizes)) == []
+    [fault] = faults(replace(facts, kernels=replace(in_chunks, compile_layers=True)))
+    assert "collectives in layers that are compiled wait at once" in fault
+    found = faults(replace(facts, fp8=Fp8Config(engine="transformer_engine")))
+    assert any("engine ('transformer_engine') those of Transformer Engine run" in one for one in found)
+    with pytest.raises(ValueError, match=r"num_tp_overlap_chunks \(0\) must be at least 1"):
+        KernelConfig(num_tp_overlap_chunks=0)
 
 
 def test_sequence_parallel_without_tensor_parallel_is_harmless() -> None:

@@ -15,6 +15,7 @@ from lightning_megatron.models.language_model import LanguageModel
 from lightning_megatron.moe.experts import Experts
 from lightning_megatron.precision.kernels import KernelConfig
 from lightning_megatron.sharding import sharded_parameters
+from lightning_megatron.tensor.linear import ParallelLinear
 from lightning_megatron.tensor.weight_gradients import has_gradient_hooks
 from lightning_megatron.trainer.config import ConfigurationError
 from lightning_megatron.transformer import recompute
@@ -233,14 +234,26 @@ def share_recomputation(module: nn.Module, config: RecomputeConfig, mesh: Mesh) 
         model.runner = recompute.RecomputeRunner(config, tp=mesh.tp, sp=mesh.sp)
 
 
-def share_kernels(module: nn.Module, config: KernelConfig) -> None:
-    """Sets how the models of a module compute what `config` names. Raises ConfigurationError where none can do so."""
+def share_kernels(module: nn.Module, config: KernelConfig, mesh: Mesh) -> None:
+    """Sets how the models of a module compute what `config` names.
+
+    Raises ConfigurationError, on all ranks of a model replica, where none can do so.
+    """
     models = pipelined_modules(module).values()
     if config.loss_chunk_tokens and not any(isinstance(model, LanguageModel) for model in models):
         raise ConfigurationError(
             f"kernels loss_chunk_tokens ({config.loss_chunk_tokens}) is for this package's language models, whose "
             f"heads compute the loss, and {type(module).__name__} has none; leave it out"
         )
-    for head in module.modules():
-        if isinstance(head, LanguageModelHead):
-            head.chunk_tokens = config.loss_chunk_tokens
+    has_linears = any(isinstance(one, ParallelLinear) for one in module.modules())
+    # A stage may hold none.
+    if config.num_tp_overlap_chunks > 1 and not any(collectives.gather_objects(has_linears, mesh.pp)):
+        raise ConfigurationError(
+            f"kernels num_tp_overlap_chunks ({config.num_tp_overlap_chunks}) is for linears that are cut over "
+            f"tensor-parallel ranks, and {type(module).__name__} has none; leave it out"
+        )
+    for part in module.modules():
+        if isinstance(part, LanguageModelHead):
+            part.chunk_tokens = config.loss_chunk_tokens
+        elif isinstance(part, ParallelLinear):
+            part.num_chunks = config.num_tp_overlap_chunks

@@ -9,6 +9,7 @@ from lightning_megatron import ConfigurationError, KernelConfig, MegatronStrateg
 from lightning_megatron.mesh import Mesh, Sizes
 from lightning_megatron.models import BertModel, GPTConfig, GPTModel, LlavaModel, T5Model
 from lightning_megatron.models.heads import LanguageModelHead
+from lightning_megatron.tensor.linear import ParallelLinear
 from lightning_megatron.trainer.setup.model_checks import require_spreading, share_kernels
 from lightning_megatron.trainer.setup.pipelined_models import cut_plain_networks
 from tests.harness.ranks import run_on_ranks
@@ -135,23 +136,25 @@ class Late(TooEarly):
         self.first = [one.detach().clone() for one in self.parameters()]
 
 
-def trained(layout: Layout, chunk_tokens: int) -> Late:
-    """A module after an epoch, under a loss in chunks of so many tokens."""
+def trained(layout: Layout, kernels: KernelConfig) -> Late:
+    """A module after an epoch."""
     torch.manual_seed(1)
     strategy = layout.strategy()
     assert isinstance(strategy, MegatronStrategy)
-    strategy.kernels = KernelConfig(loss_chunk_tokens=chunk_tokens)
+    strategy.kernels = kernels
     module = Late()
     loader = torch.utils.data.DataLoader(torch.arange(72).remainder(32).view(8, 9), batch_size=4)
     make_trainer(layout, strategy=strategy, max_epochs=1, limit_val_batches=0).fit(module, loader)
     heads = [one for one in module.modules() if isinstance(one, LanguageModelHead)]
-    assert all(head.chunk_tokens == chunk_tokens for head in heads)
+    assert all(head.chunk_tokens == kernels.loss_chunk_tokens for head in heads)
+    linears = [one for one in module.modules() if isinstance(one, ParallelLinear)]
+    assert linears and all(linear.num_chunks == kernels.num_tp_overlap_chunks for linear in linears)
     return module
 
 
-def difference_of_chunks(layout: Layout) -> float:
-    """The largest difference that chunks of 5 tokens make to a weight, relative to how far training moved it."""
-    whole, chunked = trained(layout, 0), trained(layout, 5)
+def difference_of_chunks(layout: Layout, kernels: KernelConfig) -> float:
+    """The largest difference that chunks make to a weight, relative to how far training moved it."""
+    whole, chunked = trained(layout, KernelConfig()), trained(layout, kernels)
     found = []
     for first, one, other in zip(whole.first, whole.parameters(), chunked.parameters(), strict=True):
         moved = float((one - first).detach().abs().max())
@@ -161,15 +164,26 @@ def difference_of_chunks(layout: Layout) -> float:
 
 
 @pytest.mark.parametrize(
-    "layout", [Layout(world=2, tp=2, sp=True), Layout(world=2, pp=2, microbatches=2)], ids=["tp2-sp", "pp2"]
+    ("layout", "kernels"),
+    [
+        (Layout(world=2, tp=2, sp=True), KernelConfig(loss_chunk_tokens=5)),
+        (Layout(world=2, pp=2, microbatches=2), KernelConfig(loss_chunk_tokens=5)),
+        (Layout(world=2, tp=2, sp=True), KernelConfig(num_tp_overlap_chunks=3)),
+    ],
+    ids=["loss, tp2-sp", "loss, pp2", "linears, tp2-sp"],
 )
-def test_a_loss_in_chunks_trains_the_same(layout: Layout) -> None:
+def test_chunks_train_the_same(layout: Layout, kernels: KernelConfig) -> None:
     # Chunks add the terms of gradients in another order. In float64 that is some 1e-14 of what a weight moves by.
-    assert max(run_on_ranks(2, difference_of_chunks, layout, init=False)) < 1e-12
+    assert max(run_on_ranks(2, difference_of_chunks, layout, kernels, init=False)) < 1e-12
+
+
+def test_tokens_in_chunks_are_for_modules_with_linears_that_are_cut() -> None:
+    with pytest.raises(ConfigurationError, match=r"num_tp_overlap_chunks \(3\) is for linears that are cut over"):
+        share_kernels(torch.nn.Linear(2, 2), KernelConfig(num_tp_overlap_chunks=3), Mesh.single())
 
 
 def test_a_loss_in_chunks_is_for_language_models_of_this_package() -> None:
     with pytest.raises(ConfigurationError, match=r"loss_chunk_tokens \(5\) is for this package's language models"):
-        share_kernels(torch.nn.Linear(2, 2), KernelConfig(loss_chunk_tokens=5))
+        share_kernels(torch.nn.Linear(2, 2), KernelConfig(loss_chunk_tokens=5), Mesh.single())
     with pytest.raises(ValueError, match=r"loss_chunk_tokens \(-1\) must be at least 0"):
         KernelConfig(loss_chunk_tokens=-1)
