@@ -73,6 +73,8 @@ class CutTokens:
                     if isinstance(linear, ColwiseLinear):
                         linear.copies.tokens = self
                     elif isinstance(linear, RowwiseLinear):
+                        # Where its sum is scattered, the gradient of its output is that of own tokens.
+                        linear.gradient_axis = self.sp
                         linear.register_forward_hook(self._note_sum)
                 if not _gives_features_of_rank(child):
                     child.register_forward_hook(self._split_outputs)
@@ -203,19 +205,15 @@ class CutTokens:
         finally:
             self._sums = None
 
+    @property
+    def are_cut(self) -> bool:
+        """Whether the running layer is given own tokens."""
+        return self._local is not None
+
     def gathered(self, x: Tensor) -> Tensor | None:
         """A tensor equal to `x`, the gathered input of the running part, whose gradient is reduce-scattered."""
         own = next((own for whole, own in self._inputs if whole is x), None)
         return None if own is None else differentiable.as_gathered(own, x, self.sp, 1)
-
-    def reduced(self, part: Tensor, bias: Tensor | None) -> Tensor:
-        """The sum over sp of a product [B, T, O], of own tokens while layers run on them, and a bias [O]."""
-        if self._local is None:
-            total = differentiable.reduce(part, self.sp)
-            return total if bias is None else total + bias
-        own = differentiable.reduce_scatter(part, self.sp, 1)
-        # Every rank has a term of the bias's gradient, of its own tokens.
-        return own if bias is None else own + differentiable.copy(bias, self.sp)
 
     # --- the look before the first step -------------------------------------------------------------------------------
 

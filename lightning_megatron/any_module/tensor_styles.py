@@ -371,11 +371,14 @@ def _as_made(linear: nn.Linear, tp: Axis) -> dict[str, Any]:
 class OwnTokens(Protocol):
     """What linears of a part of a layer know of its tokens under sequence parallelism."""
 
+    sp: Axis
+
+    @property
+    def are_cut(self) -> bool:
+        """Whether the running layer is given own tokens."""
+
     def gathered(self, x: Tensor) -> Tensor | None:
         """A tensor equal to `x`, whose gradient is reduce-scattered; None where `x` is no gathered input."""
-
-    def reduced(self, part: Tensor, bias: Tensor | None) -> Tensor:
-        """The sum of a product over the ranks of tp, for own tokens, and a bias."""
 
 
 class _SharedCopy:
@@ -443,7 +446,6 @@ class RowwiseLinear(RowParallelLinear):
 
     def __init__(self, linear: nn.Linear, tp: Axis, style: str) -> None:
         super().__init__(linear.in_features, linear.out_features, **_as_made(linear, tp))
-        self.alone = Axis.alone(tp.ranks[tp.rank], "tp")
         self.splits_input = style == "rowwise_split_input"
         self.tokens: OwnTokens | None = None
         """Where it is set, the output is that of own tokens."""
@@ -452,16 +454,30 @@ class RowwiseLinear(RowParallelLinear):
         self.register_forward_pre_hook(as_a_call)
 
     def forward(self, x: Tensor, tokens: TokenKeys | None = None) -> Tensor:
-        x_TI = x.reshape(-1, x.shape[-1])
         if self.splits_input:
-            x_TI = differentiable.split(x_TI, self.tp, dim=1)
-        if self.tokens is None:
-            y_TO = super().forward(x_TI)
-            return y_TO.view(*x.shape[:-1], y_TO.shape[-1])
+            x = differentiable.split(x, self.tp, dim=-1)
+        if self.tokens is not None and self.tokens.are_cut:
+            return self._of_own_tokens(x, self.tokens.sp)
+        y_TO = super().forward(x.reshape(-1, x.shape[-1]))
+        return y_TO.view(*x.shape[:-1], y_TO.shape[-1])
+
+    def _of_own_tokens(self, x: Tensor, sp: Axis) -> Tensor:
+        """The output [B, T/sp, *, O] from the features of this rank of all tokens [B, T, *, I/tp]."""
+        # Scattered are the tokens of one rank after those of another.
+        by_rank: Tensor = x.unflatten(1, (sp.size, -1)).transpose(0, 1)
         y_TO = row_parallel_linear(
-            x_TI, self.weight, None, tp=self.alone, sp=self.alone, gradients=self.weight_gradients, gemm=self.gemm
+            by_rank.reshape(-1, x.shape[-1]),
+            self.weight,
+            None,
+            tp=self.tp,
+            sp=sp,
+            gradients=self.weight_gradients,
+            gemm=self.gemm,
+            num_chunks=self.num_chunks,
         )
-        return self.tokens.reduced(y_TO.view(*x.shape[:-1], y_TO.shape[-1]), self.bias)
+        y = y_TO.view(*by_rank.shape[1:-1], y_TO.shape[-1])
+        # Every rank has a term of the bias's gradient, of its own tokens.
+        return y if self.bias is None else y + differentiable.copy(self.bias, sp)
 
 
 class RowwiseEmbedding(nn.Embedding):

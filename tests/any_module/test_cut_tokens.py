@@ -7,6 +7,7 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 
+from lightning_megatron import KernelConfig, MegatronStrategy
 from lightning_megatron.any_module.cut_tokens import CutTokens
 from lightning_megatron.any_module.tensor_styles import RowwiseLinear
 from lightning_megatron.comm import collectives
@@ -31,29 +32,30 @@ def test_a_weight_that_is_handed_out_of_a_part_is_summed_over_ranks() -> None:
     certify(networks.TrainsLending, networks.batches, layouts=("tp2-sp",), steps=2).assert_equal()
 
 
-class CountsSums(L.Callback):
-    """Counts how often the second step sums hidden states of all tokens."""
+class CountsMessages(L.Callback):
+    """Counts how often the second step calls a collective on so many numbers."""
 
-    num_summed = 0
+    def __init__(self, name: str, size: int) -> None:
+        self.name, self.size, self.num_found = name, size, 0
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        self.num_summed, all_reduce = 0, collectives.all_reduce_
+        collective = getattr(collectives, self.name)
 
-        def counted(x: Tensor, axis: Axis, *args: Any, **options: Any) -> Any:
-            self.num_summed += x.numel() == networks.ROWS * networks.TOKENS * networks.WIDTH
-            return all_reduce(x, axis, *args, **options)
+        def counted(x: Tensor, *args: Any, **options: Any) -> Any:
+            self.num_found += x.numel() == self.size
+            return collective(x, *args, **options)
 
         # Before the first step layers are looked at.
         if batch_idx == 1:
-            collectives.all_reduce_ = counted  # type: ignore[assignment]
+            setattr(collectives, self.name, counted)
 
 
 def summed_whole(make: Callable[[], Any]) -> tuple[set[str], int]:
-    counts, module = CountsSums(), make()
+    counts, module = CountsMessages("all_reduce_", networks.ROWS * networks.TOKENS * networks.WIDTH), make()
     trainer = make_trainer(Layout(world=2, tp=2, sp=True), max_epochs=1, limit_train_batches=2, callbacks=[counts])
     trainer.fit(module, networks.loader())
     linears = [(name, one) for name, one in module.net.blocks[0].named_modules() if isinstance(one, RowwiseLinear)]
-    return {name for name, one in linears if one.tokens is not None}, counts.num_summed
+    return {name for name, one in linears if one.tokens is not None}, counts.num_found
 
 
 def test_a_part_sums_hidden_states_of_own_tokens_alone() -> None:
@@ -62,6 +64,28 @@ def test_a_part_sums_hidden_states_of_own_tokens_alone() -> None:
     # A factor behind a linear is of all tokens: each block sums the output of one part, and not its gradient.
     for found in run_on_ranks(2, summed_whole, networks.TrainsScaled, init=False):
         assert found == ({"down"}, 4)
+
+
+def scattered(num_chunks: int) -> tuple[int, list[Tensor]]:
+    """Number of messages in a step that scatter a chunk of 16 rows of each rank, and the weights after two steps."""
+    layout, counts = Layout(world=2, tp=2, sp=True), CountsMessages("reduce_scatter", 2 * 16 * networks.WIDTH)
+    strategy = layout.strategy()
+    assert isinstance(strategy, MegatronStrategy)
+    strategy.kernels = KernelConfig(num_tp_overlap_chunks=num_chunks)
+    torch.manual_seed(1)
+    module = networks.TrainsOverTensor()
+    options: dict[str, Any] = {"max_epochs": 1, "limit_train_batches": 2, "callbacks": [counts]}
+    make_trainer(layout, strategy=strategy, **options).fit(module, networks.loader())
+    return counts.num_found, [one.detach() for one in module.parameters()]
+
+
+def test_what_a_part_returns_is_scattered_in_chunks_on_request() -> None:
+    wholes, chunked = (run_on_ranks(2, scattered, num_chunks, init=False) for num_chunks in (1, 3))
+    for (num_whole, wanted), (num_chunks, found) in zip(wholes, chunked, strict=True):
+        # 8 rows of 6 own tokens, of 2 linears in each of 4 blocks.
+        assert (num_whole, num_chunks) == (0, 3 * 2 * 4)
+        for one, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
 
 
 def test_a_layer_that_mixes_tokens_by_itself_is_refused_by_name() -> None:

@@ -245,7 +245,9 @@ def share_kernels(module: nn.Module, config: KernelConfig, mesh: Mesh) -> None:
             f"kernels loss_chunk_tokens ({config.loss_chunk_tokens}) is for this package's language models, whose "
             f"heads compute the loss, and {type(module).__name__} has none; leave it out"
         )
-    has_linears = any(isinstance(one, ParallelLinear) for one in module.modules())
+    # Colwise linears of a network read tokens that are gathered in front of the part of a layer that they are in.
+    kinds = [type(one) for one in module.modules() if isinstance(one, ParallelLinear)]
+    has_linears = any(kind is not ColwiseLinear for kind in kinds)
     # A stage may hold none.
     if config.num_tp_overlap_chunks > 1 and not any(collectives.gather_objects(has_linears, mesh.pp)):
         raise ConfigurationError(

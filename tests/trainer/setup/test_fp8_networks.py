@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lightning_megatron import ConfigurationError, Fp8Config, RecomputeConfig
+from lightning_megatron import ConfigurationError, Fp8Config, KernelConfig, RecomputeConfig
+from lightning_megatron.any_module.cut_tokens import CutTokens
 from lightning_megatron.any_module.tensor_styles import ColwiseLinear, RowwiseLinear, sum_gradients
 from lightning_megatron.mesh import Axis, Mesh, Sizes
 from lightning_megatron.precision.gemm import Fp8Gemm
@@ -32,7 +33,13 @@ FULL = RecomputeConfig(granularity="full")
 ONE: dict[str, Any] = {"num_microbatches": 4}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": ONE | {"tensor_model_parallel_size": 2},
-    "tp2+sp, recomputed": ONE | {"tensor_model_parallel_size": 2, "sequence_parallel": True, "recompute": FULL},
+    "tp2+sp in chunks, recomputed": ONE
+    | {
+        "tensor_model_parallel_size": 2,
+        "sequence_parallel": True,
+        "recompute": FULL,
+        "kernels": KernelConfig(num_tp_overlap_chunks=3),
+    },
     "pp2": ONE | {"pipeline_model_parallel_size": 2},
     "dp2": {"num_microbatches": 2},
 }
@@ -157,7 +164,7 @@ GRADIENTS = {name: FP8_ROUNDING[1 if "tp2" in name else 2] for name in LAYOUTS}
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", every_nth(LAYOUTS, 2))
 def test_an_unchanged_model_trains_in_fp8_on_any_layout_as_on_one_device(name: str, on_one: dict[str, Trained]) -> None:
-    for found in run_on_ranks(2, trained, 2, LAYOUTS[name], init=False):
+    for found in run_on_ranks(2, trained, 2, LAYOUTS[name], init=False, timeout=180):
         for scaling, unscaled in (("current", "plain"), ("delayed", "plain"), ("mxfp8", "wide")):
             own, wanted, plain = found[scaling], on_one[scaling], on_one[unscaled]
             initial = weights_of(built(WIDE if scaling == "mxfp8" else {}))
@@ -215,13 +222,18 @@ def test_every_rank_casts_its_part_as_it_would_be_cast_whole() -> None:
     wanted = casts(linear(), x, grad)
 
     def on_rank(world: Any) -> None:
-        tp = Mesh.build(Sizes(world=2, tp=2), world.rank(), new_group).tp
+        mesh = Mesh.build(Sizes(world=2, tp=2, sequence_parallel=True), world.rank(), new_group)
+        tp = mesh.tp
         own_x, own_grad = x.chunk(2, 1)[tp.rank], grad.chunk(2, 1)[tp.rank]
         if tp.rank == 0:
             # Alone it would find other scales.
             assert own_x.max() < x.max() / 4 and own_grad.max() < grad.max() / 4
         assert casts(ColwiseLinear(linear(), tp, "colwise"), x, own_grad) == wanted
         assert casts(RowwiseLinear(linear(), tp, "rowwise"), own_x, grad) == wanted
+        # Under sequence parallelism a rank has the gradient of its own tokens.
+        layer = nn.ModuleDict({"part": nn.Sequential(RowwiseLinear(linear(), tp, "rowwise"))})
+        CutTokens(mesh.cp, mesh.sp, None).watch(layer)
+        assert casts(layer.get_submodule("part.0"), own_x, grad.chunk(2)[tp.rank]) == wanted
         # Each rank has the whole weight, and runs it on the features of its heads.
         on_parts = linear()
         sum_gradients(on_parts, "weight", on_parts.weight, tp)
