@@ -118,21 +118,25 @@ def keep_mask(keys: Tensor, num_columns: int, probability: float, first_column: 
 
 def keep_columns(keys: Tensor, columns: Tensor, probability: float) -> Tensor:
     """`keep_mask` for columns (int64) in any order: [*keys.shape, columns]."""
-    rows = keys.flatten()
+    rows, offsets = keys.flatten(), columns * _GOLDEN
     # A compiler fuses it all into one kernel, without scratch.
     num_block = rows.numel() * columns.numel() if torch.compiler.is_compiling() else MASK_BLOCK
     num_rows = max(num_block // max(columns.numel(), 1), 1)
     keep = torch.empty(rows.numel(), columns.numel(), dtype=torch.bool, device=keys.device)
     for start in range(0, rows.numel(), num_rows):
         block = slice(start, start + num_rows)
-        keep[block] = keeps(rows[block].unsqueeze(-1), columns, probability)
+        keep[block] = _keeps(rows[block].unsqueeze(-1) + offsets, probability)
     return keep.view(*keys.shape, columns.numel())
 
 
 def keeps(keys: Tensor, columns: Tensor, probability: float) -> Tensor:
     """Whether the element of each row key and column is not dropped; the two broadcast."""
+    return _keeps(keys + columns * _GOLDEN, probability)
+
+
+def _keeps(patterns: Tensor, probability: float) -> Tensor:
     # One finaliser is enough here: the row keys are finalised bits already.
-    return mix(keys + columns * _GOLDEN) >= _signed(int(probability * 2.0**64) - (1 << 63))
+    return mix(patterns) >= _signed(int(probability * 2.0**64) - (1 << 63))
 
 
 @dataclass(kw_only=True)

@@ -6,6 +6,7 @@ A process of a certificate calls such a function before it trains, and ends afte
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import wraps
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -124,7 +125,13 @@ def sums() -> L.LightningModule:
 
 
 def said_weights() -> L.LightningModule:
-    _replace(UserStep, "known_weight", _nothing)
+    known: Callable[..., Any] = UserStep.loss_weight
+
+    @wraps(known)
+    def of_rows(self: Any, output: Any, *given: Any, **options: Any) -> Any:
+        return known(self, {"loss": output["loss"]}, *given, **options)
+
+    _replace(UserStep, "loss_weight", of_rows)
     return modules.SaysItsWeight()
 
 
@@ -162,7 +169,9 @@ def compared_losses() -> L.LightningModule:
 
 
 def norms_of_all_ranks() -> L.LightningModule:
-    _replace(model_norms.collectives, "all_reduce", lambda tensor, *_: tensor)
+    # Of this room alone: others reduce, too.
+    own = {**vars(model_norms.collectives), "all_reduce": lambda tensor, *_: tensor}
+    _replace(model_norms, "collectives", SimpleNamespace(**own))
     return LogsModelNorm()
 
 
