@@ -524,7 +524,9 @@ class MegatronStrategy(ParallelStrategy):
             )
             if self.mesh.world.size > 1 and hooks:
                 run.gradient_check = HookCheck(run.dp_comm.gradients, hooks, GRADIENTS)
-            if self.mesh.world.size > 1 and (hooks := optimizers.weight_hooks(module)):
+            # A look at all weights after each step would wait for gathers that the next forward hides.
+            is_seen = self.mesh.world.size > 1 and not self.optimizer.overlap_param_gather
+            if is_seen and (hooks := optimizers.weight_hooks(module)):
                 run.weight_check = HookCheck(run.dp_comm.gradients, hooks, WEIGHTS)
         self.setup_precision_plugin()
         if not self.is_distributed:
