@@ -33,8 +33,8 @@ _KERNEL_DTYPES = {
 }
 # The kernel needs rows that begin at multiples of so many bytes.
 _ALIGNED_BYTES = 16
-# From this compute capability on the weight gradient of an expert without rows is what the kernel's accumulators held:
-# https://github.com/NVIDIA/cutlass/issues/2674. Before it is zeros.
+# From this compute capability on the weight gradient of an expert without rows is what the kernel's accumulators held.
+# Before, it is zeros. Source: https://github.com/NVIDIA/cutlass/issues/2674.
 _UNDEFINED_CAPABILITY = (10, 0)
 
 

@@ -26,6 +26,7 @@ T tokens, I features in, O features out.
 Source: Narayanan et al., arXiv 2104.04473, section 2.3; Korthikanti et al., arXiv 2205.05198, section 4.2.2.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -78,7 +79,18 @@ class ParallelLinear(WeightGradientLayer):
         self.num_chunks = 1
         self.lora = None
 
-    def _with_lora(self, y_TO: Tensor, x_TI: Tensor, tokens: TokenKeys | None) -> Tensor:
+    def _output(self, product: Callable[..., Tensor], x_TI: Tensor, tokens: TokenKeys | None) -> Tensor:
+        """What `product` makes of the input and this layer's weights, with the adapter's output, if any."""
+        y_TO = product(
+            x_TI,
+            self.weight,
+            self.bias,
+            tp=self.tp,
+            sp=self.sp,
+            gradients=self.weight_gradients,
+            gemm=self.gemm,
+            num_chunks=self.num_chunks,
+        )
         return y_TO if self.lora is None else y_TO + self.lora(x_TI, tokens)
 
 
@@ -103,17 +115,7 @@ class ColumnParallelLinear(ParallelLinear):
         self.bias = shard_parameter(shape, initial=Initial(), dim=dim, axis=tp) if bias else None
 
     def forward(self, x_TI: Tensor, tokens: TokenKeys | None = None) -> Tensor:
-        y_TO = column_parallel_linear(
-            x_TI,
-            self.weight,
-            self.bias,
-            tp=self.tp,
-            sp=self.sp,
-            gradients=self.weight_gradients,
-            gemm=self.gemm,
-            num_chunks=self.num_chunks,
-        )
-        return self._with_lora(y_TO, x_TI, tokens)
+        return self._output(column_parallel_linear, x_TI, tokens)
 
 
 class RowParallelLinear(ParallelLinear):
@@ -127,17 +129,7 @@ class RowParallelLinear(ParallelLinear):
         self.bias = shard_parameter((out_features,), initial=Initial(), replicas=(tp,), partial=sp) if bias else None
 
     def forward(self, x_TI: Tensor, tokens: TokenKeys | None = None) -> Tensor:
-        y_TO = row_parallel_linear(
-            x_TI,
-            self.weight,
-            self.bias,
-            tp=self.tp,
-            sp=self.sp,
-            gradients=self.weight_gradients,
-            gemm=self.gemm,
-            num_chunks=self.num_chunks,
-        )
-        return self._with_lora(y_TO, x_TI, tokens)
+        return self._output(row_parallel_linear, x_TI, tokens)
 
 
 def column_parallel_linear(

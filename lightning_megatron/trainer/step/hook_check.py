@@ -96,8 +96,9 @@ class HookCheck:
 
     def begin(self) -> None:
         """Hooks come next."""
-        listed = () if self.is_over else self._kind.listed(self._gradients)
-        self._before = None if self.is_over else {tensor: self._fingerprint(tensor) for _, tensor, _ in listed}
+        self._before = None
+        if not self.is_over:
+            self._before = {tensor: self._fingerprint(tensor) for _, tensor, _ in self._kind.listed(self._gradients)}
 
     @torch.no_grad()
     def end(self, step: int, stepped: Collection[Tensor] | None = None) -> None:
