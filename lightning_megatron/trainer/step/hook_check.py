@@ -132,7 +132,7 @@ class HookCheck:
         self._judge(sorted(lines), [factor for _, _, factor in found], step)
 
     def _fingerprint(self, tensor: Tensor) -> Tensor:
-        return _fingerprint(self._kind.read(tensor), tensor.device)
+        return fingerprint(self._kind.read(tensor), tensor.device)
 
     def _own(self, before: dict[Tensor, Tensor], stepped: Collection[Tensor] | None) -> Iterator[_Entry]:
         """What hooks may have changed."""
@@ -201,24 +201,24 @@ def _differ(before: dict[int, float], after: dict[int, float]) -> bool:
 
 
 @torch.no_grad()
-def _fingerprint(tensor: Tensor | None, device: torch.device) -> Tensor:
+def fingerprint(tensor: Tensor | None, device: torch.device) -> Tensor:
     """Norm of a tensor and two sums of its elements, each times a number of its own, float64 [3]; NaN of None."""
     if tensor is None:
         return torch.full((3,), torch.nan, dtype=torch.float64, device=device)
     values = tensor.coalesce().values() if tensor.is_sparse else tensor
     flat = values.detach().reshape(-1).to(torch.promote_types(values.dtype, torch.float32))
-    # A number for each place in a row, and one for each row, so that few have to be made.
+    # A number for each place in a row, and one of other waves for each row, so that few have to be made.
     width = max(1, math.isqrt(flat.numel()))
     rows = flat[: flat.numel() // width * width].view(-1, width)
-    places, rest = _waves(width, flat), flat[rows.numel() :]
-    sums = (_waves(len(rows), flat) * (rows @ places)).sum(0) + rest @ places[: len(rest)]
+    places, rest = _waves(width, (0.7, 1.3), flat), flat[rows.numel() :]
+    sums = (_waves(len(rows), (1.1, 1.9), flat) * (rows @ places)).sum(0) + rest @ places[: len(rest)]
     return torch.cat([torch.linalg.vector_norm(flat)[None], sums]).double()
 
 
-def _waves(length: int, like: Tensor) -> Tensor:
-    """Numbers of two waves that share no period, [length, 2]."""
+def _waves(length: int, frequencies: tuple[float, float], like: Tensor) -> Tensor:
+    """Numbers of two waves, [length, 2]."""
     places = torch.arange(1, length + 1, dtype=like.dtype, device=like.device)
-    return torch.cos(torch.stack([0.7 * places, 1.3 * places], dim=1))
+    return torch.cos(torch.stack([frequency * places for frequency in frequencies], dim=1))
 
 
 def _factor(before: Tensor, after: Tensor) -> float:

@@ -10,6 +10,7 @@ from torch import nn
 
 from lightning_megatron import clip_grad_norm_, weight_norm
 from lightning_megatron.optim.config import OptimizerConfig
+from lightning_megatron.trainer.step import hook_check
 from tests.harness.ranks import run_on_ranks
 from tests.trainer.layouts import Layout, make_trainer
 from tests.trainer.modules import Data, Small
@@ -100,6 +101,18 @@ def told(layout: Layout, how: str) -> str:
         except RuntimeError as error:
             return str(error)
     return "".join(str(one.message) for one in found if "changed the " in str(one.message)) or "done"
+
+
+@pytest.mark.parametrize("length", [2, 3, 11, 16, 23])
+def test_a_fingerprint_is_of_every_element_and_its_place(length: int) -> None:
+    values = torch.arange(1.0, length + 1)
+    whole = hook_check.fingerprint(values, values.device)
+    for place in range(length - 1):
+        order = list(range(length))
+        order[place], order[place + 1] = place + 1, place
+        swapped = hook_check.fingerprint(values[order], values.device)
+        # One wave may be as high at both places, and two of them are not.
+        assert swapped[0].isclose(whole[0]) and (swapped[1:] - whole[1:]).abs().max() > 0.01
 
 
 @pytest.mark.parametrize(
