@@ -468,16 +468,15 @@ class RowwiseLinear(RowParallelLinear):
         y_TO = row_parallel_linear(
             by_rank.reshape(-1, x.shape[-1]),
             self.weight,
-            None,
+            # Every rank has a term of the bias's gradient, of its own tokens.
+            None if self.bias is None else differentiable.copy(self.bias, sp),
             tp=self.tp,
             sp=sp,
             gradients=self.weight_gradients,
             gemm=self.gemm,
             num_chunks=self.num_chunks,
         )
-        y = y_TO.view(*by_rank.shape[1:-1], y_TO.shape[-1])
-        # Every rank has a term of the bias's gradient, of its own tokens.
-        return y if self.bias is None else y + differentiable.copy(self.bias, sp)
+        return y_TO.view(*by_rank.shape[1:-1], y_TO.shape[-1])
 
 
 class RowwiseEmbedding(nn.Embedding):
