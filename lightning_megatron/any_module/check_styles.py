@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.hooks import RemovableHandle
 
 from lightning_megatron.any_module.cut_error import CutError
 from lightning_megatron.any_module.deviation import relative_deviation
@@ -51,6 +52,34 @@ class _Kind:
     is_tried: bool = False
     """Whether outputs were compared."""
     are_gradients_tried: bool = False
+    handles: list[RemovableHandle] = field(default_factory=list)
+    """Those of the hooks that look."""
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the next call of a module is looked at."""
+        return not (self.are_gradients_tried if torch.is_grad_enabled() else self.is_tried)
+
+
+class _Look:
+    """A hook in front of a module's call that looks at it where that is due."""
+
+    def __init__(self, checks: "StyleChecks", name: str, kind: _Kind) -> None:
+        self.checks, self.name, self.kind = checks, name, kind
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Look":
+        # A copy of a module is of its kind.
+        return self
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.kind.is_due:
+            self.checks.look(self.name, self.kind, module, args, kwargs)
+
+
+def is_look_due(module: nn.Module) -> bool:
+    """Whether in the next call of a module something looks at it, or at what is in it."""
+    hooks = (hook for one in module.modules() for hook in one._forward_pre_hooks.values())
+    return any(isinstance(hook, _Look) and hook.kind.is_due for hook in hooks)
 
 
 class StyleChecks:
@@ -92,17 +121,17 @@ class StyleChecks:
         styled = {one for one, w in held if shard_of(w).partial is not None}
         kind = self._kinds.setdefault(key, _Kind(styled))
         kind.modules.append(parent)
+        look = _Look(self, name, kind)
+        kind.handles.append(parent.register_forward_pre_hook(look, with_kwargs=True))
 
-        def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if kind.are_gradients_tried:
-                handle.remove()
-            elif torch.is_grad_enabled() or not kind.is_tried:
-                kind.is_tried, kind.are_gradients_tried = True, torch.is_grad_enabled()
-                told = self._require_alike(name, module, args, kwargs, kind.styled)
-                for one in kind.modules if told.terms or told.noise else ():
-                    self._sum_terms(one, told, is_called=one is module)
-
-        handle = parent.register_forward_pre_hook(look, with_kwargs=True)
+    def look(self, name: str, kind: _Kind, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Looks at a module, as `watch` says; raises CutError where numbers differ."""
+        kind.is_tried, kind.are_gradients_tried = True, torch.is_grad_enabled()
+        for handle in kind.handles if kind.are_gradients_tried else ():
+            handle.remove()
+        told = self._require_alike(name, module, args, kwargs, kind.styled)
+        for one in kind.modules if told.terms or told.noise else ():
+            self._sum_terms(one, told, is_called=one is module)
 
     def _sum_terms(self, module: nn.Module, told: Told, *, is_called: bool) -> None:
         held = dict(module.named_parameters())

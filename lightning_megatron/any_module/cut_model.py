@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lightning_megatron.any_module.check_styles import without_fp8
+from lightning_megatron.any_module.check_styles import is_look_due, without_fp8
 from lightning_megatron.any_module.cut_error import CutError
 from lightning_megatron.any_module.cut_tokens import ContextAttention, CutTokens, hidden_of
 from lightning_megatron.any_module.deviation import relative_deviation
@@ -202,6 +202,11 @@ class CutModel(PipelineModule):
                 "that are cut must each run once a call"
             )
         return output
+
+    @property
+    def is_looking(self) -> bool:
+        """Whether layers run to be looked at."""
+        return self._outputs is not None
 
     def _note(self, index: int, output: Any, *, is_end: bool) -> None:
         hidden = hidden_of(output)
@@ -472,6 +477,12 @@ def cut_of(module: nn.Module) -> PipelineModule | None:
         return module
     cut: PipelineModule | None = module.__dict__.get(_CUT)
     return cut
+
+
+def is_looked_at(layer: nn.Module) -> bool:
+    """Whether the next call of a layer is there to look at it, or at what is in it."""
+    owner: CutModel | None = layer.__dict__.get(_LAYER, (None,))[0]
+    return (owner is not None and owner.is_looking) or is_look_due(layer)
 
 
 def _draw_for_layer(index: int) -> None:

@@ -64,6 +64,7 @@ class CutTokens:
             return
         # Before what looks at the linears of a module: it sees what the module does.
         layer.register_forward_pre_hook(self._note_shape, prepend=True, with_kwargs=True)
+        layer.register_forward_hook(self._forget, always_call=True)
         self._sum(layer, layer)
         for child in _parts_of(layer):
             # What has no children, and is no linear, does the same to each token: norms, activations, dropout.
@@ -159,6 +160,9 @@ class CutTokens:
         # By the layer's own call, which recomputation repeats.
         hidden = _hidden(args, kwargs)
         self._local = None if self.is_off or hidden is None else hidden.shape
+
+    def _forget(self, *_: Any) -> None:
+        self._local, self._inputs = None, []
 
     def _gather_inputs(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         shape = self._local

@@ -17,7 +17,7 @@ of them gives another takes.
 """
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -384,13 +384,16 @@ class OwnTokens(Protocol):
 class _SharedCopy:
     """The input of colwise linears of one parent, whose gradient is summed over tp once for those that get the same."""
 
-    def __init__(self, callers: Iterable[nn.Module], tp: Axis) -> None:
+    def __init__(self, callers: Sequence[nn.Module], tp: Axis) -> None:
         self._tp = tp
         self.tokens: OwnTokens | None = None
+        # Whether an uncompiled call has ended, and whether one changed an input in place between two linears.
+        self._is_known = self._is_changed = False
         self._last: tuple[Tensor, int, bool, Tensor] | None = None
-        # The parent may be a list, which nobody calls.
+        # The parent may be a list, which nobody calls. Errors reach the network: a hook for them on each parent would
+        # give each layer a graph of its own, where layers are compiled.
         for caller in callers:
-            caller.register_forward_hook(self._forget, always_call=True)
+            caller.register_forward_hook(self._forget, always_call=caller is callers[-1])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_SharedCopy":
         return _SharedCopy((), self._tp)
@@ -398,17 +401,23 @@ class _SharedCopy:
     def of(self, x: Tensor) -> Tensor:
         """The input for ranks that each compute other features of it."""
         is_recorded = torch.is_grad_enabled()
+        # A compiler breaks its graph where code asks how often a tensor was changed: it goes by what calls before saw.
+        is_traced = torch.compiler.is_compiling() and self._is_known
+        version = 0 if is_traced else x._version
         if self._last is not None:
-            source, version, was_recorded, copy = self._last
-            if source is x and version == x._version and was_recorded == is_recorded:
-                return copy
+            source, was_version, was_recorded, copy = self._last
+            if source is x and was_recorded == is_recorded:
+                self._is_changed |= version != was_version
+                if not (self._is_changed if is_traced else version != was_version):
+                    return copy
         gathered = None if self.tokens is None else self.tokens.gathered(x)
         copy = differentiable.copy(x, self._tp) if gathered is None else gathered
-        self._last = (x, x._version, is_recorded, copy)
+        self._last = (x, version, is_recorded, copy)
         return copy
 
     def _forget(self, *_: Any) -> None:
         self._last = None
+        self._is_known |= not torch.compiler.is_compiling()
 
 
 class ColwiseLinear(ColumnParallelLinear):

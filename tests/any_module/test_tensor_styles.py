@@ -90,6 +90,40 @@ def test_linears_of_one_input_sum_its_gradient_once_a_call() -> None:
     assert copies.of(x) is not first
 
 
+def test_linears_in_compiled_code_share_an_input_unless_an_earlier_call_saw_it_change() -> None:
+    attention = networks.Attention()
+    cut_linears(nn.ModuleDict({"a": attention}), {"a.query": "colwise"}, Axis.alone(0, "tp"))
+
+    def is_shared(copies: Any, changes: bool) -> bool:
+        x = torch.ones(2, 4, networks.WIDTH)
+        first = copies.of(x)
+        if changes:
+            x.add_(1)
+        found = copies.of(x) is first
+        copies._forget()
+        return found
+
+    compiled, copies = torch.compile(is_shared, backend="aot_eager", fullgraph=True), attention.query.copies
+    # Nobody has seen a call yet: the compiler is asked, and cannot tell.
+    with pytest.raises(torch._dynamo.exc.TorchDynamoException):
+        compiled(copies, changes=True)
+    assert is_shared(copies, changes=False)
+    assert compiled(copies, changes=False)
+    assert not is_shared(copies, changes=True)
+    assert not compiled(copies, changes=True)
+
+
+def test_an_error_in_a_network_leaves_no_input_behind() -> None:
+    attention = networks.Attention()
+    net = nn.Sequential(attention)
+    cut_linears(net, {"0.query": "colwise"}, Axis.alone(0, "tp"))
+    # For keys of fewer features.
+    attention.key = nn.Linear(3, 3)
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        net(torch.ones(2, 4, networks.WIDTH))
+    assert attention.query.copies._last is None
+
+
 def test_heads_that_are_counted_by_a_constant_are_refused_by_name() -> None:
     [result] = certify(networks.TrainsFixedHeads, networks.batches, layouts=("tp2",), steps=1).results
     assert result.verdict == "refused"

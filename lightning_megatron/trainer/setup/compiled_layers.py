@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_megatron.any_module.cut_model import CutModel, cut_of
+from lightning_megatron.any_module.cut_model import CutModel, cut_of, is_looked_at
 from lightning_megatron.any_module.plan import ModelPlan
+from lightning_megatron.any_module.tensor_styles import ColwiseLinear
 from lightning_megatron.comm import collectives
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.pipeline.module import PipelineModule
@@ -79,6 +80,8 @@ def compile_layers(
 def _prepared(layer: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
     """The compiled call of a layer, before which random keys are drawn if it drops in training.
 
+    Calls in which a layer is looked at run uncompiled, as such a look compares numbers on the host; so does the first
+    call of a layer with colwise linears, which finds out whether their inputs change in place.
     Inside no mode sees the functions of torch: a compiler would trace the mode's code too. In evaluation one looks at
     losses (`any_module.loss_count.CountedMeans`).
     """
@@ -87,7 +90,13 @@ def _prepared(layer: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
         for one in layer.modules()
     )
 
+    has_run = not any(isinstance(one, ColwiseLinear) for one in layer.modules())
+
     def prepared(*args: Any, **kwargs: Any) -> Any:
+        nonlocal has_run
+        if not has_run or is_looked_at(layer):
+            has_run = True
+            return layer._call_impl(*args, **kwargs)
         if drops and layer.training:
             for tokens in (*args, *kwargs.values()):
                 if isinstance(tokens, Tokens):

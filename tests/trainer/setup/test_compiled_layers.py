@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_megatron import ConfigurationError, Fp8Config, KernelConfig, MegatronStrategy, PipelineConfig
@@ -30,12 +31,14 @@ from lightning_megatron.trainer.setup.compiled_layers import compile_layers, com
 from lightning_megatron.transformer import recompute
 from lightning_megatron.transformer.lora import LoraConfig, add_lora
 from lightning_megatron.transformer.recompute import RecomputeConfig, RecomputePart
+from tests.any_module.model_families import Causal, batches
 from tests.certificate.cases import Layout
 from tests.certificate.runs import Data, Module
 from tests.harness.ranks import run_on_ranks
 from tests.harness.sample import every_nth
 from tests.trainer import modules
 from tests.trainer.layouts import PLAIN, make_trainer
+from tests.trainer.layouts import Layout as CutLayout
 from tests.transformer import test_recompute
 
 AOT_EAGER = KernelConfig(compile_layers=True, compile_backend="aot_eager")
@@ -238,6 +241,30 @@ def compare_over_tp(kinds: list[str], has_sp: bool) -> None:
 )
 def test_layers_cut_over_tensor_parallel_ranks_are_compiled_alike(kinds: list[str], has_sp: bool) -> None:
     run_on_ranks(2, compare_over_tp, kinds, has_sp, timeout=240)
+
+
+def trained_over_tp(model_types: list[str], layout: CutLayout) -> None:
+    """Trains models of transformers as they are with compiled layers, and without: no number differs by a bit."""
+    for model_type in model_types:
+        found: list[Numbers] = []
+        for kernels in (KernelConfig(), AOT_EAGER):
+            torch._dynamo.reset()
+            counters.clear()
+            strategy, module = layout.strategy(), Causal(model_type)
+            assert isinstance(strategy, MegatronStrategy)
+            strategy.kernels = kernels
+            loader: Any = DataLoader(batches(), batch_size=None)  # type: ignore[arg-type]
+            make_trainer(layout, strategy=strategy, max_epochs=1).fit(module, loader)
+            found.append({name: weight.detach() for name, weight in module.named_parameters()})
+        assert_equal(found[1], found[0])
+        assert not counters["graph_break"], counters["graph_break"]
+        assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize("layout", [CutLayout(world=2, tp=2), CutLayout(world=2, tp=2, sp=True)], ids=["tp2", "tp2+sp"])
+def test_unchanged_layers_cut_over_tensor_parallel_ranks_are_compiled_alike(layout: CutLayout) -> None:
+    # Qwen3 has norms of which each rank has terms of the gradient, and Phi biases.
+    run_on_ranks(2, trained_over_tp, ["llama", "qwen3", "phi"], layout, init=False, timeout=240)
 
 
 class Looking(Module):
