@@ -125,18 +125,18 @@ def keep_columns(keys: Tensor, columns: Tensor, probability: float) -> Tensor:
     keep = torch.empty(rows.numel(), columns.numel(), dtype=torch.bool, device=keys.device)
     for start in range(0, rows.numel(), num_rows):
         block = slice(start, start + num_rows)
-        keep[block] = _keeps(rows[block].unsqueeze(-1) + offsets, probability)
+        keep[block] = _is_kept(mix(rows[block].unsqueeze(-1) + offsets), probability)
     return keep.view(*keys.shape, columns.numel())
 
 
 def keeps(keys: Tensor, columns: Tensor, probability: float) -> Tensor:
     """Whether the element of each row key and column is not dropped; the two broadcast."""
-    return _keeps(keys + columns * _GOLDEN, probability)
+    # One finaliser is enough here: the row keys are finalised bits already. What goes in is held by nobody else.
+    return _is_kept(mix(keys + columns * _GOLDEN), probability)
 
 
-def _keeps(patterns: Tensor, probability: float) -> Tensor:
-    # One finaliser is enough here: the row keys are finalised bits already.
-    return mix(patterns) >= _signed(int(probability * 2.0**64) - (1 << 63))
+def _is_kept(bits: Tensor, probability: float) -> Tensor:
+    return bits >= _signed(int(probability * 2.0**64) - (1 << 63))
 
 
 @dataclass(kw_only=True)

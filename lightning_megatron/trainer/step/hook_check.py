@@ -98,7 +98,10 @@ class HookCheck:
         """Hooks come next."""
         self._before = None
         if not self.is_over:
-            self._before = {tensor: self._fingerprint(tensor) for _, tensor, _ in self._kind.listed(self._gradients)}
+            tensors = [tensor for _, tensor, _ in self._kind.listed(self._gradients)]
+            # In one tensor: an allocator rounds each up, and those of weights are held through a whole step.
+            prints = torch.stack([self._fingerprint(tensor) for tensor in tensors]) if tensors else ()
+            self._before = dict(zip(tensors, prints, strict=True))
 
     @torch.no_grad()
     def end(self, step: int, stepped: Collection[Tensor] | None = None) -> None:
