@@ -168,7 +168,6 @@ class ScheduledCall:
         for tensor in named(received).values():
             tensor.requires_grad_(tensor.is_floating_point())
         self._stage, self._received, self._output, self._num_calls = stage, received, None, 0
-        self._output_nodes = None
         for module in self._modules:
             module.draws.first_sample, module.draws.call = self._first_samples[microbatch], 0
         output: Payload | None = None
@@ -185,6 +184,8 @@ class ScheduledCall:
             self._require_end_of_step()
             if loss is not None and self._output_nodes is not None:
                 self._require_no_weight_in(loss, self._output_nodes)
+        # Nodes hold what was received, and its gradient, longer than the backward.
+        self._output_nodes = None
         self._saved[stage, microbatch] = _SavedStage(received, output, loss)
         return output
 
