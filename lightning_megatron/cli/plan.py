@@ -7,7 +7,6 @@ import argparse
 import json
 import math
 from dataclasses import replace
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from lightning_megatron.planner.estimate import Estimate, estimate
 from lightning_megatron.planner.hardware import GIGA, Gpu, gpu_of
 from lightning_megatron.planner.presets import PRESETS
 from lightning_megatron.planner.report import (
-    Shown,
     estimate_text,
     found_text,
     layout_text,
@@ -114,24 +112,27 @@ def _explain(options: argparse.Namespace, request: PlanRequest[Run], gpu: Gpu) -
 def _search(options: argparse.Namespace, request: PlanRequest[Run], gpu: Gpu) -> None:
     request = with_balanced_batch(request, options.document_lengths, gpu, is_own=False)
     run, notes, is_free = request.run, _notes(request, gpu, None), options.recompute is None
-    found = search(run, gpu, memory_bytes=gpu.memory_bytes, free_recompute=is_free)
-    if not found.fitting:
+    number = _SHOWN if options.top is None else options.top
+    found = search(run, gpu, memory_bytes=gpu.memory_bytes, free_recompute=is_free, num_confirmed=number)
+    if not found.confirmed:
         raise UsageError([_nothing_fits(run, gpu, found, is_free)])
-    shown = _distinct(found, gpu, _SHOWN if options.top is None else options.top)
-    best = shown[0].estimate
+    best = found.confirmed[0].estimate
     if options.out is not None:
         _draw(best, options.out)
     if options.json:
         record = model_record(run) | {
-            "layouts": [record_of(one.estimate, num_tokens=options.tokens) | {"alike": one.alike} for one in shown],
-            "num_fitting": len(found.fitting),
+            "layouts": [
+                record_of(one.estimate, num_tokens=options.tokens) | {"alike": [layout_text(run) for run in one.alike]}
+                for one in found.confirmed
+            ],
+            "num_fitting": found.num_fitting,
             "fell_out": found.reasons(),
             "rejected": [rejected_record(one) for one in found.rejected],
             "notes": notes,
         }
         print(json.dumps(record))
     else:
-        text = found_text(found, gpu.name, shown)
+        text = found_text(found, gpu.name)
         print("\n".join([model_text(run), *notes, "", text, "", estimate_text(best, num_tokens=options.tokens)]))
 
 
@@ -149,17 +150,6 @@ def _notes(request: PlanRequest[Run], gpu: Gpu, layout: str | None) -> list[str]
             "16-mixed"
         )
     return notes if layout == OF_RECIPE else notes + notes_on_layout(request, layout)
-
-
-def _distinct(found: Found, gpu: Gpu, num_shown: int) -> list[Shown]:
-    """The fastest layouts; of those whose times print alike the one that needs the least memory."""
-    shown: list[Shown] = []
-    for _, alike in groupby(zip(found.seconds, found.fitting, strict=True), key=lambda pair: f"{pair[0]:.4g}"):
-        if len(shown) == num_shown:
-            break
-        estimates = sorted((estimate(run, gpu) for _, run in alike), key=lambda one: one.peak_bytes)
-        shown.append(Shown(estimate=estimates[0], alike=tuple(layout_text(one.run) for one in estimates[1:])))
-    return shown
 
 
 def _draw(found: Estimate, path: Path) -> None:

@@ -7,9 +7,9 @@ layer before its first step, and the balancer's formula is fitted to them.
 from collections.abc import Iterator
 
 from lightning_megatron.context.balance import CostModel, Measurement, fit
+from lightning_megatron.planner.balanced_runs import of_documents
 from lightning_megatron.planner.constants import Constants
 from lightning_megatron.planner.hardware import Gpu
-from lightning_megatron.planner.peak_memory import of_documents
 from lightning_megatron.planner.run import Run
 from lightning_megatron.planner.step_time import step_time
 

@@ -8,9 +8,9 @@ each other. Each microbatch is timed as in a step of many equal ones (`step_time
 """
 
 from lightning_megatron.context.balance import RankGroup
+from lightning_megatron.planner.balanced_runs import of_group
 from lightning_megatron.planner.constants import Constants
 from lightning_megatron.planner.hardware import Gpu
-from lightning_megatron.planner.peak_memory import of_group
 from lightning_megatron.planner.run import Run
 from lightning_megatron.planner.step_time import StepTime, step_time
 

@@ -5,9 +5,8 @@ from dataclasses import asdict
 from typing import Any
 
 from lightning_megatron.planner.dry_run import DryRun
-from lightning_megatron.planner.flops import EXECUTED
 from lightning_megatron.planner.hardware import GIGA, TERA
-from lightning_megatron.planner.report import cut_record, cut_text, layout_text, sizes_record
+from lightning_megatron.planner.report import EXECUTED, cut_record, cut_text, layout_text, sizes_record
 
 
 def dry_text(found: Sequence[DryRun], notes: Sequence[str] = ()) -> str:
@@ -25,7 +24,7 @@ def _rank_lines(one: DryRun) -> list[str]:
     lines.append(f"  peak memory      {one.peak_bytes / GIGA:10.3f} GB, in {one.peak_action}")
     lines += [f"    {kind:<22} {size / GIGA:8.3f} GB" for kind, size in one.peak_by_kind.items()]
     total = sum(one.flops.values())
-    lines.append(f"  FLOPs of a step  {total / TERA:10.1f} TFLOP ({EXECUTED.name})")
+    lines.append(f"  FLOPs of a step  {total / TERA:10.1f} TFLOP ({EXECUTED})")
     lines += [f"    {kind:<22} {flops / TERA:8.1f} TFLOP" for kind, flops in one.flops.items()]
     if one.messages:
         lines.append(f"  {'messages':<16} {'':<16} {'number':>9} {'GB in all':>12} {'GB sent':>12}")
@@ -46,7 +45,7 @@ def dry_record(found: Sequence[DryRun], notes: Sequence[str] = ()) -> dict[str, 
         **cut_record(run),
         "accumulate_grad_batches": run.num_accumulated,
         "schedule": run.schedule.name,
-        "flops_convention": EXECUTED.name,
+        "flops_convention": EXECUTED,
         "is_overlapped": run.is_overlapped,
         "ranks": [
             {

@@ -1,12 +1,14 @@
-"""`Estimate`: memory, time and FLOPs of a run, from the models of memory and time."""
+"""`Estimate`: memory, time and FLOPs of a run, from measured memory and modelled time."""
 
 from dataclasses import dataclass
 from functools import cached_property
 
 from lightning_megatron.planner.balanced_time import balanced_time
 from lightning_megatron.planner.constants import Constants, fitted
-from lightning_megatron.planner.flops import MODEL, Convention, step_flops
+from lightning_megatron.planner.flops import step_flops
+from lightning_megatron.planner.framework_profile import OURS
 from lightning_megatron.planner.hardware import Gpu, Products
+from lightning_megatron.planner.measured import Measured, measured
 from lightning_megatron.planner.memory import Memory, memory_of
 from lightning_megatron.planner.run import Run
 from lightning_megatron.planner.step_time import StepTime, step_time
@@ -23,6 +25,8 @@ class Estimate:
     gpu: Gpu
     memory: tuple[Memory, ...]
     """Memory by pipeline rank, first stage first."""
+    executed_flops: float | None
+    """FLOPs of a step on all GPUs as the package's own code executes them, needed or not; None where not measured."""
     time: StepTime
 
     @property
@@ -40,18 +44,23 @@ class Estimate:
         """Tokens a second over all GPUs."""
         return self.run.num_tokens / self.step_seconds
 
-    def flops_per_second(self, convention: Convention = MODEL) -> float:
-        """Model FLOPs a second of one GPU."""
-        return step_flops(self.run, convention) / self.step_seconds / self.run.sizes.world
+    @cached_property
+    def model_flops(self) -> float:
+        """Model FLOPs of a step, causal attention half."""
+        return step_flops(self.run)
+
+    def flops_per_second(self, flops: float | None = None) -> float:
+        """FLOPs a second of one GPU that makes its share of so many in a step: model FLOPs, where none are given."""
+        return (self.model_flops if flops is None else flops) / self.step_seconds / self.run.sizes.world
 
     @property
     def timed_as(self) -> Products:
         """Precision whose peak `share_of_peak` divides by."""
         return self.gpu.timed_as(self.run.products)
 
-    def share_of_peak(self, convention: Convention = MODEL) -> float:
-        """The convention's FLOPs over the dense peak of the precision of the products: MFU, for model FLOPs."""
-        return self.flops_per_second(convention) / self.gpu.peak_flops(self.timed_as)
+    def share_of_peak(self, flops: float | None = None) -> float:
+        """So many FLOPs over the dense peak of the precision of the products: MFU, for model FLOPs."""
+        return self.flops_per_second(flops) / self.gpu.peak_flops(self.timed_as)
 
     def days(self, num_tokens: float) -> float:
         """Days to train on so many tokens without interruption."""
@@ -66,7 +75,8 @@ class Estimate:
 
 
 def estimate(run: Run, gpu: Gpu, constants: Constants | None = None) -> Estimate:
-    """Estimate of a run without errors."""
+    """Estimate of a run without errors. Memory of frameworks other than this package is that of the closed form."""
     constants = fitted() if constants is None else constants
     time = (step_time if run.balanced is None else balanced_time)(run, gpu, constants)
-    return Estimate(run=run, gpu=gpu, memory=memory_of(run), time=time)
+    found = measured(run) if run.framework == OURS else Measured(memory=memory_of(run), flops=None)
+    return Estimate(run=run, gpu=gpu, memory=found.memory, executed_flops=found.flops, time=time)

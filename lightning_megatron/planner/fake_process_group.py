@@ -1,10 +1,10 @@
 """The other ranks of a dry run: process groups that send nothing, and pipeline neighbours that answer with empty
 tensors of the right shapes.
 
-Each message is counted under its axis, its kind, and its microbatch.
+Each message is counted under its axis and its kind.
 """
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -50,25 +50,25 @@ class Messages:
         )
 
 
-MicrobatchKey = tuple[int, int] | None
-"""Batch of a step and microbatch within it; None: the step itself."""
+MessageCounts = Mapping[tuple[str, str], Messages]
+"""Messages by axis and kind."""
 
 
 class Ledger:
-    """Counts of messages; its owner sets the batch and the microbatch that they belong to."""
+    """Counts of messages since they were last taken."""
 
     def __init__(self) -> None:
-        self.batch = 0
-        # None stands for the step itself.
-        self.microbatch: int | None = None
-        self.entries: dict[MicrobatchKey, dict[tuple[str, str], Messages]] = {}
+        self._counts: dict[tuple[str, str], Messages] = {}
 
-    def add(self, axis: str, kind: str, tensor_bytes: float, share: float, microbatch: int | None = None) -> None:
+    def add(self, axis: str, kind: str, tensor_bytes: float, share: float) -> None:
         """Counts one message; this rank sends `share` of its bytes."""
-        number = self.microbatch if microbatch is None else microbatch
-        entries = self.entries.setdefault(None if number is None else (self.batch, number), {})
         message = Messages(number=1, tensor_bytes=tensor_bytes, sent_bytes=tensor_bytes * share)
-        entries[axis, kind] = entries.get((axis, kind), Messages()) + message
+        self._counts[axis, kind] = self._counts.get((axis, kind), Messages()) + message
+
+    def take(self) -> MessageCounts:
+        """The counts, which begin anew."""
+        counts, self._counts = self._counts, {}
+        return counts
 
 
 class _Done(dist.Work):
@@ -161,30 +161,41 @@ def _name_groups(mesh: Mesh) -> None:
 class FakeMailbox(Mailbox):
     """Pipeline neighbours; `meta_of` describes the tensors that a stage sends to the next for a microbatch.
 
+    `posting` is called before each message is posted.
+
     Buffers are allocated when a receive is posted, as in every step but a run's first.
     """
 
     def __init__(
-        self, axis: Axis, meta_of: Callable[[int, int], TensorMeta], device: torch.device, ledger: Ledger
+        self,
+        axis: Axis,
+        meta_of: Callable[[int, int], TensorMeta],
+        device: torch.device,
+        ledger: Ledger,
+        posting: Callable[[Action], None],
     ) -> None:
         super().__init__(axis, {}, device)
-        self._meta_of, self._ledger = meta_of, ledger
+        self._meta_of, self._ledger, self._posting = meta_of, ledger, posting
         self._buffers: dict[Hashable, tuple[TensorMeta, Tensor]] = {}
         self._posted: dict[Hashable, Tensor] = {}
 
     def send_forward(self, key: Hashable, to: int, payload: Payload) -> None:
         assert isinstance(key, Action)
+        self._posting(key)
         data = self._posted[key] = TensorMeta.of(payload).pack(payload)
-        self._ledger.add("pp", "send", data.numel() * data.element_size(), 1.0, key.microbatch)
+        self._ledger.add("pp", "send", data.numel() * data.element_size(), 1.0)
 
     send_backward = send_forward
 
     def receive_forward(self, key: Hashable, source: int) -> None:
         assert isinstance(key, Action)
+        self._posting(key)
         meta = self._meta_of(key.stage - 1, key.microbatch)
         self._buffers[key] = meta, meta.empty(self._device)
 
     def receive_backward(self, key: Hashable, source: int, like: TensorMeta) -> None:
+        assert isinstance(key, Action)
+        self._posting(key)
         self._buffers[key] = like, like.empty(self._device)
 
     def wait(self, key: Hashable) -> Payload:

@@ -5,7 +5,6 @@
     causal attention                                   half of all pairs, or all of them
     recomputation                                      left out (model FLOPs), or added (hardware FLOPs)
     by parameters                                      6 N a token, and 12 L H S for attention, of all pairs
-    by execution                                       all products that are executed (`executed_flops`)
 
 Sources: Narayanan et al., arXiv 2104.04473, appendix; Korthikanti et al., arXiv 2205.05198, appendix A; Chowdhery et
 al., arXiv 2204.02311, appendix B (by parameters).
@@ -15,7 +14,6 @@ from collections import Counter
 from dataclasses import dataclass
 
 from lightning_megatron.mesh import Sizes
-from lightning_megatron.planner.executed_flops import executed_flops
 from lightning_megatron.planner.model_parts import (
     ModelPart,
     ModelParts,
@@ -43,8 +41,6 @@ class Convention:
     """Whether recomputation counts."""
     by_parameters: bool = False
     """6 N a token instead of products; attention's pairs as above."""
-    by_execution: bool = False
-    """All products that this package executes, needed or not; they depend on the run's layout."""
 
 
 MODEL = Convention(name="model FLOPs, causal attention half")
@@ -58,14 +54,10 @@ HARDWARE_ALL_PAIRS = Convention(
 BY_PARAMETERS = Convention(
     name="6 N a token and attention, causal attention whole", counts_all_pairs=True, by_parameters=True
 )
-EXECUTED = Convention(name="executed by this package", by_execution=True)
-"""FLOPs that a dry run of all ranks counts; no publication uses them."""
 
 
 def step_flops(run: Run, convention: Convention = MODEL) -> float:
     """FLOPs of an optimizer step on all GPUs together."""
-    if convention.by_execution:
-        return executed_flops(run)
     if run.balanced is not None:
         # One sample holds all documents of a batch.
         lengths = SequenceLengths(sequence=run.balanced.num_tokens, are_packed=True, documents=run.balanced.lengths)
@@ -80,7 +72,6 @@ def batch_flops(
 ) -> float:
     """FLOPs of forward and backward of so many samples. Of the layout only the layers that each stage recomputes
     matter."""
-    assert not convention.by_execution, "executed FLOPs are those of a run"
     all_pairs = convention.counts_all_pairs
     if convention.by_parameters:
         flops = 6.0 * model_parts.parameters() * batch * model_parts.tokens

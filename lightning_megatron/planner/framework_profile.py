@@ -36,9 +36,6 @@ class FrameworkProfile:
     """Bytes for each logit at the peak: the logit in half precision, and its exponential in float32."""
     widens_norms: bool = False
     """Whether norms save their input in float32 under mixed precision."""
-    counts_work: bool = False
-    """Whether transient memory of a backward, the optimizer and messages counts, besides the largest gradient of a
-    weight."""
     squares_relu: bool = False
     """Whether ReLU stands for squared ReLU, whose backward reads its input."""
     ring_gradient_bytes: int = 4
@@ -57,7 +54,7 @@ class FrameworkProfile:
     """Whether experts clamp the inputs of gates and add biases expert by expert, in kernels of their own."""
 
 
-OURS = FrameworkProfile(name="lightning_megatron", widens_norms=True, counts_work=True)
+OURS = FrameworkProfile(name="lightning_megatron", widens_norms=True)
 
 MEGATRON = FrameworkProfile(
     name="Megatron Core",

@@ -1,10 +1,12 @@
-"""Bytes that each pipeline rank holds, by kind, at the peak of a step.
+"""Bytes that each pipeline rank holds, by kind, at the peak of a step: as measured, or in closed form.
+
+The closed form serves a search, which measures what it shows, and runs of other frameworks:
 
     weights, gradients, master weights, moments   bytes a parameter as in `optim.master_weights`; data-parallel ranks of
                                                   dense weights are dp x cp, of experts edp
     activations                                   those that a stage saves of a microbatch, times the microbatches that
-                                                  the schedule holds; under full recomputation one group of layers more
-    logits                                        those of the last stage, most of its peak
+                                                  the schedule holds; under full recomputation one group of layers more;
+                                                  the logits of the last stage
     buffers                                       workspaces, the largest weight's gradient before it is accumulated,
                                                   FP8 weights, weights that are gathered for a layer
     overhead                                      memory that no allocator counts: context, communicators, workspaces
@@ -12,19 +14,14 @@
 Sources: Korthikanti et al., arXiv 2205.05198, section 4; Rajbhandari et al., arXiv 1910.02054, section 3.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
-from lightning_megatron.planner.activations import logit_bytes, stage_bytes
-from lightning_megatron.planner.frozen_activations import frozen_activation_bytes, recompute_bytes
+from lightning_megatron.planner.activations import logit_bytes, recompute_bytes, stage_bytes
 from lightning_megatron.planner.model_parts import ModelPart, Stage, adapter_parameters, parameters_of
-from lightning_megatron.planner.overlapped_pairs import unmade_bytes
-from lightning_megatron.planner.peak_memory import moments_of
-from lightning_megatron.planner.pipeline_load import saved_by_chunk, splits_backward
+from lightning_megatron.planner.pipeline_load import saved_by_chunk
 from lightning_megatron.planner.run import Run
-from lightning_megatron.planner.split_backward import SplitBackwardStep, split_backward_bytes, split_backward_steps
 from lightning_megatron.planner.trainable import backward_part
-from lightning_megatron.planner.transient_memory import work_bytes
 from lightning_megatron.precision.mx import BLOCK
 from lightning_megatron.transformer import cost
 from lightning_megatron.transformer.config import TransformerConfig
@@ -50,7 +47,6 @@ class Memory:
     master_weights: float = 0.0
     moments: float = 0.0
     activations: float = 0.0
-    logits: float = 0.0
     buffers: float = 0.0
     overhead: float = 0.0
 
@@ -62,7 +58,7 @@ class Memory:
     @property
     def allocated(self) -> float:
         """Bytes at the peak, as torch counts them."""
-        return self.static + self.activations + self.logits + self.buffers
+        return self.static + self.activations + self.buffers
 
     @property
     def total(self) -> float:
@@ -75,60 +71,30 @@ class Memory:
 
 
 def memory_of(run: Run) -> tuple[Memory, ...]:
-    """Memory of each pipeline rank, first stage first. The run must have no errors."""
+    """Memory of each pipeline rank in closed form, first stage first. The run must have no errors."""
     return tuple(rank_memory(run, rank) for rank in range(run.sizes.pp))
 
 
 def rank_memory(run: Run, rank: int) -> Memory:
-    """Memory of one pipeline rank: the fullest of the ranks that share its stages."""
-    if run.balanced is None:
-        split_steps = split_backward_steps(run.schedule, rank) if splits_backward(run.schedule) else ()
-        return _memory_at(run, rank, saved_by_chunk(run.schedule, rank), split_steps)
-    return fullest(run, rank)[1]
-
-
-def fullest(run: Run, rank: int, line: int | None = None) -> tuple[int, Memory]:
-    """Index and memory of the fullest rank among the dp x cp ranks of a pipeline rank, where microbatches differ; of
-    the rank with index `line`, if that is given."""
-    found = [
-        (moment.line, _memory_at(moment.run, rank, moment.saved, moment.split_steps))
-        for moment in moments_of(run, rank, line)
-    ]
-    return max(found, key=lambda one: one[1].total)
-
-
-def _memory_at(run: Run, rank: int, saved: tuple[float, ...], split_steps: Sequence[SplitBackwardStep]) -> Memory:
-    """Memory of a rank that saves so many microbatches of each chunk; under a split backward, over these steps."""
+    """Memory of one pipeline rank in closed form; microbatches must be equal."""
     stages = run.stages[rank]
-    trained = trained_of_rank(run, rank)
     passed = [backward_part(stage) for stage in stages]
-    by_stage = [
-        stage_bytes(run, passing) - frozen_activation_bytes(run, stage)
-        for passing, stage in zip(passed, stages, strict=True)
-    ]
-    unmade = unmade_bytes(run, rank, by_stage)
-    activations = sum(count * size for count, size in zip(saved, by_stage, strict=True)) - unmade
-    recomputed = max(recompute_bytes(run, stage) for stage in passed)
+    saved = zip(saved_by_chunk(run.schedule, rank), passed, strict=True)
+    activations = sum(count * stage_bytes(run, passing) for count, passing in saved)
+    activations += max(recompute_bytes(run, passing) for passing in passed)
     logits = max(logit_bytes(run, stage) for stage in stages)
-    buffers = _buffers(run, stages)
-    if run.framework.counts_work:
-        if split_steps:
-            work = split_backward_bytes(run, rank, split_steps, trained)
-        else:
-            work = work_bytes(run, rank, saved, by_stage, recomputed, trained, unmade)
-        work += buffers
-        activations, logits = min(activations, work), min(logits, max(work - activations, 0.0))
-        buffers = work - activations - logits
-    else:
-        activations += recomputed
-        layers = [part.layer for stage in stages for part in stage if part.layer is not None]
-        largest = max((_up_weight(run, layer.config) for layer in layers), default=0)
-        # Logits that are left while the head's weight has its gradient; a layer's comes after they are freed.
-        matrix = cost.vocabulary_parameters(run.model, run.sizes)
-        at_head = logits / 3 + matrix * run.bytes_per_element if logits else 0.0
-        buffers = max(at_head - logits, largest * run.bytes_per_element - logits, 0.0) + buffers
-    states = _states(run, parameters_of_rank(run, rank), trained)
-    memory = Memory(**states, activations=activations, logits=logits, buffers=buffers)
+    layers = [part.layer for stage in stages for part in stage if part.layer is not None]
+    largest = max((_up_weight(run, layer.config) for layer in layers), default=0)
+    # Logits that are left while the head's weight has its gradient; a layer's comes after they are freed.
+    matrix = cost.vocabulary_parameters(run.model, run.sizes)
+    at_head = logits / 3 + matrix * run.bytes_per_element if logits else 0.0
+    buffers = max(at_head - logits, largest * run.bytes_per_element - logits, 0.0) + _buffers(run, stages)
+    states = _states(run, parameters_of_rank(run, rank), trained_of_rank(run, rank))
+    return with_overhead(Memory(**states, activations=activations + logits, buffers=buffers))
+
+
+def with_overhead(memory: Memory) -> Memory:
+    """The memory with what no allocator counts."""
     return replace(memory, overhead=OVERHEAD_BYTES + FRAGMENTATION * memory.allocated)
 
 

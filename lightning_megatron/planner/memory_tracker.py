@@ -11,8 +11,7 @@ these alone. Q queries, K keys.
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -48,13 +47,12 @@ class MemoryTracker(TorchDispatchMode):
         self._sizes: dict[int, int] = {}
         self._references: dict[int, weakref.ref[Any]] = {}
         self._kinds: dict[int, str] = {}
-        self.live_bytes = self.peak_bytes = 0
-        self.peak_by_kind: dict[str, int] = {}
-        self._live_by_kind: Counter[str] = Counter()
-        # The current action, in words.
-        self.action, self.peak_action = "", ""
+        self._live_bytes = self._peak_bytes = 0
+        # Bytes by kind that has a name, of now and of the peak: each is replaced where it changes.
+        self._named: Mapping[str, int] = {}
+        self._peak_named: Mapping[str, int] = {}
         # By kind of product.
-        self.flops: Counter[str] = Counter()
+        self._flops: Counter[str] = Counter()
         # Integers and booleans, by address of the storage on the device.
         self._from_host: dict[int, Tensor] = {}
         # They are there as long as their library is.
@@ -69,13 +67,23 @@ class MemoryTracker(TorchDispatchMode):
             key = tensor.untyped_storage()._cdata
             if key in self._sizes and key not in self._kinds:
                 self._kinds[key] = kind
-                self._live_by_kind[kind] += self._sizes[key]
+                self._add_named(kind, self._sizes[key])
 
-    def begin(self) -> None:
-        """Resets the peak and the FLOPs."""
-        self.peak_bytes = 0
-        self.flops.clear()
+    @property
+    def held(self) -> dict[str, int]:
+        """Bytes by kind that are held now."""
+        return _by_kind(self._live_bytes, self._named)
+
+    def take_peak(self) -> dict[str, int]:
+        """Bytes by kind at the peak since it was last taken."""
+        peak = _by_kind(self._peak_bytes, self._peak_named)
         self._note_peak()
+        return peak
+
+    def take_flops(self) -> Counter[str]:
+        """FLOPs by kind of product since they were last taken."""
+        flops, self._flops = self._flops, Counter()
+        return flops
 
     def _follow(self, tensor: Tensor) -> None:
         if tensor.device.type != self._type:
@@ -87,22 +95,23 @@ class MemoryTracker(TorchDispatchMode):
         size = -(-storage.nbytes() // _BLOCK_BYTES) * _BLOCK_BYTES
         self._sizes[key] = size
         self._references[key] = weakref.ref(storage, lambda _: self._let_go(key))
-        self.live_bytes += size
-        if self.live_bytes > self.peak_bytes:
+        self._live_bytes += size
+        if self._live_bytes > self._peak_bytes:
             self._note_peak()
 
     def _let_go(self, key: int) -> None:
         size = self._sizes.pop(key)
-        self.live_bytes -= size
+        self._live_bytes -= size
         del self._references[key]
         self._from_host.pop(key, None)
         if (kind := self._kinds.pop(key, None)) is not None:
-            self._live_by_kind[kind] -= size
+            self._add_named(kind, -size)
+
+    def _add_named(self, kind: str, size: int) -> None:
+        self._named = {**self._named, kind: self._named.get(kind, 0) + size}
 
     def _note_peak(self) -> None:
-        self.peak_bytes, self.peak_action = self.live_bytes, self.action
-        named = {kind: size for kind, size in self._live_by_kind.items() if size}
-        self.peak_by_kind = {**named, OTHERS: self.live_bytes - sum(named.values())}
+        self._peak_bytes, self._peak_named = self._live_bytes, self._named
 
     # --- operations -------------------------------------------------------------------------------------------------
 
@@ -121,13 +130,13 @@ class MemoryTracker(TorchDispatchMode):
         if packet in _PRODUCTS:
             # Formulas know no dtype of an output.
             factors = (one for one in args if not isinstance(one, torch.dtype))
-            self.flops["products"] += _PRODUCTS[packet](*factors, **kwargs, out_val=output)
+            self._flops["products"] += _PRODUCTS[packet](*factors, **kwargs, out_val=output)
         elif packet is _ATEN._grouped_mm:
-            self.flops["products"] += 2 * args[0].numel() * args[1].shape[-1]
+            self._flops["products"] += 2 * args[0].numel() * args[1].shape[-1]
         elif packet in _ATTENTION:
-            self.flops["attention"] += int(_ATTENTION[packet](args, kwargs))
+            self._flops["attention"] += int(_ATTENTION[packet](args, kwargs))
         elif packet in _PACKED:
-            self.flops["attention"] += int(_PACKED[packet](args, kwargs, self._known))
+            self._flops["attention"] += int(_PACKED[packet](args, kwargs, self._known))
         if isinstance(output, Tensor):
             self._follow(output)
             self._note_numbers(func, args, kwargs, output)
@@ -150,9 +159,10 @@ class MemoryTracker(TorchDispatchMode):
 
     def _computed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor | None:
         """What an operation returns on the host; None where that takes what the host does not know."""
+        if not _is_whole(output) or output.numel() > _MOST_NUMBERS:
+            return None
         given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
-        is_counted = func.overloadpacket is _ATEN.arange
-        if not (given or is_counted) or not _is_whole(output) or output.numel() > _MOST_NUMBERS:
+        if not given and func.overloadpacket is not _ATEN.arange:
             return None
         if any(not _is_whole(one) or self._known(one) is None for one in given):
             return None
@@ -169,14 +179,9 @@ class MemoryTracker(TorchDispatchMode):
         held = self._from_host.get(x.untyped_storage()._cdata)
         return None if held is None else held.as_strided(x.shape, x.stride(), x.storage_offset())
 
-    @contextmanager
-    def at(self, action: str) -> Iterator[None]:
-        """A block in which a peak counts for this action."""
-        before, self.action = self.action, action
-        try:
-            yield
-        finally:
-            self.action = before
+
+def _by_kind(size: int, named: Mapping[str, int]) -> dict[str, int]:
+    return {**named, OTHERS: size - sum(named.values())}
 
 
 # --- answers of a device for meta tensors -----------------------------------------------------------------------

@@ -37,16 +37,6 @@ def saved_by_chunk(schedule: Schedule, rank: int) -> tuple[int, ...]:
     return most
 
 
-def splits_backward(schedule: Schedule) -> bool:
-    """Whether the schedule splits backwards into dgrad and wgrad."""
-    return spec_of(schedule.name).splits_backward
-
-
-def has_pairs(schedule: Schedule, rank: int) -> bool:
-    """Whether a rank overlaps a forward with a backward."""
-    return schedule.is_overlapped and _num_pairs_of_rank(_steady(schedule), rank) > 0
-
-
 def num_pairs(schedule: Schedule) -> float:
     """Number of overlapped forwards and backwards on the last rank, each through all chunks."""
     if not schedule.is_overlapped:

@@ -1,7 +1,6 @@
 """Reports of an estimate and of a search, as text and as JSON."""
 
 from collections import Counter
-from dataclasses import dataclass
 from typing import Any
 
 from lightning_megatron.mesh import StageLayout
@@ -9,14 +8,7 @@ from lightning_megatron.models import BertConfig, GPTConfig, LlavaConfig, T5Conf
 from lightning_megatron.pipeline.registry import default_name
 from lightning_megatron.planner.balanced_batch import BalancedBatch
 from lightning_megatron.planner.estimate import Estimate
-from lightning_megatron.planner.flops import (
-    EXECUTED,
-    HARDWARE_ALL_PAIRS,
-    MODEL,
-    MODEL_ALL_PAIRS,
-    Convention,
-    step_flops,
-)
+from lightning_megatron.planner.flops import HARDWARE_ALL_PAIRS, MODEL, MODEL_ALL_PAIRS, step_flops
 from lightning_megatron.planner.hardware import GIGA, TERA, Products
 from lightning_megatron.planner.model_parts import Model
 from lightning_megatron.planner.run import Run, RunSettings
@@ -31,20 +23,14 @@ _KINDS: tuple[tuple[type[Model], str], ...] = (
     (BertConfig, "BERT"),
     (GPTConfig, "GPT"),
 )
+EXECUTED = "executed by this package"
+"""Name of the FLOPs that a dry run of all ranks counts, needed or not; no publication uses them."""
+
 # A report of a longer pipeline shows its ends and its middle.
 _MOST_STAGES = 6
 _PRODUCTS: dict[Products, str] = {"full": "float32 without tensor cores", "half": "16 bits", "fp8": "FP8"}
 # So many rejected layouts are shown that lack the least memory.
 _NUM_NEAREST = 3
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shown:
-    """A layout in the list of a search."""
-
-    estimate: Estimate
-    alike: tuple[str, ...] = ()
-    """Layouts with equal times that need more memory."""
 
 
 def kind_name(model: Model) -> str:
@@ -86,12 +72,14 @@ def _counted(number: int) -> str:
     return f"{number / GIGA:,.4g} billion" if number >= GIGA else f"{number / 1e6:,.4g} million"
 
 
-def _conventions(run: Run) -> list[tuple[Convention, str]]:
-    """Conventions of counting FLOPs with their names in the report; without causal attention all pairs always count."""
-    executed = (EXECUTED, EXECUTED.name)
-    if any(part.layer is not None and part.layer.is_causal for part in run.model_parts.parts):
-        return [*((one, one.name) for one in (MODEL, MODEL_ALL_PAIRS, HARDWARE_ALL_PAIRS)), executed]
-    return [*((one, one.name.partition(",")[0]) for one in (MODEL, HARDWARE_ALL_PAIRS)), executed]
+def _flops_by_convention(found: Estimate) -> dict[str, float]:
+    """FLOPs of a step by the name of their convention; without causal attention all pairs always count."""
+    run = found.run
+    is_causal = any(part.layer is not None and part.layer.is_causal for part in run.model_parts.parts)
+    conventions = (MODEL, MODEL_ALL_PAIRS, HARDWARE_ALL_PAIRS) if is_causal else (MODEL, HARDWARE_ALL_PAIRS)
+    names = [one.name if is_causal else one.name.partition(",")[0] for one in conventions]
+    flops = {name: step_flops(run, one) for name, one in zip(names, conventions, strict=True)}
+    return flops if found.executed_flops is None else {**flops, EXECUTED: found.executed_flops}
 
 
 def _peak_text(found: Estimate) -> str:
@@ -169,14 +157,15 @@ def estimate_text(found: Estimate, *, num_tokens: float | None = None) -> str:
         f"step         {found.step_seconds:.4g} s, {found.tokens_per_second:,.0f} tokens/s, "
         f"{found.tokens_per_second / sizes.world:,.0f} on each GPU",
     ]
-    for index, (convention, name) in enumerate(_conventions(run)):
+    for index, (name, flops) in enumerate(_flops_by_convention(found).items()):
         lines.append(
-            f"{'' if index else 'MFU':<12} {found.share_of_peak(convention):.1%} of the peak, "
-            f"{found.flops_per_second(convention) / TERA:.4g} TFLOP/s on each GPU ({name})"
+            f"{'' if index else 'MFU':<12} {found.share_of_peak(flops):.1%} of the peak, "
+            f"{found.flops_per_second(flops) / TERA:.4g} TFLOP/s on each GPU ({name})"
         )
     lines.append(f"{'':<12} the peak: {_peak_text(found)}")
-    each = step_flops(run, EXECUTED) / sizes.world
-    lines.append(f"{'FLOPs':<12} {each / TERA:,.4g} TFLOP a step on each GPU in the mean ({EXECUTED.name})")
+    if found.executed_flops is not None:
+        each = found.executed_flops / sizes.world
+        lines.append(f"{'FLOPs':<12} {each / TERA:,.4g} TFLOP a step on each GPU in the mean ({EXECUTED})")
     lines += ["", *_time_lines(found), "", *_memory_lines(found)]
     lines += ["", f"fits         {fits}: {found.peak_bytes / GIGA:.1f} GB of {peak:g} GB"]
     lines.append(f"checkpoint   {found.checkpoint_bytes / GIGA:,.1f} GB, weights, and two moments of what is trained")
@@ -213,12 +202,12 @@ def _num_layers(run: Run, rank: int) -> int:
     return sum(count for stage in stages for part, count in stage.items() if part.symbol == "t")
 
 
-def found_text(found: Found, gpu_name: str, shown: list[Shown]) -> str:
-    """Report of a search as text: the layouts that fit, best first, and why others do not."""
-    total = len(found.fitting) + len(found.rejected)
+def found_text(found: Found, gpu_name: str) -> str:
+    """Report of a search as text: the measured layouts that fit, best first, and why others do not."""
+    total, shown = found.num_fitting + len(found.rejected), found.confirmed
     layouts = [layout_text(one.estimate.run) for one in shown]
     width = max(len(text) for text in ["layout", *layouts])
-    lines = [f"{len(found.fitting)} of {total} layouts fit on {gpu_name}, fastest first:", ""]
+    lines = [f"{found.num_fitting} of {total} layouts fit on {gpu_name}, fastest first:", ""]
     lines.append(
         f"{'layout':<{width}} {'step s':>9} {'tokens/s':>12} {'TFLOP/s':>8} {'MFU':>6} {'GB':>7} {'bubble':>7} "
         f"{'exposed':>8}"
@@ -231,9 +220,12 @@ def found_text(found: Found, gpu_name: str, shown: list[Shown]) -> str:
             f"{time.bubble / time.total:7.1%} {sum(time.exposed.values()) / time.total:8.1%}"
             + (f"  and {len(row.alike)} as fast" if row.alike else "")
         )
-    name = _conventions(shown[0].estimate.run)[0][1]
-    hidden = len(found.fitting) - len(shown) - sum(len(row.alike) for row in shown)
-    lines += ["", f"MFU: {name}, over the {_peak_text(shown[0].estimate)}. Not shown: {hidden} that fit."]
+    name = next(iter(_flops_by_convention(shown[0].estimate)))
+    lines += [
+        "",
+        f"MFU: {name}, over the {_peak_text(shown[0].estimate)}. Memory is measured. Not shown, and only estimated: "
+        f"{len(found.others)} that fit.",
+    ]
     lines += [f"fell out: {number} layouts, {why}" for why, number in found.reasons().items()]
     lines += [f"nearest: {layout_text(one.run)} {one.why}" for one in found.nearest(_NUM_NEAREST)]
     return "\n".join(lines)
@@ -261,11 +253,11 @@ def record_of(found: Estimate, *, num_tokens: float | None = None) -> dict[str, 
         "flops": [
             {
                 "convention": name,
-                "step_flops": step_flops(run, convention),
-                "flops_per_second": found.flops_per_second(convention),
-                "share_of_peak": found.share_of_peak(convention),
+                "step_flops": flops,
+                "flops_per_second": found.flops_per_second(flops),
+                "share_of_peak": found.share_of_peak(flops),
             }
-            for convention, name in _conventions(run)
+            for name, flops in _flops_by_convention(found).items()
         ],
         "seconds": {
             "compute": time.compute,

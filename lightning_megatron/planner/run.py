@@ -69,8 +69,6 @@ class RunSettings:
     """Communication of attention under context parallelism."""
     balanced: BalancedBatch | None = None
     """Documents of a batch and the ranks that run them, under dynamic context parallelism; None: without."""
-    held_tokens: int = 0
-    """Tokens of all microbatches of a rank, where they differ; 0: microbatches are equal."""
 
     @cached_property
     def num_microbatches(self) -> int:

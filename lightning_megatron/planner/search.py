@@ -5,18 +5,24 @@ sequences are long, expert sizes that divide the experts, each expert unsharded 
 microbatches of 1 to 8 samples. Layers that stages do not divide are spread by cost; the run's own layout of stages is
 used for its own number of stages. Full recomputation is tried where nothing else fits. Each layout goes through the
 rules of the strategy.
+
+The closed form of memory drops what is hopeless, times order the rest, and layouts are measured from the fastest on
+until as many fit as are shown.
 """
 
+import heapq
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 
 from lightning_megatron.context.config import ContextConfig
 from lightning_megatron.mesh import Sizes, StageLayout
-from lightning_megatron.planner.constants import fitted
+from lightning_megatron.planner.constants import Constants, fitted
+from lightning_megatron.planner.estimate import Estimate, estimate
 from lightning_megatron.planner.hardware import GIGA, Gpu
-from lightning_megatron.planner.memory import rank_memory
+from lightning_megatron.planner.measured import measured
+from lightning_megatron.planner.memory import Memory, rank_memory
 from lightning_megatron.planner.run import Run, context_fields, faults_of
 from lightning_megatron.planner.step_time import step_time
 from lightning_megatron.transformer.recompute import RecomputeConfig
@@ -27,6 +33,8 @@ _CHUNKS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12)
 # More context ranks must leave each rank so many tokens of a sequence.
 _LEAST_TOKENS = 4096
 _MOST_TENSOR = 8
+# The closed form may be too high by so much where all weights are trained: it is within 3% of what is measured.
+_SLACK = 1.05
 _EVEN = StageLayout()
 _BY_COST = StageLayout(balance="cost")
 
@@ -43,14 +51,28 @@ class Rejected:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Confirmed:
+    """A layout that was measured and fits."""
+
+    estimate: Estimate
+    alike: tuple[Run, ...] = ()
+    """Layouts whose times print alike, and which need more memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Found:
     """Layouts that a search found."""
 
-    fitting: tuple[Run, ...]
-    """Fastest first."""
-    seconds: tuple[float, ...]
-    """Step time of each fitting layout."""
+    confirmed: tuple[Confirmed, ...]
+    """Measured layouts, fastest first."""
+    others: tuple[Run, ...]
+    """Slower ones, which fit by the closed form."""
     rejected: tuple[Rejected, ...]
+
+    @property
+    def num_fitting(self) -> int:
+        """Number of layouts that fit, as measured or by the closed form."""
+        return sum(1 + len(one.alike) for one in self.confirmed) + len(self.others)
 
     def least(self) -> Rejected | None:
         """The layout that lacks the least memory."""
@@ -70,29 +92,102 @@ class Found:
         return dict(Counter(_kind(one) for one in self.rejected).most_common())
 
 
-def search(run: Run, gpu: Gpu, *, memory_bytes: float, free_recompute: bool = True) -> Found:
-    """Layouts of the run's model and batch on its world, whatever its own layout.
+def search(run: Run, gpu: Gpu, *, memory_bytes: float, free_recompute: bool = True, num_confirmed: int = 1) -> Found:
+    """Layouts of the run's model and batch on its world, whatever its own layout; the fastest are measured until so
+    many of different times fit.
 
     `free_recompute` allows full recomputation where nothing else fits. Precision, optimizer and FP8 are the run's.
     """
-    constants = fitted()
-    fitting: list[tuple[float, Run]] = []
-    rejected: list[Rejected] = []
+    queue = _Queue(gpu, memory_bytes, free_recompute)
     for candidate in candidates(run, gpu):
         if faults := faults_of(candidate):
-            rejected.append(Rejected(run=candidate, why="; ".join(faults)))
-            continue
-        best = _that_fits(candidate, memory_bytes, free_recompute)
-        if isinstance(best, Rejected):
-            rejected.append(best)
+            queue.rejected.append(Rejected(run=candidate, why="; ".join(faults)))
         else:
-            fitting.append((step_time(best, gpu, constants).total, best))
-    fitting.sort(key=lambda pair: pair[0])
-    return Found(
-        fitting=tuple(run for _, run in fitting),
-        seconds=tuple(seconds for seconds, _ in fitting),
-        rejected=tuple(rejected),
-    )
+            queue.add(candidate)
+    confirmed: list[Confirmed] = []
+    while len(confirmed) < num_confirmed and (alike := queue.fastest()):
+        confirmed += queue.confirmed(alike)
+    return Found(confirmed=tuple(confirmed), others=queue.unmeasured(), rejected=tuple(queue.rejected))
+
+
+@dataclass(order=True)
+class _Pending:
+    """A layout that may fit."""
+
+    seconds: float
+    order: int
+    run: Run = field(compare=False)
+    closed_form: float = field(compare=False)
+    """Memory of the fullest rank in closed form."""
+
+
+class _Queue:
+    """Layouts that may fit, fastest first, and those that do not."""
+
+    def __init__(self, gpu: Gpu, memory_bytes: float, free_recompute: bool) -> None:
+        self._gpu, self._memory_bytes, self._free_recompute = gpu, memory_bytes, free_recompute
+        self._constants: Constants = fitted()
+        self._pending: list[_Pending] = []
+        self.rejected: list[Rejected] = []
+
+    def add(self, run: Run) -> None:
+        """Adds a layout, with full recomputation where it is hopeless without, or rejects it."""
+        ranks = {rank: rank_memory(run, rank) for rank in _fullest_ranks(run)}
+        rank, fullest = max(ranks.items(), key=lambda pair: pair[1].total)
+        if fullest.total <= _SLACK * self._memory_bytes:
+            seconds = step_time(run, self._gpu, self._constants).total
+            heapq.heappush(self._pending, _Pending(seconds, len(self._pending), run, fullest.total))
+        else:
+            self._give_up(run, rank, fullest)
+
+    def fastest(self) -> list[_Pending]:
+        """Takes the fastest layouts, whose times print alike, the least memory first; empty where none is left."""
+        alike: list[_Pending] = []
+        while self._pending and (not alike or f"{self._pending[0].seconds:.4g}" == f"{alike[0].seconds:.4g}"):
+            alike.append(heapq.heappop(self._pending))
+        return sorted(alike, key=lambda one: one.closed_form)
+
+    def confirmed(self, alike: list[_Pending]) -> list[Confirmed]:
+        """The first of the layouts that fits as measured, if any; what is measured before it is rejected."""
+        for index, one in enumerate(alike):
+            found = estimate(one.run, self._gpu, self._constants)
+            if found.peak_bytes <= self._memory_bytes:
+                rest = [other for other in alike[index + 1 :] if self._fits(other)]
+                return [Confirmed(estimate=found, alike=tuple(other.run for other in rest))]
+            rank = max(range(len(found.memory)), key=lambda rank: found.memory[rank].total)
+            self._give_up(one.run, rank, found.memory[rank])
+        return []
+
+    def least_fits(self) -> bool:
+        """Whether the layout fits, as measured, that needs the least memory in closed form."""
+        if not self._pending:
+            return False
+        least = min(self._pending, key=lambda one: one.closed_form)
+        return max(memory.total for memory in measured(least.run).memory) <= self._memory_bytes
+
+    def unmeasured(self) -> tuple[Run, ...]:
+        """Layouts that are left and fit by the closed form, fastest first; the others are rejected."""
+        return tuple(one.run for one in sorted(self._pending) if self._fits(one))
+
+    def _fits(self, one: _Pending) -> bool:
+        if one.closed_form > self._memory_bytes:
+            ranks = {rank: rank_memory(one.run, rank) for rank in _fullest_ranks(one.run)}
+            self._reject(one.run, *max(ranks.items(), key=lambda pair: pair[1].total))
+        return one.closed_form <= self._memory_bytes
+
+    def _give_up(self, run: Run, rank: int, memory: Memory) -> None:
+        if self._free_recompute and run.recompute != _FULL:
+            self.add(replace(run, recompute=_FULL))
+        else:
+            self._reject(run, rank, memory)
+
+    def _reject(self, run: Run, rank: int, memory: Memory) -> None:
+        needed, most = memory.total, max(memory.by_kind().items(), key=lambda pair: pair[1])
+        why = (
+            f"needs {needed / GIGA:.1f} GB on pipeline rank {rank} of {self._memory_bytes / GIGA:.1f} GB; "
+            f"most of it {most[0].replace('_', ' ')}, {most[1] / GIGA:.1f} GB"
+        )
+        self.rejected.append(Rejected(run=run, why=why, needed_bytes=needed))
 
 
 def fewest_gpus(run: Run, gpu: Gpu, *, memory_bytes: float, free_recompute: bool = True) -> int:
@@ -104,13 +199,16 @@ def fewest_gpus(run: Run, gpu: Gpu, *, memory_bytes: float, free_recompute: bool
     world = run.sizes.world
     while True:
         world *= 2
+        queue = _Queue(gpu, memory_bytes, free_recompute)
         grown = replace(run, sizes=replace(run.sizes, world=world))
         frugal = list(candidates(grown, gpu, micro_batches=(1,), chunks=(1,)))
         if not frugal:
             return 0
         for candidate in frugal:
-            if not faults_of(candidate) and isinstance(_that_fits(candidate, memory_bytes, free_recompute), Run):
-                return world
+            if not faults_of(candidate):
+                queue.add(candidate)
+        if queue.least_fits():
+            return world
 
 
 def candidates(
@@ -158,27 +256,6 @@ def _with_layout(run: Run, sizes: Sizes, micro: int) -> Run:
         schedule_name=None,
         group_size=0,
         is_overlapped=False,
-    )
-
-
-def _that_fits(run: Run, memory_bytes: float, free_recompute: bool) -> Run | Rejected:
-    """The run with as little recomputation as fits, or why none does."""
-    needed = 0.0
-    for recompute in dict.fromkeys([run.recompute, _FULL] if free_recompute else [run.recompute]):
-        tried = replace(run, recompute=recompute)
-        ranks = {rank: rank_memory(tried, rank) for rank in _fullest_ranks(tried)}
-        rank, fullest = max(ranks.items(), key=lambda pair: pair[1].total)
-        needed = fullest.total
-        if needed <= memory_bytes:
-            return tried
-    most = max(fullest.by_kind().items(), key=lambda pair: pair[1])
-    return Rejected(
-        run=tried,
-        why=(
-            f"needs {needed / GIGA:.1f} GB on pipeline rank {rank} of {memory_bytes / GIGA:.1f} GB; "
-            f"most of it {most[0].replace('_', ' ')}, {most[1] / GIGA:.1f} GB"
-        ),
-        needed_bytes=needed,
     )
 
 

@@ -243,7 +243,12 @@ class RecomputeRunner:
     def __init__(self, config: RecomputeConfig, *, tp: Axis, sp: Axis) -> None:
         self._config = config
         self._tp = tp
+        self._sp = sp
         self._is_sharding = config.shard_saved_inputs and tp.size > 1 and sp.size == 1
+
+    def with_config(self, config: RecomputeConfig) -> "RecomputeRunner":
+        """A runner on the same ranks that follows another configuration."""
+        return RecomputeRunner(config, tp=self._tp, sp=self._sp)
 
     def __call__(self, parts: Sequence[RecomputablePart], hidden: Any) -> Any:
         for indices, is_recomputed in groups_of(self._config, [part.is_layer for part in parts]):

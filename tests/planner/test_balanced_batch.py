@@ -12,18 +12,16 @@ from lightning_megatron.mesh import Sizes
 from lightning_megatron.models import GPTConfig
 from lightning_megatron.planner.balanced_batch import BalancedBatch, LogNormal, balanced, drawn
 from lightning_megatron.planner.balanced_cost import planned_cost
+from lightning_megatron.planner.balanced_runs import fullest_line, of_documents
 from lightning_megatron.planner.constants import fitted
-from lightning_megatron.planner.dry_rank import FullModel
-from lightning_megatron.planner.dry_run import dry_run, global_rank, shown_ranks
+from lightning_megatron.planner.dry_run import DryRuns, dry_run, global_rank, shown_ranks
 from lightning_megatron.planner.estimate import estimate
-from lightning_megatron.planner.flops import EXECUTED, MODEL, step_flops
+from lightning_megatron.planner.flops import MODEL, step_flops
 from lightning_megatron.planner.hardware import gpu_of
-from lightning_megatron.planner.memory import WORKSPACE_BYTES, fullest, memory_of
+from lightning_megatron.planner.measured import measured
 from lightning_megatron.planner.model_parts import SequenceLengths
-from lightning_megatron.planner.peak_memory import moments_of, of_documents
 from lightning_megatron.planner.run import Run, faults_of
 from lightning_megatron.planner.step_time import step_time
-from lightning_megatron.planner.transient_memory import batch_bytes
 from lightning_megatron.rules.cross_config import with_context_groups
 from lightning_megatron.transformer import cost
 from lightning_megatron.transformer.recompute import RecomputeConfig
@@ -82,22 +80,6 @@ RUNS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.matrix
-@pytest.mark.parametrize("name", every_nth(RUNS, 3))
-def test_plan_and_dry_run_agree_on_every_rank(name: str) -> None:
-    run, full_model = RUNS[name], FullModel(RUNS[name])
-    assert run.balanced is not None
-    done = 0.0
-    for index in range(run.sizes.pp):
-        for line in range(run.sizes.dp * run.sizes.cp):
-            one = dry_run(run, global_rank(run, index, line), full_model=full_model)
-            _, planned = fullest(run, index, line)
-            assert planned.allocated - WORKSPACE_BYTES == pytest.approx(one.peak_bytes, rel=0.03), (index, line)
-            done += sum(one.flops.values()) * run.sizes.tp
-    assert step_flops(run, EXECUTED) == pytest.approx(done, rel=0.002)
-
-
 def test_the_code_on_real_tensors_holds_and_multiplies_as_much() -> None:
     model = GPTConfig(num_layers=2, hidden_size=256, num_attention_heads=4, vocab_size=256)
     run = run_of(model, Sizes(), num_tokens=3000, precision="32-true")
@@ -149,23 +131,15 @@ def test_documents_of_several_widths_are_among_the_runs() -> None:
         assert len(run.balanced.lines) > 1
 
 
-def test_the_ranks_that_are_shown_are_the_fullest() -> None:
-    run = RUNS["a pipeline"]
-    assert run.balanced is not None
-    for index, rank in enumerate(shown_ranks(run)):
-        line, memory = fullest(run, index)
-        assert rank == global_rank(run, index, line) and memory == memory_of(run)[index]
-        each = [fullest(run, index, other)[1].total for other in range(4)]
-        assert max(each) == memory.total > min(each)
-
-
-def test_a_rank_holds_the_tokens_of_its_own_microbatches() -> None:
-    run = RUNS["a pipeline"]
-    assert run.balanced is not None
-    for line, groups in run.balanced.lines.items():
-        tokens = sum(run.balanced.lengths[document] for group in groups for document in group.documents)
-        # An id and a label in int64, a place in the loss mask, the number of a document.
-        assert {batch_bytes(moment.run) for moment in moments_of(run, 0, line)} == {28.0 * tokens}
+@pytest.mark.parametrize("name", every_nth(RUNS, 3))
+def test_the_ranks_that_are_shown_are_the_fullest(name: str) -> None:
+    run, runs = RUNS[name], DryRuns(RUNS[name])
+    for index in range(run.sizes.pp):
+        peaks = [runs.of(global_rank(run, index, line)).peak_bytes for line in range(run.sizes.dp * run.sizes.cp)]
+        shown = peaks[fullest_line(run, index)]
+        # Attention over a ring holds some bytes of a token more.
+        assert shown > 0.97 * max(peaks) and max(peaks) > min(peaks)
+    assert shown_ranks(run)[0] == global_rank(run, 0, fullest_line(run, 0))
 
 
 @pytest.mark.parametrize(
@@ -189,7 +163,8 @@ def test_equal_documents_on_equal_groups_are_a_run_that_is_cut_evenly(sizes: Siz
         global_batch_size=num_microbatches * sizes.dp,
     )
     assert run.num_microbatches == even.num_microbatches == num_microbatches
-    assert memory_of(run) == memory_of(even)
+    for found, wanted in zip(measured(run).memory, measured(even).memory, strict=True):
+        assert found.total == pytest.approx(wanted.total, rel=1e-3)
     assert step_flops(run) == step_flops(even) and run.num_tokens == even.num_tokens
     found, wanted = estimate(run, H100), estimate(even, H100)
     assert found.step_seconds == pytest.approx(wanted.step_seconds, rel=1e-12)

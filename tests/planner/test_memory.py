@@ -1,21 +1,16 @@
-"""What a rank holds, by kind: the bytes that a parameter costs, and what layouts make of activations."""
+"""What a rank holds in closed form, by kind: the bytes of a parameter, and what layouts make of activations."""
 
 from dataclasses import replace
 
 import pytest
 
 from lightning_megatron.mesh import Sizes
-from lightning_megatron.models import T5Config
 from lightning_megatron.optim.config import OptimizerConfig
-from lightning_megatron.pipeline.schedule import Kind
-from lightning_megatron.planner.activations import stage_bytes
 from lightning_megatron.planner.framework_profile import FULLY_SHARDED, MEGATRON
 from lightning_megatron.planner.memory import memory_of, parameters_of_rank, rank_memory
 from lightning_megatron.planner.model_parts import SequenceLengths
 from lightning_megatron.planner.presets import PRESETS
 from lightning_megatron.planner.run import Run
-from lightning_megatron.planner.split_backward import walked
-from lightning_megatron.planner.transient_memory import batch_bytes, num_in_flight
 from lightning_megatron.precision.fp8 import Fp8Config
 from lightning_megatron.transformer.recompute import RecomputeConfig
 
@@ -68,7 +63,8 @@ def test_an_early_stage_keeps_more_microbatches_and_the_last_has_the_logits() ->
     memory = memory_of(run_of())
     inner = [rank.activations for rank in memory[1:-1]]
     assert inner == sorted(inner, reverse=True) and inner[0] > 5 * memory[-1].activations
-    assert memory[-1].logits > 0 and all(rank.logits == 0 for rank in memory[:-1])
+    columns = -(-GPT3.model.vocab_size // 8)
+    assert memory[-1].activations - inner[-1] / 2 > 0.9 * 2048 * columns * 6
 
 
 def test_activations_of_a_large_model_are_34_sbh_over_t_with_dropout() -> None:
@@ -93,8 +89,7 @@ def test_full_recomputation_keeps_inputs_and_one_layer() -> None:
 def test_context_parallelism_divides_activations(cp: int) -> None:
     plain = rank_memory(run_of(sizes=Sizes(world=64, tp=8, pp=2, sequence_parallel=True)), 0)
     cut = rank_memory(run_of(sizes=Sizes(world=64 * cp, tp=8, pp=2, cp=cp, sequence_parallel=True)), 0)
-    # What attention gives is kept by head and by token: 2 of the bytes of a layer, which are 36 and a little.
-    assert cut.activations == pytest.approx(plain.activations / cp * 38 / 36, rel=0.01)
+    assert cut.activations == pytest.approx(plain.activations / cp, rel=0.01)
 
 
 def test_fp8_keeps_less_of_a_layer_and_a_copy_of_its_weights() -> None:
@@ -132,35 +127,3 @@ def test_a_t5_s_decoder_keeps_what_its_cross_attention_reads() -> None:
     short = Run(lengths=SequenceLengths(sequence=512, decoder_sequence=114), **fields)  # type: ignore[arg-type]
     long = Run(lengths=SequenceLengths(sequence=512, decoder_sequence=228), **fields)  # type: ignore[arg-type]
     assert rank_memory(long, 0).activations > rank_memory(short, 0).activations * 1.1
-
-
-def test_stacks_of_a_packed_t5_keep_what_attention_gives_by_head_and_by_token() -> None:
-    model = T5Config(
-        num_layers=4, num_decoder_layers=4, hidden_size=256, num_attention_heads=4, vocab_size=1024, position="learned"
-    )
-    lengths = SequenceLengths(sequence=128, decoder_sequence=64)
-    run = Run(model=model, lengths=lengths, sizes=Sizes(world=2, pp=2), global_batch_size=4)
-    packed = replace(run, lengths=replace(lengths, are_packed=True))
-    # Of four encoder layers; a decoder that looks at an encoder keeps it anyway.
-    [first], [last] = run.stages
-    [packed_first], [packed_last] = packed.stages
-    assert stage_bytes(packed, packed_first) - stage_bytes(run, first) == 4 * 128 * 256 * 2
-    assert stage_bytes(packed, packed_last) == stage_bytes(run, last)
-    # The number of each token's document.
-    assert batch_bytes(packed) - batch_bytes(run) == 4 * (128 + 64) * 8
-
-
-@pytest.mark.parametrize(("pp", "vp"), [(2, 2), (4, 2), (4, 4), (8, 2)])
-def test_messages_on_their_way_at_the_fullest_backward_are_those_of_the_plan(pp: int, vp: int) -> None:
-    preset = PRESETS["gpt3_175b"]
-    run = Run(
-        model=preset.model,
-        lengths=preset.lengths,
-        sizes=Sizes(world=8 * pp, tp=8, pp=pp, vp=vp),
-        global_batch_size=4 * pp,
-    )
-    for rank in range(pp):
-        moments = [step for step, _ in walked(run.schedule, rank, [1] * run.num_microbatches)]
-        fullest = max(sum(step.saved) for step in moments)
-        backwards = (step.in_flight for step in moments if step.kind is Kind.BACKWARD and sum(step.saved) == fullest)
-        assert num_in_flight(run, rank) == max(backwards), f"pipeline rank {rank}"

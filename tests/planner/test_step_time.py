@@ -14,7 +14,6 @@ from lightning_megatron.planner.flops import step_flops
 from lightning_megatron.planner.framework_profile import FULLY_SHARDED, OURS, AttentionKernel, FrameworkProfile, Hiding
 from lightning_megatron.planner.hardware import Gpu, gpu_of
 from lightning_megatron.planner.layer_work import LayerWork, layer_work_of
-from lightning_megatron.planner.memory import rank_memory
 from lightning_megatron.planner.presets import PRESETS
 from lightning_megatron.planner.run import Run
 from lightning_megatron.planner.step_time import StepTime, step_time
@@ -103,9 +102,6 @@ def test_accumulated_batches_are_summed_once_and_late() -> None:
     # Rows of a microbatch put every batch under a schedule, one of a single microbatch too.
     whole = {"sizes": Sizes(world=64, tp=8), "global_batch_size": 8, "num_accumulated": 2}
     assert [run_of(**whole, cuts_by_rows=rows).sets_gradients_aside for rows in (False, True)] == [False, True]
-    # The sum of earlier batches' gradients is held on top of the current batch's.
-    held, more = rank_memory(run_of(), 0), rank_memory(run_of(num_accumulated=2), 0)
-    assert more.allocated - held.allocated == pytest.approx(held.gradients) and more.static == held.static
 
 
 def test_full_recomputation_costs_a_forward() -> None:

@@ -8,7 +8,8 @@ import lightning as L
 from torch.optim import Optimizer
 
 from lightning_megatron.planner.hardware import GIGA
-from lightning_megatron.planner.memory import WORKSPACE_BYTES, rank_memory
+from lightning_megatron.planner.measured import measured_rank
+from lightning_megatron.planner.memory import WORKSPACE_BYTES
 from lightning_megatron.trainer.callbacks.memory_meter import Meter, meter_of
 from lightning_megatron.trainer.callbacks.over_ranks import gathered
 from lightning_megatron.trainer.callbacks.plan_adapter import NotPlanned, Seen, planned_run, seen_by
@@ -192,9 +193,9 @@ class _Planned:
         except NotPlanned as error:
             self.why_not = str(error)
             return
-        memory = rank_memory(run, ranks[_fullest(ranks)].pp_rank)
+        memory = measured_rank(run, ranks[_fullest(ranks)].pp_rank)
         self.kinds = {kind: memory.by_kind()[kind] for kind in _HELD}
-        self.kinds[_REST] = memory.activations + memory.logits + memory.buffers
+        self.kinds[_REST] = memory.activations + memory.buffers
         if trainer.strategy.root_device.type == "cuda":
             self.overhead_bytes = memory.overhead
         else:

@@ -1,0 +1,238 @@
+"""Training steps of a rank without Lightning, as the strategy takes them under a schedule, traced by segments."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import groupby
+
+import torch
+from torch import Tensor, nn
+
+from lightning_megatron.comm.p2p import TensorMeta
+from lightning_megatron.optim.reductions import scale_in_place
+from lightning_megatron.optim.replica_check import finite_norm
+from lightning_megatron.pipeline.forward_backward_overlap import ForwardBackwardOverlap
+from lightning_megatron.pipeline.lower import ScheduledProgram
+from lightning_megatron.pipeline.runtime import Runtime
+from lightning_megatron.pipeline.schedule import Action, Kind
+from lightning_megatron.pipeline.scheduled import ScheduledCall
+from lightning_megatron.pipeline.step_hooks import Activity
+from lightning_megatron.planner.dry_rank import Rank, call, microbatches_of
+from lightning_megatron.planner.fake_process_group import FakeMailbox, Ledger
+from lightning_megatron.planner.memory_tracker import MemoryTracker
+from lightning_megatron.planner.shallow_stage import Block, ShallowStage
+from lightning_megatron.planner.step_trace import Event, Phase, Segment, Trace
+from lightning_megatron.transformer.moe import share_yield_to_peer
+
+# Gradients are clipped to this norm, whatever a recipe says: the memory of clipping is negligible.
+_MAX_NORM = 1.0
+_PHASES: Mapping[Kind, Phase] = {
+    Kind.RECV_FORWARD: "awaited",
+    Kind.RECV_BACKWARD: "awaited",
+    Kind.SEND_FORWARD: "released",
+    Kind.SEND_BACKWARD: "released",
+}
+
+
+class DryStep:
+    """Takes training steps of a rank, as the strategy does under a schedule, and traces them.
+
+    Where `kinds` has equal values for parts that do the same, some stand for others.
+    """
+
+    def __init__(
+        self,
+        own: Rank,
+        meta_of: Callable[[int, int], TensorMeta],
+        tracker: MemoryTracker,
+        ledger: Ledger,
+        kinds: Mapping[nn.Module, object] | None = None,
+    ) -> None:
+        self._own, self._tracker, self._ledger = own, tracker, ledger
+        turns = _Turns(own.device, tracker, self)
+        share_yield_to_peer(own.module, turns.yield_to_peer)
+        mailbox = FakeMailbox(
+            own.mesh.pp, meta_of, own.device, ledger, lambda message: self.go_on(self._event("posted", message))
+        )
+        self._runtime = Runtime(own.mesh.pp, mailbox, turns)
+        self._runtime.step_hook = self
+        self._microbatches = microbatches_of(own)
+        self._stages: list[ShallowStage] = []
+        for model in own.models.values() if kinds is not None else ():
+            assert kinds is not None
+            stage = ShallowStage(model.runner, own.run.recompute, kinds, self._enter_forward, self._enter_backward)
+            self._stages.append(stage)
+            model.runner = stage
+        self.current: Event | None = None
+        self._block: Block | None = None
+        self._blocks: list[Block | None] = []
+        self._action = ""
+        self._held: Mapping[str, int] = {}
+        self._segments: list[Segment] = []
+        self._pieces: list[tuple[Segment, ...]] = []
+
+    def take(self, program: ScheduledProgram, count: int) -> Trace:
+        """Takes a step whose batches are cut into so many microbatches, of which some are in the program."""
+        own = self._own
+        dp_comm = own.dp_comm
+        self._pieces = []
+        self.go_on(None)
+        self._segments.clear()
+        self._blocks.clear()
+        before = self._held
+        for batch in range(min(own.run.num_accumulated, 2)):
+            self._take_batch(program, count, is_first=batch == 0)
+        self._reduce()
+        self.go_on(None, "the optimizer's step")
+        dp_comm.prepare_step()
+        own.optimizer.step()
+        dp_comm.update_params()
+        for model in own.models.values():
+            model.end_step(is_skipped=False)
+        if own.fp8 is not None:
+            own.fp8.end_step()
+        self._end_piece()
+        return Trace(held=before, pieces=tuple(self._pieces))
+
+    def _take_batch(self, program: ScheduledProgram, count: int, *, is_first: bool) -> None:
+        """Adds the gradients of a batch to those of the batches before it."""
+        own = self._own
+        gradients, dp_comm = own.gradients, own.dp_comm
+        is_only = own.run.num_accumulated == 1
+        aside: dict[nn.Parameter, Tensor] = {}
+        self.go_on(None, "the reduction of gradients")
+        # The last step's gradients would be zeroed anyway; they are freed before the memory is needed.
+        gradients.free(dropped=is_first)
+        if is_first:
+            gradients.take()
+        elif own.run.sets_gradients_aside:
+            aside = gradients.take(copied=True)
+        if is_only:
+            dp_comm.begin_backwards()
+        mbs = own.run.micro_batch_size
+        firsts = [index * mbs for index in range(count)]
+        models, opened = list(own.models.values()), own.weight_gradients.opened
+        call_ = ScheduledCall(models, own.mesh, self._enter, Tensor.backward, firsts, opened, dp_comm)
+        for model in models:
+            model.driver = call_
+        self._end_piece()
+        self._runtime.run(program, call_)
+        self._end_piece()
+        self.go_on(None, "the reduction of gradients")
+        pending = gradients.take()
+        gradients.add(aside)
+        if is_first:
+            own.optimizer.zero_grad()
+        if not is_only:
+            # Each batch has its own number of tokens.
+            scale_in_place(list(pending.values()), torch.ones((), dtype=torch.float64, device=own.device))
+        gradients.free(dropped=False)
+        gradients.add(pending)
+
+    def _enter(self, microbatch: int) -> Tensor:
+        """The sum of a microbatch's losses, from its forward."""
+        return call(self._own, self._microbatches[microbatch])
+
+    def _reduce(self) -> None:
+        """Reduces gradients over ranks and clips them."""
+        own = self._own
+        gradients = own.gradients
+        is_only = own.run.num_accumulated == 1
+        factor = torch.ones((), dtype=torch.float64, device=own.device) if is_only else None
+        # What several ranks of pp hold has a gradient on one of them, which they would tell each other.
+        held_by_several = [param.parameter for param in gradients.params if param.holders is not None]
+        gradients.add_zeros(parameter for parameter in held_by_several if parameter.requires_grad)
+        gradients.reduce(outside_over_stages=True, factor=factor)
+        is_checked = own.run.optimizer.on_nonfinite != "ignore"
+        gradients.clip(_MAX_NORM, own.stepped, finite_norm(gradients, own.stepped) if is_checked else None)
+
+    def begin(self, activity: Activity) -> None:
+        """Begins the segment of the runtime's next activity, as its step hook."""
+        if isinstance(activity, Action):
+            if activity.kind is Kind.REDUCE_GRADS:
+                self._complete_gradients()
+            self.go_on(self._event(_PHASES.get(activity.kind, "computed"), activity))
+
+    def end(self, activity: Activity) -> None:
+        """What follows up to the next activity belongs to this one."""
+
+    def _complete_gradients(self) -> None:
+        """Gives parts that did not run gradients like those that stand for them."""
+        for stage in self._stages:
+            for module, others in stage.stands_for.items():
+                has_gradient = [parameter.grad is not None for parameter in module.parameters()]
+                for other in others:
+                    parameters = zip(other.parameters(), has_gradient, strict=True)
+                    self._own.gradients.add_zeros(parameter for parameter, is_given in parameters if is_given)
+
+    def _enter_forward(self, block: Block) -> None:
+        # What is recomputed belongs to its backward.
+        if self.current is not None and self.current.action.kind is Kind.FORWARD:
+            self._enter_block(block)
+
+    def _enter_backward(self, block: Block) -> None:
+        if self.current is not None and self.current.action.kind is not Kind.FORWARD:
+            self._enter_block(block)
+
+    def _enter_block(self, block: Block) -> None:
+        if block is not self._block:
+            self.go_on(self.current, block=block)
+
+    def _event(self, phase: Phase, action: Action) -> Event:
+        return Event(phase, replace(action, stage=self._own.mesh.own_stages.index(action.stage)))
+
+    def go_on(self, event: Event | None, action: str = "", block: Block | None = None) -> None:
+        """Ends a segment and begins the next one."""
+        held, peak = self._tracker.held, self._tracker.take_peak()
+        self._segments.append(
+            Segment(
+                event=self.current,
+                action=self._action,
+                change=_difference(held, self._held),
+                peak=_difference(peak, self._held),
+                flops=self._tracker.take_flops(),
+                messages=self._ledger.take(),
+            )
+        )
+        self._blocks.append(self._block)
+        self.current, self._held, self._action, self._block = event, held, action, block
+
+    def _end_piece(self) -> None:
+        self.go_on(None)
+        self._pieces.append(tuple(repeated(self._segments, self._blocks)))
+        self._segments.clear()
+        self._blocks.clear()
+
+
+def repeated(segments: Sequence[Segment], blocks: Sequence[Block | None]) -> list[Segment]:
+    """The segments in order, those of a block and an event as often as the block counts."""
+    found: list[Segment] = []
+    for (block, _), pairs in groupby(zip(blocks, segments, strict=True), key=lambda pair: (pair[0], pair[1].event)):
+        found += [segment for _, segment in pairs] * (1 if block is None else block.times)
+    return found
+
+
+def _difference(now: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:
+    return {kind: now.get(kind, 0) - before.get(kind, 0) for kind in (*before, *(now.keys() - before.keys()))}
+
+
+class _Turns(ForwardBackwardOverlap):
+    """A forward and a backward that take turns, each counted by itself."""
+
+    def __init__(self, device: torch.device, tracker: MemoryTracker, step: DryStep) -> None:
+        super().__init__(device)
+        self._tracker, self._step = tracker, step
+
+    def run(self, first: Callable[[], None], second: Callable[[], None]) -> None:
+        super().run(first, partial(self._watched, second))
+
+    def yield_to_peer(self) -> None:
+        event = self._step.current
+        super().yield_to_peer()
+        if self._step.current != event:
+            self._step.go_on(event)
+
+    def _watched(self, task: Callable[[], None]) -> None:
+        # A dispatch mode is entered in one thread alone.
+        with self._tracker:
+            task()
