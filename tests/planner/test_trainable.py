@@ -132,14 +132,21 @@ def test_frozen_weights_cost_four_bytes_and_nothing_else() -> None:
     assert rank_memory(distributed, 0).moments == 8 * trained / 2
 
 
-def test_a_tower_without_a_gradient_keeps_nothing_and_has_no_backward() -> None:
+def test_a_tower_without_a_gradient_has_no_backward() -> None:
     sighted, blind = large_run(), large_run(trained=Trainable(frozen=("vision", "projector")))
     unseeing = replace(sighted, lengths=replace(sighted.lengths, images=0))
-    held = [measured_rank(run, 0).activations for run in (blind, unseeing, sighted)]
-    assert held[0] == pytest.approx(held[1], rel=0.01) and held[2] > 1.01 * held[0]
     assert time_of(blind).backwards == pytest.approx(time_of(unseeing).backwards)
     # What is frozen stays wide, and is cast.
     assert time_of(blind).forwards[0] == pytest.approx(time_of(sighted).forwards[0], rel=0.02)
+
+
+def test_a_tower_without_a_gradient_saves_nothing_but_its_images() -> None:
+    sighted = run_of(micro_batch_size=8, precision="32-true")
+    blind = replace(sighted, trained=Trainable(frozen=("vision", "projector")))
+    unseeing = replace(sighted, lengths=replace(sighted.lengths, images=0))
+    saved, left, none = (measured_rank(run, 0).activations for run in (sighted, blind, unseeing))
+    pixels = 8 * 3 * 16**2 * 4
+    assert left < none + pixels and saved - left > 10 * pixels
 
 
 def test_a_backward_through_frozen_weights_does_their_products_once() -> None:
