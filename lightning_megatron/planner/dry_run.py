@@ -149,10 +149,14 @@ class DryRuns:
         [model] = own.models.values()
         kinds: dict[nn.Module, object] = {}
         for stage, parts in zip(own.mesh.own_stages, self._parts_of(own.mesh.own_stages), strict=True):
-            names = model.parts_of(stage)
-            if len(names) != len(parts):
-                return None
-            kinds.update(zip(map(model.get_submodule, names), parts, strict=True))
+            own_parts: list[list[ModelPart]] = []
+            for part in parts:
+                if part.is_joined:
+                    own_parts[-1].append(part)
+                else:
+                    own_parts.append([part])
+            modules = map(model.get_submodule, model.parts_of(stage))
+            kinds.update(zip(modules, map(tuple, own_parts), strict=True))
         return kinds
 
     def _measured(

@@ -198,6 +198,8 @@ class ModelPart:
     """Tokens for which the part computes logits."""
     component: Literal["language", "vision", "projector"] = "language"
     """Component of a LLaVA."""
+    is_joined: bool = False
+    """Whether the part is of one module with the part before it."""
     is_trained: bool = True
     """Whether the part's own parameters are trained; adapters are trained in any case."""
     passes_gradient: bool = True
@@ -468,6 +470,7 @@ def _tower(model: LlavaConfig, lengths: SequenceLengths) -> tuple[ModelPart, ...
         ModelPart(
             symbol="",
             component="projector",
+            is_joined=True,
             sharded=hidden * hidden,
             replicated=hidden * model.projector_bias,
             products=(Product(tokens=features, inputs=hidden, outputs=hidden),),

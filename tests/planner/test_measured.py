@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from lightning_megatron.mesh import Sizes
-from lightning_megatron.models import GPTConfig
+from lightning_megatron.models import GPTConfig, LlavaConfig
+from lightning_megatron.models.vision import VisionConfig
 from lightning_megatron.optim.config import OptimizerConfig
 from lightning_megatron.planner.dry_run import DryRuns, global_rank
 from lightning_megatron.planner.estimate import estimate
@@ -36,6 +37,16 @@ RUNS = {
         INTERLEAVED, recompute=RecomputeConfig(granularity="full", method="block", num_layers=4)
     ),
     "adapters": replace(EVEN, trained=Trainable(lora=LoraConfig(rank=4)), num_accumulated=3),
+    "a tower": replace(
+        EVEN,
+        model=LlavaConfig.of(
+            replace(GPT, max_sequence_length=64),
+            vision=VisionConfig(num_layers=8, hidden_size=32, num_attention_heads=2, image_size=16, patch_size=4),
+            image_token=5,
+        ),
+        lengths=SequenceLengths(sequence=64, images=1),
+        trained=Trainable(frozen=("vision",)),
+    ),
     "windows by turns": replace(
         EVEN, model=replace(GPT, position="rotary", sliding_window=16, full_attention_layers=tuple(range(0, 16, 2)))
     ),
