@@ -8,7 +8,7 @@ RuntimeError is raised. Of the batches that one step accumulates two run, and th
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from lightning_megatron.comm.p2p import TensorMeta
+from lightning_megatron.mesh import Mesh
 from lightning_megatron.pipeline.lower import ScheduledProgram
 from lightning_megatron.pipeline.plans import training_plan
 from lightning_megatron.pipeline.registry import spec_of
@@ -28,7 +29,7 @@ from lightning_megatron.planner.memory_tracker import MemoryTracker
 from lightning_megatron.planner.model_parts import ModelPart
 from lightning_megatron.planner.requires_grad import stages_with_gradients
 from lightning_megatron.planner.run import Run, RunSettings
-from lightning_megatron.planner.step_trace import Trace, Work, events_of, kinds_of, peak_of, with_only, works_of
+from lightning_megatron.planner.step_trace import Cell, Trace, Work, events_of, kinds_of, peak_of, with_only, works_of
 
 META = torch.device("meta")
 
@@ -60,10 +61,10 @@ class DryRun:
 
 @dataclass(frozen=True, kw_only=True)
 class _Known:
-    """The trace of a rank, and the microbatch of it that stands for those of each order of events."""
+    """The trace of a rank, and the cell of it that stands for those of each kind."""
 
     trace: Trace
-    stand_ins: Mapping[object, int]
+    stand_ins: Mapping[object, Cell]
     parameters: int
 
 
@@ -99,18 +100,21 @@ class DryRuns:
             is_whole = self._is_whole or not self._program.overlapped.isdisjoint(
                 step for step in steps if isinstance(step, Action)
             )
-            kinds = list(range(self._count)) if is_whole else kinds_of(events, self._count)
-            parts = rank if is_whole or not isinstance(run, Run) else self._parts_of(stages)
-            known = next((one for one in self._known.get(parts, ()) if one.stand_ins.keys() >= set(kinds)), None)
+            parts = None if is_whole or not isinstance(run, Run) else self._parts_of(stages)
+            kinds = kinds_of(events, self._count, parts if run.sizes.placement == "loop" else None)
+            if is_whole:
+                kinds = {cell: cell for cell in kinds}
+            alike = self._known.setdefault(rank if parts is None else parts, [])
+            known = next((one for one in alike if one.stand_ins.keys() >= set(kinds.values())), None)
             if known is None:
                 tracker = MemoryTracker(self._device)
                 with tracker:
                     own = build_rank(run, mesh, new_group, self._device, self._full_model)
                 with tracker:
-                    stand_ins = {kind: number for number, kind in reversed([*enumerate(kinds)])}
-                    known = self._measured(own, tracker, ledger, stand_ins, None if is_whole else self._kinds_of(own))
-                self._known.setdefault(parts, []).append(known)
-        stands_for = [known.stand_ins[kind] for kind in kinds]
+                    stand_ins = {kind: cell for cell, kind in reversed(kinds.items())}
+                    known = self._measured(own, tracker, ledger, stand_ins, parts)
+                alike.append(known)
+        stands_for = {cell: known.stand_ins[kind] for cell, kind in kinds.items()}
         peak = peak_of(known.trace, events, None if is_whole else stands_for, stages)
         work = _of_step(works_of(known.trace), run, stands_for)
         return DryRun(
@@ -124,7 +128,7 @@ class DryRuns:
             peak_action=peak.action,
             flops=work.flops,
             messages=work.messages,
-            num_run=len(known.stand_ins),
+            num_run=len({number for _, number in known.stand_ins.values()}),
         )
 
     @cached_property
@@ -142,41 +146,27 @@ class DryRuns:
         parts = stages_with_gradients(run.model_parts, run.sizes.num_stages, run.sizes.stage_layout)
         return tuple(parts[stage] for stage in stages)
 
-    def _kinds_of(self, own: Rank) -> Mapping[nn.Module, object] | None:
-        """The kind of each part of a rank; None where they are unknown, or their weight gradients are deferred."""
-        if not isinstance(self._run, Run) or spec_of(self._run.schedule.name).splits_backward:
-            return None
-        [model] = own.models.values()
-        kinds: dict[nn.Module, object] = {}
-        for stage, parts in zip(own.mesh.own_stages, self._parts_of(own.mesh.own_stages), strict=True):
-            own_parts: list[list[ModelPart]] = []
-            for part in parts:
-                if part.is_joined:
-                    own_parts[-1].append(part)
-                else:
-                    own_parts.append([part])
-            modules = map(model.get_submodule, model.parts_of(stage))
-            kinds.update(zip(modules, map(tuple, own_parts), strict=True))
-        return kinds
-
     def _measured(
         self,
         own: Rank,
         tracker: MemoryTracker,
         ledger: Ledger,
-        stand_ins: Mapping[object, int],
-        kinds: Mapping[nn.Module, object] | None,
+        stand_ins: Mapping[object, Cell],
+        parts: tuple[tuple[ModelPart, ...], ...] | None,
     ) -> _Known:
-        run, pp_rank = own.run, own.mesh.pp.rank
-        step = DryStep(own, _meta_of(own), tracker, ledger, kinds)
+        run = own.run
+        # Deferred weight gradients are not those of a layer at a time.
+        can_be_shallow = parts is not None and not spec_of(run.schedule.name).splits_backward
+        kinds = [] if parts is None else _kinds_by_module(own, parts)
+        step = DryStep(own, _meta_of(own), tracker, ledger, kinds, is_shallow=can_be_shallow)
         _name_tensors(tracker, own)
-        step.take(training_plan(replace(run.schedule, microbatches=1)), 1)
+        cells = frozenset(stand_ins.values())
+        first = training_plan(replace(run.schedule, microbatches=1))
+        step.take(_with_only(first, own.mesh, {(stage, 0) for stage, _ in cells}), 1)
         _name_tensors(tracker, own)
         # What cycles of the first step still hold, a longer run would not.
         gc.collect()
-        some = frozenset(stand_ins.values())
-        plan = [with_only(steps, some) if index == pp_rank else () for index, steps in enumerate(self._program.plan)]
-        trace = step.take(replace(self._program, plan=tuple(plan)), self._count)
+        trace = step.take(_with_only(self._program, own.mesh, cells), self._count)
         parameters = sum(parameter.numel() for parameter in own.module.parameters())
         return _Known(trace=trace, stand_ins=stand_ins, parameters=parameters)
 
@@ -233,14 +223,33 @@ def _name_tensors(tracker: MemoryTracker, own: Rank) -> None:
     tracker.name("moments", own.moments())
 
 
-def _of_step(works: Mapping[tuple[int, int], Work], run: RunSettings, stands_for: Sequence[int]) -> Work:
-    """Sum over a full step, in which each of the first microbatches of a batch does what its stand-in did."""
-    total, counts, more = Work(), Counter(stands_for), run.num_microbatches - len(stands_for)
-    if more:
-        counts[stands_for[1]] += more
-        between = {number: works[0, number] for number in stands_for[1:-1]}
-        if any(work != works[0, stands_for[1]] for work in between.values()):
+def _with_only(program: ScheduledProgram, mesh: Mesh, cells: Container[Cell]) -> ScheduledProgram:
+    """The program of these cells of a rank, which need no others."""
+    steps = with_only(program.plan[mesh.pp.rank], mesh.own_stages, cells)
+    return replace(program, plan=tuple(steps if rank == mesh.pp.rank else () for rank in range(mesh.pp.size)))
+
+
+def _kinds_by_module(own: Rank, parts: tuple[tuple[ModelPart, ...], ...]) -> list[Mapping[nn.Module, object]]:
+    """The kinds of the parts of each stage of a rank, in order."""
+    [model] = own.models.values()
+    found: list[Mapping[nn.Module, object]] = []
+    for stage, of_stage in zip(own.mesh.own_stages, parts, strict=True):
+        joined: list[tuple[ModelPart, ...]] = []
+        for part in of_stage:
+            joined = [*joined[:-1], (*joined[-1], part)] if part.is_joined else [*joined, (part,)]
+        found.append(dict(zip(map(model.get_submodule, model.parts_of(stage)), joined, strict=True)))
+    return found
+
+
+def _of_step(works: Mapping[tuple[int, Cell | None], Work], run: RunSettings, stands_for: Mapping[Cell, Cell]) -> Work:
+    """Sum over a full step, in which each cell of the first microbatches of a batch does what its stand-in did."""
+    count = 1 + max(number for _, number in stands_for)
+    total, counts, more = Work(), Counter(stands_for.values()), run.num_microbatches - count
+    for stage in {stage for stage, _ in stands_for} if more else ():
+        counts[stands_for[stage, 1]] += more
+        between = {cell: works[0, cell] for cell in (stands_for[stage, number] for number in range(1, count - 1))}
+        if any(work != works[0, stands_for[stage, 1]] for work in between.values()):
             raise RuntimeError(f"microbatches of a step differ, and some cannot stand for all: {between}")
-    for (batch, number), work in works.items():
-        total.add(work, (run.num_accumulated - 1 if batch == 1 else 1) * (counts[number] if batch >= 0 else 1))
+    for (batch, cell), work in works.items():
+        total.add(work, 1 if cell is None else counts[cell] * (run.num_accumulated - 1 if batch else 1))
     return total

@@ -37,7 +37,8 @@ _PHASES: Mapping[Kind, Phase] = {
 class DryStep:
     """Takes training steps of a rank, as the strategy does under a schedule, and traces them.
 
-    Where `kinds` has equal values for parts that do the same, some stand for others.
+    `kinds` has the parts of each stage, in order, with equal values for those that do the same: where a stage is equal
+    to an earlier one it need not run, and in an `is_shallow` step some parts stand for others.
     """
 
     def __init__(
@@ -46,7 +47,9 @@ class DryStep:
         meta_of: Callable[[int, int], TensorMeta],
         tracker: MemoryTracker,
         ledger: Ledger,
-        kinds: Mapping[nn.Module, object] | None = None,
+        kinds: Sequence[Mapping[nn.Module, object]],
+        *,
+        is_shallow: bool,
     ) -> None:
         self._own, self._tracker, self._ledger = own, tracker, ledger
         turns = _Turns(own.device, tracker, self)
@@ -57,12 +60,17 @@ class DryStep:
         self._runtime = Runtime(own.mesh.pp, mailbox, turns)
         self._runtime.step_hook = self
         self._microbatches = microbatches_of(own)
-        self._stages: list[ShallowStage] = []
-        for model in own.models.values() if kinds is not None else ():
-            assert kinds is not None
-            stage = ShallowStage(model.runner, own.run.recompute, kinds, self._enter_forward, self._enter_backward)
-            self._stages.append(stage)
-            model.runner = stage
+        self._alike: list[tuple[nn.Module, nn.Module]] = []
+        firsts: dict[tuple[object, ...], Mapping[nn.Module, object]] = {}
+        for stage in kinds:
+            self._alike += zip(firsts.setdefault(tuple(stage.values()), stage), stage, strict=True)
+        self._shallow: list[ShallowStage] = []
+        for model in own.models.values() if is_shallow else ():
+            known = {module: kind for stage in kinds for module, kind in stage.items()}
+            self._shallow.append(
+                ShallowStage(model.runner, own.run.recompute, known, self._enter_forward, self._enter_backward)
+            )
+            model.runner = self._shallow[-1]
         self.current: Event | None = None
         self._block: Block | None = None
         self._blocks: list[Block | None] = []
@@ -117,6 +125,7 @@ class DryStep:
             model.driver = call_
         self._end_piece()
         self._runtime.run(program, call_)
+        self._complete_gradients()
         self._end_piece()
         self.go_on(None, "the reduction of gradients")
         pending = gradients.take()
@@ -158,12 +167,10 @@ class DryStep:
 
     def _complete_gradients(self) -> None:
         """Gives parts that did not run gradients like those that stand for them."""
-        for stage in self._stages:
-            for module, others in stage.stands_for.items():
-                has_gradient = [parameter.grad is not None for parameter in module.parameters()]
-                for other in others:
-                    parameters = zip(other.parameters(), has_gradient, strict=True)
-                    self._own.gradients.add_zeros(parameter for parameter, is_given in parameters if is_given)
+        within = [(one, other) for stage in self._shallow for one, left in stage.stands_for.items() for other in left]
+        for one, other in [*within, *self._alike]:
+            pairs = zip(one.parameters(), other.parameters(), strict=True)
+            self._own.gradients.add_zeros(parameter for known, parameter in pairs if known.grad is not None)
 
     def _enter_forward(self, block: Block) -> None:
         # What is recomputed belongs to its backward.

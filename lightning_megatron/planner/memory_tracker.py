@@ -12,7 +12,6 @@ these alone. Q queries, K keys.
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -23,6 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from lightning_megatron.planner.meta_kernels import KERNELS
+from lightning_megatron.planner.output_shapes import OutputShapes
 
 # CUDA's allocator allocates multiples of this.
 _BLOCK_BYTES = 512
@@ -56,6 +56,7 @@ class MemoryTracker(TorchDispatchMode):
         self._flops: Counter[str] = Counter()
         # Integers and booleans, by address of the storage on the device.
         self._from_host: dict[int, Tensor] = {}
+        self._shapes = OutputShapes(_SHAPED)
         # They are there as long as their library is.
         self._kernels = KERNELS
 
@@ -125,14 +126,7 @@ class MemoryTracker(TorchDispatchMode):
             args = (known, *args[1:])
         if self._type == "meta" and func in _ANSWERS and (answer := _ANSWERS[func](args, kwargs)):
             return answer[0]
-        if self._type == "meta" and _is_in_place(func) and _is_meta(args[0]):
-            # Torch's own shape functions are slow, and the output is there already.
-            output = args[0] if func._schema.returns else None
-        elif self._type == "meta" and func._schema.overload_name == "out" and kwargs["out"].numel():
-            output = kwargs["out"]
-        else:
-            run = _SHAPED.get(func, func) if self._type == "meta" else func
-            output = run(*args, **kwargs)
+        output = self._shapes.output_of(func, args, kwargs) if self._type == "meta" else func(*args, **kwargs)
         packet = func.overloadpacket
         if packet in _PRODUCTS:
             # Formulas know no dtype of an output.
@@ -203,19 +197,6 @@ def _is_whole(x: Tensor) -> bool:
     return x.dtype in (torch.bool, torch.int32, torch.int64)
 
 
-@cache
-def _is_in_place(func: Any) -> bool:
-    """Whether an operation writes to its first argument, or to each of a list, and leaves shapes as they are."""
-    schema = func._schema
-    name = schema.name.rpartition("::")[2]
-    is_written = schema.is_mutable and name.endswith("_") and torch.Tag.inplace_view not in func.tags
-    return is_written and len(schema.returns) < 2
-
-
-def _is_meta(written: Tensor | list[Tensor]) -> bool:
-    return all(x.is_meta for x in ([written] if isinstance(written, Tensor) else written))
-
-
 def _copied(args: _Arguments, kwargs: _Named) -> tuple[Tensor] | None:
     x, device = args[0], kwargs.get("device")
     if not x.is_meta or device is None or device.type == "meta":
@@ -234,25 +215,7 @@ def _efficient_gradients(grad: Tensor, queries: Tensor, keys: Tensor, values: Te
     return *(torch.empty_like(x) for x in (queries, keys, values)), unused
 
 
-def _norm(
-    x: Tensor,
-    ord: float = 2,
-    dim: list[int] | None = None,
-    keepdim: bool = False,
-    *,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
-    dims = range(x.dim()) if dim is None else [one % x.dim() for one in dim]
-    sizes = [1 if i in dims else size for i, size in enumerate(x.shape) if keepdim or i not in dims]
-    return x.new_empty(sizes, dtype=dtype)
-
-
-_SHAPED: dict[Any, Callable[..., Any]] = {
-    _ATEN._efficient_attention_backward.default: _efficient_gradients,
-    # Torch's own are slow, and dropout shifts much.
-    _ATEN.linalg_vector_norm.default: _norm,
-    _ATEN.__rshift__.Scalar: lambda x, _: torch.empty_like(x),
-}
+_SHAPED: dict[Any, Callable[..., Any]] = {_ATEN._efficient_attention_backward.default: _efficient_gradients}
 _ANSWERS: dict[Any, Callable[[_Arguments, _Named], tuple[Any, ...] | None]] = {
     _ATEN._to_copy.default: _copied,
     _ATEN._local_scalar_dense.default: _number,

@@ -1,14 +1,14 @@
 """A step of a rank as a trace, segment by segment, and the step of all microbatches that is composed from it.
 
-What a rank holds is the sum of what its microbatches hold, and each of these goes through events of its own. So one
-microbatch stands for all others of its kind, on any rank with equal stages: a trace has those that stand for others,
-and a walk over a rank's plan composes the step. The first and the last microbatch stand for themselves.
+What a rank holds is the sum of what its microbatches hold in its stages, and each of these cells goes through events of
+its own. So one cell stands for all others of its kind, on any rank with equal stages: a trace has those that stand for
+others, and a walk over a rank's plan composes the step. The first and the last microbatch stand for themselves.
 
-Events are named by the index of a stage among the rank's own.
+Events and cells are named by the index of a stage among the rank's own.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -123,46 +123,63 @@ def events_of(steps: Sequence[Step], stages: Sequence[int]) -> list[Event]:
     return found
 
 
-def kinds_of(events: Sequence[Event], count: int) -> list[tuple[object, ...]]:
-    """What each of `count` microbatches must have in common with the one that stands for it.
+Cell = tuple[int, int]
+"""A stage of a rank and a microbatch."""
 
-    Its own computes come in one order in all microbatches, and a send that is released has no part in what is saved for
-    them, but for a gradient that a deferred weight gradient reads too.
+
+def cell_of(action: Action) -> Cell:
+    """The cell that an action belongs to; the microbatch of what concerns a stage as a whole is WHOLE_STAGE."""
+    return action.stage, action.microbatch
+
+
+def kinds_of(events: Sequence[Event], count: int, stages: Sequence[object] | None) -> dict[Cell, object]:
+    """What each cell of `count` microbatches must have in common with the one that stands for it.
+
+    `stages` are equal for stages that do the same, and get all that they read by messages; None: stages of a rank hand
+    tensors to each other, so a microbatch is of one kind in all. The computes of a cell come in one order, and a send
+    that is released has no part in what is saved for them, but for a gradient that deferred weight gradients read too.
     """
-    own: list[list[tuple[Phase, str, int]]] = [[] for _ in range(count)]
+    own: defaultdict[Cell, list[tuple[Phase, str, int]]] = defaultdict(list)
     for phase, action in events:
         if action.microbatch != WHOLE_STAGE:
-            own[action.microbatch].append((phase, action.kind.value, action.stage))
-    return [
-        (number == 0, number == count - 1, *sorted(names), *(name for name in names if _is_of_gradient(*name)))
-        for number, names in enumerate(own)
-    ]
+            stage = action.stage if stages is None else 0
+            own[action.stage if stages is not None else 0, action.microbatch].append((phase, action.kind.value, stage))
+    found: dict[Cell, object] = {}
+    for stage, number in dict.fromkeys(cell_of(event.action) for event in events):
+        if number != WHOLE_STAGE:
+            names = own[stage if stages is not None else 0, number]
+            order = *sorted(names), *(name for name in names if _is_of_gradient(*name))
+            found[stage, number] = (stage if stages is None else stages[stage], number == 0, number == count - 1, order)
+    return found
 
 
 def _is_of_gradient(phase: Phase, kind: str, stage: int) -> bool:
     return kind == Kind.BACKWARD_WEIGHT.value or (phase == "released" and kind == Kind.SEND_BACKWARD.value)
 
 
-def with_only(steps: Sequence[Step], microbatches: frozenset[int]) -> tuple[Step, ...]:
-    """The steps of these microbatches, and those of a stage as a whole."""
+def with_only(steps: Sequence[Step], stages: Sequence[int], cells: Container[Cell]) -> tuple[Step, ...]:
+    """The steps of these cells, and those of a stage as a whole."""
 
-    def own(messages: tuple[Action, ...]) -> tuple[Action, ...]:
-        return tuple(message for message in messages if message.microbatch in microbatches)
+    def is_kept(action: Action) -> bool:
+        return action.microbatch == WHOLE_STAGE or (stages.index(action.stage), action.microbatch) in cells
 
     found: list[Step] = []
     for step in steps:
         if isinstance(step, P2PBatch):
-            batch = P2PBatch(own(step.posted), own(step.awaited), own(step.released))
+            kept = (tuple(filter(is_kept, some)) for some in (step.posted, step.awaited, step.released))
+            batch = P2PBatch(*kept)
             found += [batch] if batch.posted or batch.awaited or batch.released else []
-        elif step.microbatch in microbatches or step.microbatch == WHOLE_STAGE:
+        elif is_kept(step):
             found.append(step)
     return tuple(found)
 
 
-def peak_of(trace: Trace, events: Sequence[Event], stands_for: Sequence[int] | None, stages: Sequence[int]) -> Peak:
+def peak_of(
+    trace: Trace, events: Sequence[Event], stands_for: Mapping[Cell, Cell] | None, stages: Sequence[int]
+) -> Peak:
     """The peak of a step of these events on a rank of these stages.
 
-    Each microbatch does what its stand-in did; None: the trace has all microbatches.
+    Each cell does what its stand-in did; None: the trace has all cells.
     """
     walk = list(_walked(trace, events, stands_for))
     held, most, at = sum(trace.held.values()), -1, 0
@@ -180,7 +197,7 @@ def peak_of(trace: Trace, events: Sequence[Event], stands_for: Sequence[int] | N
 
 
 def _walked(
-    trace: Trace, events: Sequence[Event], stands_for: Sequence[int] | None
+    trace: Trace, events: Sequence[Event], stands_for: Mapping[Cell, Cell] | None
 ) -> Iterator[tuple[Event | None, Segment]]:
     """The segments of a step in order, each with its event."""
     for index, piece in enumerate(trace.pieces):
@@ -192,17 +209,17 @@ def _walked(
             by_event[segment.event].append(segment)
         yield from ((None, segment) for segment in by_event[None])
         for event in events:
-            action = event.action
-            number = WHOLE_STAGE if action.microbatch == WHOLE_STAGE else stands_for[action.microbatch]
-            known = Event(event.phase, Action(action.kind, action.stage, number))
+            cell = cell_of(event.action)
+            known = Event(event.phase, Action(event.action.kind, *stands_for.get(cell, cell)))
             yield from ((event, segment) for segment in by_event[known])
 
 
-def works_of(trace: Trace) -> dict[tuple[int, int], Work]:
-    """What each microbatch of a trace does in each batch; all else counts for (-1, -1)."""
-    works: defaultdict[tuple[int, int], Work] = defaultdict(Work)
+def works_of(trace: Trace) -> dict[tuple[int, Cell | None], Work]:
+    """What each cell of a trace does in each batch; all else has no cell."""
+    works: defaultdict[tuple[int, Cell | None], Work] = defaultdict(Work)
     for index, piece in enumerate(trace.pieces):
         for segment in piece:
-            number = WHOLE_STAGE if segment.event is None else segment.event.action.microbatch
-            works[(-1, -1) if number == WHOLE_STAGE else (index // 2, number)].add(segment)
-    return dict(works)
+            event = segment.event
+            is_in_cell = event is not None and event.action.microbatch != WHOLE_STAGE
+            works[(index // 2, cell_of(event.action)) if event is not None and is_in_cell else (0, None)].add(segment)
+    return works

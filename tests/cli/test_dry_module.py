@@ -111,10 +111,10 @@ class Held(L.Callback):
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 1:
             self.name(trainer)
-            self.tracker.begin()
+            self.tracker.take_peak()
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        self.peak_bytes = self.tracker.peak_bytes
+        self.peak_bytes = sum(self.tracker.take_peak().values())
         self.bytes_by_kind = {kind: sum(sizes.values()) for kind, sizes in self.kinds(trainer).items()}
 
     def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
