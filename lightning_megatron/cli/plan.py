@@ -165,12 +165,12 @@ def _nothing_fits(run: Run, gpu: Gpu, found: Found, free_recompute: bool) -> str
             f"no data-parallel size that {world} GPUs allow divides global_batch_size ({batch}); give "
             f"--global-batch-size {-(-batch // world) * world}, or another --num-gpus"
         )
-    least = found.least()
-    if least is None:
+    least_bytes = found.least_bytes()
+    if not least_bytes:
         return f"no layout on {world} GPUs can run: {found.rejected[0].why}"
     more = fewest_gpus(run, gpu, memory_bytes=gpu.memory_bytes, free_recompute=free_recompute)
     # Rounded up: the printed size must be enough.
-    least_gb = math.ceil(least.needed_bytes / GIGA * 10) / 10
+    least_gb = math.ceil(least_bytes / GIGA * 10) / 10
     ways = f"{least_gb:.1f} GB a GPU would do" + (f", or {more} GPUs of this kind" if more else "")
     return f"no layout on {world} x {gpu.name} fits in {gpu.memory_gb:g} GB; {ways}"
 

@@ -8,7 +8,7 @@ from lightning_megatron.planner.estimate import Estimate
 from lightning_megatron.planner.hardware import GIGA
 
 # Okabe's and Ito's colours, which the colour-blind can distinguish.
-_COLOURS = ("#0072b2", "#56b4e9", "#009e73", "#f0e442", "#e69f00", "#d55e00", "#cc79a7", "#999999")
+_COLOURS = ("#0072b2", "#56b4e9", "#009e73", "#f0e442", "#e69f00", "#d55e00", "#999999")
 # A schedule of more is not drawn: the picture would be larger than anybody can look at.
 _MOST_ACTIONS = 40_000
 

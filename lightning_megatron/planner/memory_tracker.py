@@ -38,6 +38,11 @@ _PRODUCTS |= {_ATEN.addmm_: flop_registry[_ATEN.addmm], _ATEN.baddbmm_: flop_reg
 OTHERS = "activations and others"
 
 
+def allocated_bytes(storage: torch.UntypedStorage) -> int:
+    """Bytes that CUDA's allocator takes for a storage."""
+    return -(-storage.nbytes() // _BLOCK_BYTES) * _BLOCK_BYTES
+
+
 class MemoryTracker(TorchDispatchMode):
     """A dispatch mode that tracks every tensor of one type of device."""
 
@@ -94,7 +99,7 @@ class MemoryTracker(TorchDispatchMode):
         key = storage._cdata
         if key in self._sizes:
             return
-        size = -(-storage.nbytes() // _BLOCK_BYTES) * _BLOCK_BYTES
+        size = allocated_bytes(storage)
         self._sizes[key] = size
         self._references[key] = weakref.ref(storage, lambda _: self._let_go(key))
         self._live_bytes += size

@@ -74,9 +74,18 @@ class Found:
         """Number of layouts that fit, as measured or by the closed form."""
         return sum(1 + len(one.alike) for one in self.confirmed) + len(self.others)
 
-    def least(self) -> Rejected | None:
-        """The layout that lacks the least memory."""
-        return next(iter(self.nearest(1)), None)
+    def least_bytes(self) -> float:
+        """The least memory of a GPU with which a rejected layout fits, as measured; 0 where none lacks memory."""
+        # Closed forms, each of which gives way to what is measured where it is the least.
+        heap = [(one.needed_bytes, False, index) for index, one in enumerate(self.rejected) if one.needed_bytes]
+        heapq.heapify(heap)
+        while heap:
+            needed, is_measured, index = heapq.heappop(heap)
+            if is_measured:
+                return needed
+            most = max(memory.total for memory in measured(self.rejected[index].run).memory)
+            heapq.heappush(heap, (most, True, index))
+        return 0.0
 
     def nearest(self, number: int) -> list[Rejected]:
         """Layouts that lack the least memory, one for each sharding of the weights."""

@@ -10,7 +10,6 @@ import pytest
 import torch
 import yaml
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
@@ -28,9 +27,11 @@ from lightning_megatron.cli.main import main
 from lightning_megatron.lightning_modules import CausalModule
 from lightning_megatron.mesh import Mesh, Sizes
 from lightning_megatron.optim.config import OptimizerConfig
+from lightning_megatron.planner import memory_tracker
 from lightning_megatron.planner.dry_run import DryRun, dry_run
 from lightning_megatron.planner.memory_tracker import OTHERS, MemoryTracker
 from lightning_megatron.planner.model_parts import SequenceLengths
+from lightning_megatron.planner.output_shapes import OutputShapes
 from lightning_megatron.planner.run import RunSettings
 from lightning_megatron.precision.fp8 import Fp8Config
 from lightning_megatron.transformer.lora import LoraConfig
@@ -147,14 +148,14 @@ class Held(L.Callback):
         }
 
 
-class Products(TorchDispatchMode):
+class Products(OutputShapes):
     """Counts products of 8 bits."""
 
     num_fp8 = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.num_fp8 += func.overloadpacket is torch.ops.aten._scaled_mm
-        return func(*args, **(kwargs or {}))
+    def output_of(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        Products.num_fp8 += func.overloadpacket is torch.ops.aten._scaled_mm
+        return super().output_of(func, args, kwargs)
 
 
 def trained(folder: str, layout: Layout, precision: str, lora: LoraConfig | None) -> tuple[int, dict[str, int], int]:
@@ -300,15 +301,16 @@ def test_a_plan_in_a_recipe_is_one_of_its_model(tmp_path: Path, capsys: pytest.C
     assert "plan layers ('model.model.no') is no module of CausalModule" in capsys.readouterr().err
 
 
-def test_linears_of_layers_multiply_in_fp8(tmp_path: Path) -> None:
+def test_linears_of_layers_multiply_in_fp8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = folder_of(QWEN, tmp_path)
+    monkeypatch.setattr(memory_tracker, "OutputShapes", Products)
     for layout, num_layers in ((Layout(), 4), (Layout(world=2, tp=2), 4), (Layout(world=2, pp=2), 2)):
         plain = found_by(folder, run_of(layout, "bf16-mixed"))
-        with Products() as products:
-            fp8 = found_by(folder, run_of(layout, "bf16-mixed", fp8=Fp8Config()))
+        monkeypatch.setattr(Products, "num_fp8", 0)
+        fp8 = found_by(folder, run_of(layout, "bf16-mixed", fp8=Fp8Config()))
         assert fp8.flops == plain.flops
         # Each of a layer's 7 linears multiplies twice in the backward. Some microbatches run before those that count.
-        num_runs, others = divmod(products.num_fp8, 3 * 7 * num_layers)
+        num_runs, others = divmod(Products.num_fp8, 3 * 7 * num_layers)
         assert num_runs >= NUM_MICROBATCHES and not others
 
 

@@ -833,6 +833,7 @@ def test_the_memory_that_would_do_does(capsys: pytest.CaptureFixture[str]) -> No
     request = ("llama3_70b", "--gpu", "h100", "--num-gpus", "1")
     [gigabytes] = re.findall(r"([\d.]+) GB a GPU would do", shown(capsys, *request))
     assert "fits         yes" in printed(capsys, *request, "--memory-gb", gigabytes)
+    assert "no layout on 1 x h100 fits" in shown(capsys, *request, "--memory-gb", f"{float(gigabytes) - 0.1:.1f}")
 
 
 def test_the_batch_that_would_do_is_the_next_that_all_gpus_share(capsys: pytest.CaptureFixture[str]) -> None:

@@ -58,7 +58,6 @@ def test_layouts_that_need_too_much_say_what_they_need() -> None:
     found = found_where_memory_is_scarce()
     lacking = [one for one in found.rejected if one.needed_bytes]
     assert lacking and all(one.needed_bytes > MEMORY and "of 40.0 GB" in one.why for one in lacking)
-    assert found.least() is min(lacking, key=lambda one: one.needed_bytes)
     assert "not enough memory" in found.reasons()
 
 

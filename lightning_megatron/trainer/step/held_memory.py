@@ -8,19 +8,20 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_megatron.planner.hardware import GIGA
+from lightning_megatron.planner.memory_tracker import allocated_bytes
 
 # What torch's allocator of host memory says.
 _NO_HOST_MEMORY = "can't allocate memory"
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Bytes of the tensors' storages by address, each storage once."""
+    """Bytes of the tensors' storages by address, each storage once, as much as an allocator of a GPU takes for it."""
     found = {}
     for tensor in tensors:
         own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         storage = own.untyped_storage()
         if storage.nbytes():
-            found[storage.data_ptr()] = storage.nbytes()
+            found[storage.data_ptr()] = allocated_bytes(storage)
     return found
 
 
@@ -42,7 +43,8 @@ def held_bytes(module: nn.Module, optimizers: Sequence[Optimizer], gradient_byte
     weights = storage_bytes(module.parameters())
     stepped = storage_bytes(stepped_by(optimizers))
     states = [state for optimizer in optimizers for state in optimizer.state.values()]
-    moments = storage_bytes(value for state in states for value in state.values() if isinstance(value, Tensor))
+    # Beside a GPU the host has the numbers of steps.
+    moments = storage_bytes(x for state in states for x in state.values() if isinstance(x, Tensor) and x.dim())
     return {
         "weights": sum(weights.values()),
         "gradients": gradient_bytes,

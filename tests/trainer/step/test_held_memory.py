@@ -18,8 +18,8 @@ pytestmark = pytest.mark.filterwarnings(QUIET)
 def test_a_storage_of_several_tensors_counts_once() -> None:
     flat = torch.zeros(100)
     views = [flat[:10], flat[10:60].view(5, 10), torch.zeros(3, dtype=torch.float64), torch.zeros(0)]
-    assert sum(storage_bytes(views).values()) == 4 * 100 + 8 * 3
-    assert sum(storage_bytes([flat, *views]).values()) == 4 * 100 + 8 * 3
+    assert sum(storage_bytes(views).values()) == 512 + 512
+    assert sum(storage_bytes([flat, *views]).values()) == 512 + 512
 
 
 class Greedy(Small):
@@ -61,11 +61,11 @@ def test_kinds_are_counted_once_each() -> None:
     layer(torch.ones(1, 10)).sum().backward()
     optimizer.step()
     held = held_bytes(layer, [optimizer])
-    # Both moments, and the number of steps.
-    assert held == {"weights": 400, "gradients": 400, "master_weights": 0, "moments": 804}
+    # An allocator takes blocks of 512 bytes; the number of steps is on the host beside a GPU.
+    assert held == {"weights": 512, "gradients": 512, "master_weights": 0, "moments": 2 * 512}
     grad: Tensor | None = layer.weight.grad
     assert grad is not None
     master = torch.nn.Parameter(layer.weight.detach().clone())
     optimizer.param_groups[0]["params"] = [master]
-    assert held_bytes(layer, [optimizer])["master_weights"] == 400
+    assert held_bytes(layer, [optimizer])["master_weights"] == 512
     assert held_bytes(layer, [optimizer], gradient_bytes=7)["gradients"] == 7
