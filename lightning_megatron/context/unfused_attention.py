@@ -16,8 +16,9 @@ from lightning_megatron.comm import rng
 from lightning_megatron.context.attention_step import AttentionGradients, AttentionStep, BackwardInputs, merge_, wide
 from lightning_megatron.context.context_layout import AttentionBlock
 
-# Number of scores of a tile: with the int64 draws of a mask, some tens of MB of scratch.
-MOST_SCORES = 1 << 20
+# Number of scores of a tile: those that a CPU's caches hold; a GPU passes over so few in less time than a launch takes.
+# With the int64 draws of a mask its scratch is some 100 MB.
+MOST_SCORES, MOST_GPU_SCORES = 1 << 20, 1 << 23
 
 
 class UnfusedAttention:
@@ -116,11 +117,12 @@ class _Tile:
 
 
 def _tiles(queries: Tensor, blocks: tuple[AttentionBlock, ...]) -> Iterator[_Tile]:
-    """All blocks, in tiles of at most MOST_SCORES scores."""
+    """All blocks, in tiles of at most MOST_SCORES scores, or of MOST_GPU_SCORES."""
     batch, heads = queries.shape[:2]
+    most = MOST_SCORES if queries.device.type == "cpu" else MOST_GPU_SCORES
     for block in blocks:
-        num_rows = min(block.num_queries, max(1, MOST_SCORES // (heads * block.num_keys)))
-        num_samples = max(1, MOST_SCORES // (heads * block.num_keys * num_rows))
+        num_rows = min(block.num_queries, max(1, most // (heads * block.num_keys)))
+        num_samples = max(1, most // (heads * block.num_keys * num_rows))
         end = block.query_row + block.num_queries
         for sample in range(0, batch, num_samples):
             for row in range(block.query_row, end, num_rows):

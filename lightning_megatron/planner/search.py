@@ -75,17 +75,9 @@ class Found:
         return sum(1 + len(one.alike) for one in self.confirmed) + len(self.others)
 
     def least_bytes(self) -> float:
-        """The least memory of a GPU with which a rejected layout fits, as measured; 0 where none lacks memory."""
-        # Closed forms, each of which gives way to what is measured where it is the least.
-        heap = [(one.needed_bytes, False, index) for index, one in enumerate(self.rejected) if one.needed_bytes]
-        heapq.heapify(heap)
-        while heap:
-            needed, is_measured, index = heapq.heappop(heap)
-            if is_measured:
-                return needed
-            most = max(memory.total for memory in measured(self.rejected[index].run).memory)
-            heapq.heappush(heap, (most, True, index))
-        return 0.0
+        """Memory of a GPU that would do, as measured of the layout that needs the least in closed form; 0 where no
+        layout lacks memory."""
+        return max((memory.total for one in self.nearest(1) for memory in measured(one.run).memory), default=0.0)
 
     def nearest(self, number: int) -> list[Rejected]:
         """Layouts that lack the least memory, one for each sharding of the weights."""

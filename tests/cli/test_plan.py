@@ -767,14 +767,14 @@ def test_a_gpu_of_one_s_own_is_accepted(tmp_path: Path, capsys: pytest.CaptureFi
     args = ("--gpu", str(file), "--num-gpus", "8")
     planned = record(capsys, "llama3_8b", *args, "--layout", "tp=2,mbs=1")
     assert planned["gpu"] == "mine"
-    # Searches over two GPUs are short.
-    args = ("--gpu", str(file), "--num-gpus", "2")
+    # Searches over two GPUs are short, and shortest for one layout.
+    args = ("--gpu", str(file), "--num-gpus", "2", "--top", "1")
     full = changed(tmp_path, "bert_large.yaml", **{"trainer.precision": "32-true"})
     assert [note for note in record(capsys, full, *args)["notes"] if "'mine' has no full_tflops" in note]
     assert "over the dense peak in 16 bits, 1,307 TFLOP/s" in printed(capsys, full, *args)
     file.write_text(f"{file.read_text()}full_tflops: 163.4\n")
     assert record(capsys, full, *args)["notes"] == []
-    older = ("--gpu", "v100-32gb", "--num-gpus", "2")
+    older = ("--gpu", "v100-32gb", "--num-gpus", "2", "--top", "1")
     assert "'v100-32gb' has no units for bfloat16" in record(capsys, "gpt2_124m", *older)["notes"][0]
     assert record(capsys, full, *older)["notes"] == []
     assert "over the dense peak in float32 without tensor cores, 163.4 TFLOP/s" in printed(capsys, full, *args)
@@ -833,7 +833,6 @@ def test_the_memory_that_would_do_does(capsys: pytest.CaptureFixture[str]) -> No
     request = ("llama3_70b", "--gpu", "h100", "--num-gpus", "1")
     [gigabytes] = re.findall(r"([\d.]+) GB a GPU would do", shown(capsys, *request))
     assert "fits         yes" in printed(capsys, *request, "--memory-gb", gigabytes)
-    assert "no layout on 1 x h100 fits" in shown(capsys, *request, "--memory-gb", f"{float(gigabytes) - 0.1:.1f}")
 
 
 def test_the_batch_that_would_do_is_the_next_that_all_gpus_share(capsys: pytest.CaptureFixture[str]) -> None:
