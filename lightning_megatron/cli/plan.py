@@ -1,6 +1,6 @@
 """`lightning-megatron plan`: which layouts of a model fit on so many GPUs, how fast each is, and why others do not.
 
-Nothing is built and nothing runs: a model of a trillion parameters on 3,072 GPUs is planned on a laptop.
+Memory is measured on tensors without numbers: a trillion parameters on 3,072 GPUs are planned on a laptop.
 """
 
 import argparse
@@ -52,7 +52,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         commands,
         "plan",
         "Predicts memory and step time of every layout of a model on so many GPUs, the fastest that fits "
-        "first, without building anything.",
+        "first, without a GPU.",
         run=run_plan,
         epilog=_EPILOG,
     )

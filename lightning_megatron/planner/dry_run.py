@@ -100,17 +100,17 @@ class DryRuns:
             is_whole = self._is_whole or not self._program.overlapped.isdisjoint(
                 step for step in steps if isinstance(step, Action)
             )
-            parts = None if is_whole or not isinstance(run, Run) else self._parts_of(stages)
+            parts = None if is_whole else self._parts_of(stages)
             kinds = kinds_of(events, self._count, parts if run.sizes.placement == "loop" else None)
             if is_whole:
                 kinds = {cell: cell for cell in kinds}
-            alike = self._known.setdefault(rank if parts is None else parts, [])
+            # Ranks of cp see other keys under a window, and other tokens of uneven sequences.
+            alike = self._known.setdefault(rank if parts is None else (parts, mesh.cp.rank), [])
             known = next((one for one in alike if one.stand_ins.keys() >= set(kinds.values())), None)
             if known is None:
                 tracker = MemoryTracker(self._device)
                 with tracker:
                     own = build_rank(run, mesh, new_group, self._device, self._full_model)
-                with tracker:
                     stand_ins = {kind: cell for cell, kind in reversed(kinds.items())}
                     known = self._measured(own, tracker, ledger, stand_ins, parts)
                 alike.append(known)
@@ -140,9 +140,14 @@ class DryRuns:
     def _program(self) -> ScheduledProgram:
         return training_plan(replace(self._run.schedule, microbatches=self._count))
 
-    def _parts_of(self, stages: tuple[int, ...]) -> tuple[tuple[ModelPart, ...], ...]:
+    def _parts_of(self, stages: tuple[int, ...]) -> tuple[tuple[ModelPart, ...], ...] | None:
+        """The parts of each stage, of which equal ones do the same; None where that is not known."""
         run = self._run
-        assert isinstance(run, Run)
+        # Which layers stay out of FP8 goes by their places.
+        if not isinstance(run, Run) or (
+            run.fp8 is not None and run.fp8.num_first_layers_bf16 + run.fp8.num_last_layers_bf16 > 0
+        ):
+            return None
         parts = stages_with_gradients(run.model_parts, run.sizes.num_stages, run.sizes.stage_layout)
         return tuple(parts[stage] for stage in stages)
 

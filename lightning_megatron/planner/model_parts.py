@@ -9,7 +9,7 @@ H hidden, V vocabulary; tokens are those of one sample.
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Literal, TypeVar
 
 from lightning_megatron.mesh import Sizes, StageLayout
@@ -239,15 +239,6 @@ class ModelParts:
     config: Model
     lengths: SequenceLengths
     parts: tuple[ModelPart, ...]
-
-    @cached_property
-    def wide_components(self) -> frozenset[str]:
-        """Components of a model whose embeddings are frozen."""
-        return frozenset(
-            part.component
-            for part in self.parts
-            if not part.is_trained and (part.embedded_tokens or (part.component == "vision" and part.products))
-        )
 
     @property
     def num_layers(self) -> int:

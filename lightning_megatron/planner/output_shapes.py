@@ -53,7 +53,8 @@ def _way_of(func: Any) -> str:
     schema = func._schema
     if schema.is_mutable:
         is_in_place = schema.name.endswith("_") and torch.Tag.inplace_view not in func.tags and len(schema.returns) < 2
-        return "in place" if is_in_place else "out" if schema.overload_name == "out" else ""
+        is_out = len(schema.returns) == 1 and any(argument.name == "out" for argument in schema.arguments)
+        return "in place" if is_in_place else "out" if is_out else ""
     takes_tensors = any("Tensor" in str(argument.type) for argument in schema.arguments)
     makes_tensors = all(str(one.type) == "Tensor" and one.alias_info is None for one in schema.returns)
     return "new" if takes_tensors and makes_tensors and schema.returns else ""

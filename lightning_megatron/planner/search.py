@@ -14,7 +14,7 @@ import heapq
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import count, product
 
 from lightning_megatron.context.config import ContextConfig
 from lightning_megatron.mesh import Sizes, StageLayout
@@ -33,7 +33,7 @@ _CHUNKS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12)
 # More context ranks must leave each rank so many tokens of a sequence.
 _LEAST_TOKENS = 4096
 _MOST_TENSOR = 8
-# The closed form may be too high by so much where all weights are trained: it is within 3% of what is measured.
+# A layout is measured unless its closed form is above the memory by more than this.
 _SLACK = 1.05
 _EVEN = StageLayout()
 _BY_COST = StageLayout(balance="cost")
@@ -129,6 +129,7 @@ class _Queue:
         self._gpu, self._memory_bytes, self._free_recompute = gpu, memory_bytes, free_recompute
         self._constants: Constants = fitted()
         self._pending: list[_Pending] = []
+        self._orders = count()
         self.rejected: list[Rejected] = []
 
     def add(self, run: Run) -> None:
@@ -137,7 +138,7 @@ class _Queue:
         rank, fullest = max(ranks.items(), key=lambda pair: pair[1].total)
         if fullest.total <= _SLACK * self._memory_bytes:
             seconds = step_time(run, self._gpu, self._constants).total
-            heapq.heappush(self._pending, _Pending(seconds, len(self._pending), run, fullest.total))
+            heapq.heappush(self._pending, _Pending(seconds, next(self._orders), run, fullest.total))
         else:
             self._give_up(run, rank, fullest)
 

@@ -17,6 +17,7 @@ from lightning_megatron.planner.memory import WORKSPACE_BYTES, memory_of
 from lightning_megatron.planner.model_parts import SequenceLengths
 from lightning_megatron.planner.run import Run
 from lightning_megatron.planner.trainable import Trainable
+from lightning_megatron.precision.fp8 import Fp8Config
 from lightning_megatron.transformer.lora import LoraConfig
 from lightning_megatron.transformer.recompute import RecomputeConfig
 
@@ -47,6 +48,7 @@ RUNS = {
         lengths=SequenceLengths(sequence=64, images=1),
         trained=Trainable(frozen=("vision",)),
     ),
+    "layers out of FP8": replace(EVEN, fp8=Fp8Config(num_first_layers_bf16=3, num_last_layers_bf16=1)),
     "windows by turns": replace(
         EVEN, model=replace(GPT, position="rotary", sliding_window=16, full_attention_layers=tuple(range(0, 16, 2)))
     ),
@@ -62,6 +64,13 @@ def test_a_few_layers_and_microbatches_stand_for_all(name: str) -> None:
         assert memory.allocated - WORKSPACE_BYTES == pytest.approx(one.peak_bytes, rel=1e-3)
         assert memory == measured_rank(run, index)
     assert found.flops == sum(sum(one.flops.values()) for one in ranks) * run.sizes.world / run.sizes.pp > 0
+
+
+def test_ranks_of_a_context_group_that_see_other_keys_are_measured_each() -> None:
+    windowed = replace(GPT, position="rotary", sliding_window=16)
+    run = replace(EVEN, model=windowed, sizes=Sizes(world=2, cp=2), global_batch_size=4)
+    shared, alone = DryRuns(run), [DryRuns(run).of(rank).flops for rank in range(2)]
+    assert [shared.of(rank).flops for rank in range(2)] == alone and alone[0] != alone[1]
 
 
 def test_what_is_saved_grows_with_the_microbatches_and_what_a_backward_holds_does_not() -> None:
