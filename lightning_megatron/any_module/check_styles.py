@@ -53,7 +53,7 @@ class _Kind:
     """Whether outputs were compared."""
     are_gradients_tried: bool = False
     handles: list[RemovableHandle] = field(default_factory=list)
-    """Those of the hooks that look."""
+    """What removes the hooks that look at the modules."""
 
     @property
     def is_due(self) -> bool:

@@ -390,8 +390,8 @@ class _SharedCopy:
         # Whether an uncompiled call has ended, and whether one changed an input in place between two linears.
         self._is_known = self._is_changed = False
         self._last: tuple[Tensor, int, bool, Tensor] | None = None
-        # The parent may be a list, which nobody calls. Errors reach the network: a hook for them on each parent would
-        # give each layer a graph of its own, where layers are compiled.
+        # The parent may be a list, which nobody calls. Errors reach the network, whose hook alone is called for them.
+        # With one on each parent each compiled layer would have a graph of its own.
         for caller in callers:
             caller.register_forward_hook(self._forget, always_call=caller is callers[-1])
 

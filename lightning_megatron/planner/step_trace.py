@@ -100,7 +100,7 @@ class Peak:
 
     by_kind: Mapping[str, int]
     saved_bytes: int
-    """Those that are held between events, of what has no kind."""
+    """Bytes without a kind that are held between two events, such as activations."""
     action: str
     """In words."""
 
