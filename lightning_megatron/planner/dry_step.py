@@ -1,5 +1,6 @@
 """Training steps of a rank without Lightning, as the strategy takes them under a schedule, traced by segments."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -19,7 +20,7 @@ from lightning_megatron.pipeline.scheduled import ScheduledCall
 from lightning_megatron.pipeline.step_hooks import Activity
 from lightning_megatron.planner.dry_rank import Rank, call, microbatches_of
 from lightning_megatron.planner.fake_process_group import FakeMailbox, Ledger
-from lightning_megatron.planner.memory_tracker import MemoryTracker
+from lightning_megatron.planner.memory_tracker import OTHERS, MemoryTracker
 from lightning_megatron.planner.shallow_stage import Block, ShallowStage
 from lightning_megatron.planner.step_trace import Event, Phase, Segment, Trace
 from lightning_megatron.transformer.moe import share_yield_to_peer
@@ -74,6 +75,10 @@ class DryStep:
         self.current: Event | None = None
         self._block: Block | None = None
         self._blocks: list[Block | None] = []
+        # Bytes that a block left, by block.
+        self._left: Counter[Block] = Counter()
+        # Blocks of the current backward.
+        self._past: set[Block] = set()
         self._action = ""
         self._held: Mapping[str, int] = {}
         self._segments: list[Segment] = []
@@ -190,12 +195,22 @@ class DryStep:
 
     def go_on(self, event: Event | None, action: str = "", block: Block | None = None) -> None:
         """Ends a segment and begins the next one."""
-        held, peak = self._tracker.held, self._tracker.take_peak()
+        held, peak, owned = self._tracker.held, self._tracker.take_peak(), self._tracker.owned
+        change = _difference(held, self._held)
+        if self._block is not None:
+            self._left[self._block] += sum(change.values())
+            if self.current is not None and self.current.action.kind is not Kind.FORWARD:
+                self._past.add(self._block)
+        if event != self.current:
+            # What nodes of the graph hold after a block's backward is freed with the graph, as often as the block
+            # counts.
+            change[OTHERS] -= sum((one.times - 1) * (self._left.pop(one) - owned[one]) for one in self._past)
+            self._past.clear()
         self._segments.append(
             Segment(
                 event=self.current,
                 action=self._action,
-                change=_difference(held, self._held),
+                change=change,
                 peak=_difference(peak, self._held),
                 flops=self._tracker.take_flops(),
                 messages=self._ledger.take(),
@@ -203,6 +218,7 @@ class DryStep:
         )
         self._blocks.append(self._block)
         self.current, self._held, self._action, self._block = event, held, action, block
+        self._tracker.owner = block
 
     def _end_piece(self) -> None:
         self.go_on(None)

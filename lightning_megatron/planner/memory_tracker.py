@@ -57,6 +57,11 @@ class MemoryTracker(TorchDispatchMode):
         # Bytes by kind that has a name, of now and of the peak: each is replaced where it changes.
         self._named: Mapping[str, int] = {}
         self._peak_named: Mapping[str, int] = {}
+        self.owner: object = None
+        """What the next storages belong to; None: to nothing."""
+        self.owned: Counter[object] = Counter()
+        """Bytes of the storages that are alive, by owner."""
+        self._owners: dict[int, object] = {}
         # By kind of product.
         self._flops: Counter[str] = Counter()
         # Integers and booleans, by address of the storage on the device.
@@ -103,6 +108,9 @@ class MemoryTracker(TorchDispatchMode):
         self._sizes[key] = size
         self._references[key] = weakref.ref(storage, lambda _: self._let_go(key))
         self._live_bytes += size
+        if self.owner is not None:
+            self._owners[key] = self.owner
+            self.owned[self.owner] += size
         if self._live_bytes > self._peak_bytes:
             self._note_peak()
 
@@ -111,6 +119,8 @@ class MemoryTracker(TorchDispatchMode):
         self._live_bytes -= size
         del self._references[key]
         self._from_host.pop(key, None)
+        if (owner := self._owners.pop(key, None)) is not None:
+            self.owned[owner] -= size
         if (kind := self._kinds.pop(key, None)) is not None:
             self._add_named(kind, -size)
 

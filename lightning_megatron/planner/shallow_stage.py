@@ -17,9 +17,9 @@ from lightning_megatron.transformer.recompute import RecomputeConfig, RecomputeR
 _LONGEST_PERIOD = 8
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Block:
-    """Neighbours in a stage that run, and how often they count."""
+    """Neighbours in a stage that run, and how often they count. Each call of a stage has its own."""
 
     indices: range
     times: int = 1
