@@ -6,8 +6,10 @@ Memory is measured on tensors without numbers: a trillion parameters on 3,072 GP
 import argparse
 import json
 import math
+import os
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from lightning_megatron.cli.commands import add_command
@@ -20,6 +22,8 @@ from lightning_megatron.cli.plan_run import add_model_options, add_run_options, 
 from lightning_megatron.cli.usage import UsageError
 from lightning_megatron.planner.estimate import Estimate, estimate
 from lightning_megatron.planner.hardware import GIGA, Gpu, gpu_of
+from lightning_megatron.planner.measured import Measure
+from lightning_megatron.planner.plan_cache import PlanCache
 from lightning_megatron.planner.presets import PRESETS
 from lightning_megatron.planner.report import (
     estimate_text,
@@ -68,6 +72,9 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     output = parser.add_argument_group("the output")
     output.add_argument("--top", type=int, metavar="NUMBER", help=f"number of layouts to show (default: {_SHOWN})")
     output.add_argument("--json", action="store_true", help="print everything as JSON")
+    output.add_argument(
+        "--cache", type=Path, metavar="FOLDER", help="of measurements (default: ~/.cache/lightning_megatron/plans)"
+    )
     add_out(output, "the layout, or of the best")
     parser.set_defaults(world_option="--num-gpus")
 
@@ -91,16 +98,29 @@ def run_plan(options: argparse.Namespace) -> None:
         raise UsageError([f"GPU {options.gpu!r} has no units for MXFP8; use scaling 'current', or plan for another"])
     if faults := out_faults(options.out):
         raise UsageError(faults)
+    measure = PlanCache(_cache_of(options)).measured
     if options.layout is not None:
-        _explain(options, request, gpu)
+        _explain(options, request, gpu, measure)
     else:
-        _search(options, request, gpu)
+        _search(options, request, gpu, measure)
 
 
-def _explain(options: argparse.Namespace, request: PlanRequest[Run], gpu: Gpu) -> None:
+def _cache_of(options: argparse.Namespace) -> Path:
+    """The folder of measurements, which is there and can be written."""
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder: Path = options.cache or home / "lightning_megatron" / "plans"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            return folder
+    except OSError as error:
+        raise UsageError([f"--cache ({folder}) cannot be written: {error.strerror}; give another folder"]) from error
+
+
+def _explain(options: argparse.Namespace, request: PlanRequest[Run], gpu: Gpu, measure: Measure) -> None:
     request = with_balanced_batch(request, options.document_lengths, gpu, is_own=options.layout == OF_RECIPE)
     run, notes = explained(request, options), _notes(request, gpu, options.layout)
-    found = estimate(run, gpu)
+    found = estimate(run, gpu, measure=measure)
     if options.out is not None:
         _draw(found, options.out)
     if options.json:
@@ -109,13 +129,15 @@ def _explain(options: argparse.Namespace, request: PlanRequest[Run], gpu: Gpu) -
         print("\n".join([model_text(run), *notes, "", estimate_text(found, num_tokens=options.tokens)]))
 
 
-def _search(options: argparse.Namespace, request: PlanRequest[Run], gpu: Gpu) -> None:
+def _search(options: argparse.Namespace, request: PlanRequest[Run], gpu: Gpu, measure: Measure) -> None:
     request = with_balanced_batch(request, options.document_lengths, gpu, is_own=False)
     run, notes, is_free = request.run, _notes(request, gpu, None), options.recompute is None
     number = _SHOWN if options.top is None else options.top
-    found = search(run, gpu, memory_bytes=gpu.memory_bytes, free_recompute=is_free, num_confirmed=number)
+    found = search(
+        run, gpu, memory_bytes=gpu.memory_bytes, free_recompute=is_free, num_confirmed=number, measure=measure
+    )
     if not found.confirmed:
-        raise UsageError([_nothing_fits(run, gpu, found, is_free)])
+        raise UsageError([_nothing_fits(run, gpu, found, is_free, measure)])
     best = found.confirmed[0].estimate
     if options.out is not None:
         _draw(best, options.out)
@@ -158,17 +180,17 @@ def _draw(found: Estimate, path: Path) -> None:
     write_picture(path, plan_panels(found), title=title)
 
 
-def _nothing_fits(run: Run, gpu: Gpu, found: Found, free_recompute: bool) -> str:
+def _nothing_fits(run: Run, gpu: Gpu, found: Found, free_recompute: bool, measure: Measure) -> str:
     world, batch = run.sizes.world, run.global_batch_size
     if not found.rejected:
         return (
             f"no data-parallel size that {world} GPUs allow divides global_batch_size ({batch}); give "
             f"--global-batch-size {-(-batch // world) * world}, or another --num-gpus"
         )
-    least_bytes = found.least_bytes()
+    least_bytes = found.least_bytes(measure)
     if not least_bytes:
         return f"no layout on {world} GPUs can run: {found.rejected[0].why}"
-    more = fewest_gpus(run, gpu, memory_bytes=gpu.memory_bytes, free_recompute=free_recompute)
+    more = fewest_gpus(run, gpu, memory_bytes=gpu.memory_bytes, free_recompute=free_recompute, measure=measure)
     # Rounded up: the printed size must be enough.
     least_gb = math.ceil(least_bytes / GIGA * 10) / 10
     ways = f"{least_gb:.1f} GB a GPU would do" + (f", or {more} GPUs of this kind" if more else "")

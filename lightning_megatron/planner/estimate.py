@@ -8,7 +8,7 @@ from lightning_megatron.planner.constants import Constants, fitted
 from lightning_megatron.planner.flops import step_flops
 from lightning_megatron.planner.framework_profile import OURS
 from lightning_megatron.planner.hardware import Gpu, Products
-from lightning_megatron.planner.measured import Measured, measured
+from lightning_megatron.planner.measured import Measure, Measured, measured
 from lightning_megatron.planner.memory import Memory, memory_of
 from lightning_megatron.planner.run import Run
 from lightning_megatron.planner.step_time import StepTime, step_time
@@ -74,9 +74,9 @@ class Estimate:
         return float(low * (model_parts.parameters() + 2 * trained_parameters(model_parts)))
 
 
-def estimate(run: Run, gpu: Gpu, constants: Constants | None = None) -> Estimate:
+def estimate(run: Run, gpu: Gpu, constants: Constants | None = None, *, measure: Measure = measured) -> Estimate:
     """Estimate of a run without errors. Memory of frameworks other than this package is that of the closed form."""
     constants = fitted() if constants is None else constants
     time = (step_time if run.balanced is None else balanced_time)(run, gpu, constants)
-    found = measured(run) if run.framework == OURS else Measured(memory=memory_of(run), flops=None)
+    found = measure(run) if run.framework == OURS else Measured(memory=memory_of(run), flops=None)
     return Estimate(run=run, gpu=gpu, memory=found.memory, executed_flops=found.flops, time=time)

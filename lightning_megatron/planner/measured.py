@@ -1,5 +1,6 @@
 """What a run holds and multiplies, measured: a dry run of one rank of each pipeline rank."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -17,6 +18,10 @@ class Measured:
     memory: tuple[Memory, ...]
     flops: float | None
     """None under dynamic context parallelism, where ranks differ."""
+
+
+Measure = Callable[[Run], Measured]
+"""Measures a run without errors."""
 
 
 @lru_cache(maxsize=256)

@@ -21,7 +21,7 @@ from lightning_megatron.mesh import Sizes, StageLayout
 from lightning_megatron.planner.constants import Constants, fitted
 from lightning_megatron.planner.estimate import Estimate, estimate
 from lightning_megatron.planner.hardware import GIGA, Gpu
-from lightning_megatron.planner.measured import measured
+from lightning_megatron.planner.measured import Measure, measured
 from lightning_megatron.planner.memory import Memory, rank_memory
 from lightning_megatron.planner.run import Run, context_fields, faults_of
 from lightning_megatron.planner.step_time import step_time
@@ -74,10 +74,10 @@ class Found:
         """Number of layouts that fit, as measured or by the closed form."""
         return sum(1 + len(one.alike) for one in self.confirmed) + len(self.others)
 
-    def least_bytes(self) -> float:
+    def least_bytes(self, measure: Measure = measured) -> float:
         """Memory of a GPU that would do, as measured of the layout that needs the least in closed form; 0 where no
         layout lacks memory."""
-        return max((memory.total for one in self.nearest(1) for memory in measured(one.run).memory), default=0.0)
+        return max((memory.total for one in self.nearest(1) for memory in measure(one.run).memory), default=0.0)
 
     def nearest(self, number: int) -> list[Rejected]:
         """Layouts that lack the least memory, one for each sharding of the weights."""
@@ -93,13 +93,21 @@ class Found:
         return dict(Counter(_kind(one) for one in self.rejected).most_common())
 
 
-def search(run: Run, gpu: Gpu, *, memory_bytes: float, free_recompute: bool = True, num_confirmed: int = 1) -> Found:
+def search(
+    run: Run,
+    gpu: Gpu,
+    *,
+    memory_bytes: float,
+    free_recompute: bool = True,
+    num_confirmed: int = 1,
+    measure: Measure = measured,
+) -> Found:
     """Layouts of the run's model and batch on its world, whatever its own layout; the fastest are measured until so
     many of different times fit.
 
     `free_recompute` allows full recomputation where nothing else fits. Precision, optimizer and FP8 are the run's.
     """
-    queue = _Queue(gpu, memory_bytes, free_recompute)
+    queue = _Queue(gpu, memory_bytes, free_recompute, measure)
     for candidate in candidates(run, gpu):
         if faults := faults_of(candidate):
             queue.rejected.append(Rejected(run=candidate, why="; ".join(faults)))
@@ -125,8 +133,9 @@ class _Pending:
 class _Queue:
     """Layouts that may fit, fastest first, and those that do not."""
 
-    def __init__(self, gpu: Gpu, memory_bytes: float, free_recompute: bool) -> None:
+    def __init__(self, gpu: Gpu, memory_bytes: float, free_recompute: bool, measure: Measure) -> None:
         self._gpu, self._memory_bytes, self._free_recompute = gpu, memory_bytes, free_recompute
+        self._measure = measure
         self._constants: Constants = fitted()
         self._pending: list[_Pending] = []
         self._orders = count()
@@ -152,7 +161,7 @@ class _Queue:
     def confirmed(self, alike: list[_Pending]) -> list[Confirmed]:
         """The first of the layouts that fits as measured, if any; what is measured before it is rejected."""
         for index, one in enumerate(alike):
-            found = estimate(one.run, self._gpu, self._constants)
+            found = estimate(one.run, self._gpu, self._constants, measure=self._measure)
             if found.peak_bytes <= self._memory_bytes:
                 rest = [other for other in alike[index + 1 :] if self._fits(other)]
                 return [Confirmed(estimate=found, alike=tuple(other.run for other in rest))]
@@ -165,7 +174,7 @@ class _Queue:
         if not self._pending:
             return False
         least = min(self._pending, key=lambda one: one.closed_form)
-        return max(memory.total for memory in measured(least.run).memory) <= self._memory_bytes
+        return max(memory.total for memory in self._measure(least.run).memory) <= self._memory_bytes
 
     def unmeasured(self) -> tuple[Run, ...]:
         """Layouts that are left and fit by the closed form, fastest first; the others are rejected."""
@@ -192,7 +201,9 @@ class _Queue:
         self.rejected.append(Rejected(run=run, why=why, needed_bytes=needed))
 
 
-def fewest_gpus(run: Run, gpu: Gpu, *, memory_bytes: float, free_recompute: bool = True) -> int:
+def fewest_gpus(
+    run: Run, gpu: Gpu, *, memory_bytes: float, free_recompute: bool = True, measure: Measure = measured
+) -> int:
     """The least number of GPUs, by doubling, on which some layout fits; 0 where none does.
 
     Only the layouts that need the least memory are tried: one sample a microbatch, one chunk. The search ends where
@@ -201,7 +212,7 @@ def fewest_gpus(run: Run, gpu: Gpu, *, memory_bytes: float, free_recompute: bool
     world = run.sizes.world
     while True:
         world *= 2
-        queue = _Queue(gpu, memory_bytes, free_recompute)
+        queue = _Queue(gpu, memory_bytes, free_recompute, measure)
         grown = replace(run, sizes=replace(run.sizes, world=world))
         frugal = list(candidates(grown, gpu, micro_batches=(1,), chunks=(1,)))
         if not frugal:
