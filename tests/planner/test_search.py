@@ -7,8 +7,8 @@ from lightning_megatron.context.config import ContextConfig
 from lightning_megatron.mesh import Sizes, StageLayout
 from lightning_megatron.planner.constants import fitted
 from lightning_megatron.planner.hardware import GIGA, gpu_of
-from lightning_megatron.planner.measured import measured
-from lightning_megatron.planner.memory import memory_of
+from lightning_megatron.planner.measured import Measured, measured
+from lightning_megatron.planner.memory import Memory, memory_of
 from lightning_megatron.planner.presets import PRESETS
 from lightning_megatron.planner.run import Run, faults_of
 from lightning_megatron.planner.search import Found, candidates, fewest_gpus, search
@@ -135,9 +135,40 @@ def test_where_nothing_fits_more_gpus_may_do() -> None:
     assert more > 2 and search(run_of("llama3_8b", more), H100, memory_bytes=memory_bytes).confirmed
 
 
+def in_closed_form(run: Run) -> Measured:
+    """The closed form in place of a measurement, which takes seconds a layout."""
+    return Measured(memory=memory_of(run), flops=None)
+
+
+def half_of_the_closed_form(run: Run) -> Measured:
+    """A measurement in which the closed form is far too high."""
+    return Measured(memory=tuple(Memory(weights=memory.total / 2) for memory in memory_of(run)), flops=None)
+
+
+def test_where_nothing_fits_in_closed_form_the_nearest_layout_is_measured() -> None:
+    run = run_of("gpt2_124m", 2)
+    by_form = search(run, H100, memory_bytes=2 * GIGA, measure=half_of_the_closed_form)
+    assert [one.estimate.peak_bytes for one in by_form.confirmed] and len(by_form.rejected) > 3
+    assert by_form.confirmed[0].estimate.run not in [one.run for one in by_form.rejected]
+    assert not search(run, H100, memory_bytes=1 * GIGA, measure=half_of_the_closed_form).confirmed
+
+
+def test_layouts_that_the_closed_form_takes_for_smaller_are_no_last_word_on_more_gpus() -> None:
+    measured_runs: list[Run] = []
+
+    def needs_stages(run: Run) -> Measured:
+        measured_runs.append(run)
+        needed = memory_of(run)[0].total if run.sizes.pp > 1 else H100.memory_bytes + 1
+        return Measured(memory=(Memory(weights=needed),), flops=None)
+
+    assert fewest_gpus(run_of("gpt2_124m", 1), H100, memory_bytes=H100.memory_bytes, measure=needs_stages) == 2
+    assert measured_runs[0].sizes.pp == 1 and measured_runs[-1].sizes.pp == 2
+
+
 def test_a_memory_that_no_number_of_gpus_mends_is_reported_as_such() -> None:
-    assert fewest_gpus(run_of("gpt3_175b", 8), H100, memory_bytes=1.2 * GIGA) == 0
-    assert fewest_gpus(run_of("gpt_1t", 8), H100, memory_bytes=H100.memory_bytes) == 512
+    little, much = 1.2 * GIGA, H100.memory_bytes
+    assert fewest_gpus(run_of("gpt3_175b", 8), H100, memory_bytes=little, measure=in_closed_form) == 0
+    assert fewest_gpus(run_of("gpt_1t", 8), H100, memory_bytes=much, measure=in_closed_form) == 512
 
 
 def test_a_layout_with_faults_lists_all_of_them() -> None:
