@@ -9,6 +9,7 @@ gradients of weights that are not cut.
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, is_dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -82,6 +83,22 @@ def is_look_due(module: nn.Module) -> bool:
     return any(isinstance(hook, _Look) and hook.kind.is_due for hook in hooks)
 
 
+def _is_cut(module: nn.Module) -> bool:
+    """Whether the output of a linear is a part of the features."""
+    return isinstance(module, ColumnParallelLinear) and not getattr(module, "gathers_output", False)
+
+
+def _require_look(name: str, parent: nn.Module, kind: _Kind, linear: nn.Module, args: Any) -> None:
+    """Raises CutError in front of a linear's call where no module of its parent's kind was looked at."""
+    if not kind.is_tried:
+        raise CutError(
+            f"a linear of {name or 'the network'} ({type(parent).__name__}) is called outside of that module's own "
+            "call, so that nobody has looked at what it does with the features of a rank: the model calls the linear "
+            "itself, or has put another module in that one's place as it ran. Give the module's linears the style "
+            '"replicate" in ModelPlan(styles=...), or use tensor_model_parallel_size=1'
+        )
+
+
 class StyleChecks:
     """The checks of one network's modules, of which one of each kind is tried."""
 
@@ -111,9 +128,7 @@ class StyleChecks:
         # A module that takes a part of the features as its input has no whole one here.
         bases = [getattr(child, "base_layer", child) for child in parent.children()]
         # Gathered outputs, a head's, are whole for whatever code reads them.
-        if not any(
-            isinstance(base, ColumnParallelLinear) and not getattr(base, "gathers_output", False) for base in bases
-        ):
+        if not any(map(_is_cut, bases)):
             return
         # Layers of one list may be of several classes, and one of them may have a weight more.
         key = (pattern, type(parent).__name__, *(one for one, _ in parent.named_parameters()))
@@ -123,6 +138,11 @@ class StyleChecks:
         kind.modules.append(parent)
         look = _Look(self, name, kind)
         kind.handles.append(parent.register_forward_pre_hook(look, with_kwargs=True))
+        kind.handles += [
+            base.register_forward_pre_hook(partial(_require_look, name, parent, kind))
+            for base in bases
+            if _is_cut(base)
+        ]
 
     def look(self, name: str, kind: _Kind, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Looks at a module, as `watch` says; raises CutError where numbers differ."""

@@ -592,6 +592,24 @@ class TrainsFixedHeads(TrainsOverTensor):
     network = FixedHeadsGPT
 
 
+class SwappingGPT(GPT):
+    """Puts another attention in the place of its blocks' own as it runs, as BigBird does for short texts."""
+
+    def run_blocks(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            if type(block.attention) is Attention:
+                swapped = FixedHeads()
+                swapped.__dict__["_modules"] = block.attention._modules
+                block.attention = swapped
+        return super().run_blocks(x)
+
+
+class TrainsSwapped(TrainsOverTensor):
+    """Its attention is another one than the one that was cut."""
+
+    network = SwappingGPT
+
+
 class UntiedGPT(GPT):
     """Its head has a weight of its own."""
 

@@ -130,6 +130,12 @@ def test_heads_that_are_counted_by_a_constant_are_refused_by_name() -> None:
     assert "blocks.0.attention (FixedHeads) computes other numbers with the features of a rank" in result.message
 
 
+def test_a_module_that_is_replaced_as_the_network_runs_is_refused_by_name() -> None:
+    [result] = certify(networks.TrainsSwapped, networks.batches, layouts=("tp2",), steps=1).results
+    assert result.verdict == "refused"
+    assert "a linear of blocks.0.attention (Attention) is called outside of that module's own call" in result.message
+
+
 def test_a_module_that_cannot_run_on_a_ranks_features_is_refused_by_name() -> None:
     [result] = certify(networks.TrainsWideNorm, networks.batches, layouts=("tp2",), steps=1).results
     assert result.verdict == "refused"
