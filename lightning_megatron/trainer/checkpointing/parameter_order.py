@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from lightning_megatron.any_module.cut_model import CutModel
 from lightning_megatron.any_module.pipelined_modules import pipelined_modules
 from lightning_megatron.comm.collectives import merge_objects
 from lightning_megatron.mesh import Axis
@@ -31,9 +32,11 @@ def in_module_order(names: Iterable[str], module: nn.Module, on_ranks: TensorNam
 
     `on_ranks` is what `names_on_ranks` gives.
     """
-    # A rank has every module outside the pipelined models, so that positions among its own modules compare.
+    # A rank has every module outside the pipelined models, and of a network that is cut all modules, though not their
+    # weights, so that positions among its own modules compare.
     positions = {name: position for position, (name, _) in enumerate(module.named_modules())}
-    parts = {name: _part_order(model) for name, model in pipelined_modules(module).items()}
+    models = pipelined_modules(module).items()
+    parts = {name: _part_order(model) for name, model in models if not isinstance(model, CutModel)}
     inside: dict[str, dict[str, int]] = {}
 
     def key(name: str) -> tuple[int, int, int]:

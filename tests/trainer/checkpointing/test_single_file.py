@@ -5,9 +5,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_megatron import CheckpointConfig, MegatronStrategy
 from lightning_megatron.models import GPTModel
@@ -20,7 +23,7 @@ from tests.harness.sample import every_nth
 from tests.trainer.checkpointing.test_checkpoint_dict import CONFIG, TOLERANCE, Language, Texts
 from tests.trainer.fits import parts_apart, weights
 from tests.trainer.layouts import PLAIN, Layout, make_trainer
-from tests.trainer.modules import Data, Small
+from tests.trainer.modules import WIDTH, Data, Small
 
 pytestmark = pytest.mark.filterwarnings("ignore:The dirpath has changed from:UserWarning")
 ZERO = OptimizerConfig(kind="distributed", bucket_size=700)
@@ -112,6 +115,57 @@ def test_every_layout_writes_the_file_that_lightning_writes_and_any_goes_on_from
         assert parts_apart(found["weights"], plain[1]["weights"]) < TOLERANCE and found["seen"] == 8
     module = Plain.load_from_checkpoint(path, map_location="cpu")
     assert module.hparams["sizes"] == (1, 2) and torch.equal(module.seen, torch.tensor(3))
+
+
+class Sandwich(nn.Module):
+    """A network that knows nothing of stages, whose linears are all of one shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.scale = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.ones(WIDTH))
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)])
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.scale * self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        out: torch.Tensor = self.last(x)
+        return out
+
+
+class TrainsSandwich(L.LightningModule):
+    """Its optimizer has a state for each weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.net = Sandwich()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return nn.functional.mse_loss(self.net(batch[0]), batch[0])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+def sandwiched(layout: Layout, path: Path) -> None:
+    """A step of a network that is not the package's, saved."""
+    strategy = layout.strategy()
+    if isinstance(strategy, MegatronStrategy):
+        strategy.checkpoint = CheckpointConfig(kind="file")
+    trainer = make_trainer(layout, strategy=strategy, max_epochs=1)
+    torch.manual_seed(3)
+    trainer.fit(TrainsSandwich(), DataLoader(TensorDataset(torch.randn(16, WIDTH, dtype=torch.float64)), 8))
+    trainer.save_checkpoint(path)
+
+
+def test_states_of_an_optimizer_are_numbered_as_those_of_an_unchanged_network(tmp_path: Path) -> None:
+    run_on_ranks(1, sandwiched, PLAIN, tmp_path / "one.ckpt", init=False)
+    run_on_ranks(2, sandwiched, Layout(world=2, pp=2, microbatches=2), tmp_path / "two.ckpt", init=False)
+    one, two = (torch.load(tmp_path / name, weights_only=True) for name in ("one.ckpt", "two.ckpt"))
+    for key in ("state_dict", "optimizer_states"):
+        assert same(two[key], one[key], key) == []
 
 
 class Counting(FileIO):
