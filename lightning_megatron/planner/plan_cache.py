@@ -12,10 +12,11 @@ from pathlib import Path
 
 import torch
 
-import lightning_megatron
 from lightning_megatron.planner.measured import Measured, measured
 from lightning_megatron.planner.memory import Memory
 from lightning_megatron.planner.run import Run
+
+_PACKAGE = Path(__file__).resolve().parents[1]
 
 
 class PlanCache:
@@ -41,8 +42,7 @@ class PlanCache:
     @cached_property
     def _code(self) -> str:
         """What the versions of this package and of torch are told apart by."""
-        [root] = lightning_megatron.__path__
-        files = (file.read_text(encoding="utf-8") for file in sorted(Path(root).rglob("*.py")))
+        files = (file.read_text(encoding="utf-8") for file in sorted(_PACKAGE.rglob("*.py")))
         return _digest(torch.__version__, *files)
 
 

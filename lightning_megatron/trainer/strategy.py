@@ -92,6 +92,7 @@ from lightning_megatron.trainer.setup.attempt_store import attempt_store
 from lightning_megatron.trainer.setup.connections import Connections
 from lightning_megatron.trainer.setup.launcher import CheckingLauncher
 from lightning_megatron.trainer.setup.process_groups import Groups
+from lightning_megatron.trainer.setup.whole_shapes import WholeShapes
 from lightning_megatron.trainer.step.first_steps import NUM_CHECKED, FirstSteps
 from lightning_megatron.trainer.step.global_batches import is_stream
 from lightning_megatron.trainer.step.held_memory import tell_what_was_held
@@ -487,12 +488,13 @@ class MegatronStrategy(ParallelStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             is_synced = self._layer_sync is not None
             is_cut = bool(self.microbatch_size) or self.num_microbatches > 1
-            if is_cut or self.mesh.dp.size > 1:
+            if is_cut or self.mesh.pp.size > 1 or self.mesh.dp.size > 1:
                 model_checks.warn_of_gradient_hooks(module, self.mesh)
             if is_cut or (self.mesh.dp.size > 1 and not is_synced):
                 model_checks.warn_of_batch_statistics(module, self.mesh, is_synced=is_synced)
             self._reset_optimizers_and_schedulers()
-            self.setup_optimizers(trainer)
+            with WholeShapes(module):
+                self.setup_optimizers(trainer)
             has_master_weights = optimizers.has_master_weights(self.optimizer, self._plugin)
             optimizer_checks.require_separable(
                 self.optimizers, self.optimizer, self.mesh, has_master_weights=has_master_weights

@@ -46,7 +46,7 @@ def test_a_run_a_version_and_the_code_are_told_apart(
     PlanCache(tmp_path).measured(RUN)
     folder = tmp_path / "package"
     folder.mkdir()
-    monkeypatch.setattr("lightning_megatron.__path__", [str(folder)])
+    monkeypatch.setattr(plan_cache, "_PACKAGE", folder)
     PlanCache(tmp_path).measured(RUN)
     (folder / "new.py").write_text("")
     PlanCache(tmp_path).measured(RUN)

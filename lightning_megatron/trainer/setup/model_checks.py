@@ -190,16 +190,17 @@ def warn_of_batch_statistics(module: nn.Module, mesh: Mesh, *, is_synced: bool) 
 
 
 def warn_of_gradient_hooks(module: nn.Module, mesh: Mesh) -> None:
-    """Warns, once, of hooks on the gradients of trained weights of any stage, where a global batch is run in several
-    parts. Collective over pp."""
+    """Warns, once, of hooks on the gradients of trained weights, and around the backwards of modules, of any stage,
+    where a global batch is run in several parts. Collective over pp."""
     own = [name for name, weight in module.named_parameters() if weight.requires_grad and has_gradient_hooks(weight)]
+    own += [name for name, child in module.named_modules() if child._backward_hooks or child._backward_pre_hooks]
     names = list(dict.fromkeys(name for names in collectives.gather_objects(own, mesh.pp) for name in names))
     if names:
         more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
         rank_zero_warn(
             f"hooks on the gradients of {', '.join(names[:_MOST_NAMES])}{more} run once for each microbatch of each "
-            "data-parallel rank, on its part of the gradient: one device would give them all of it. Read and change "
-            "gradients in on_before_optimizer_step",
+            "data-parallel rank, on its part of the gradient, which under a schedule is that of a sum: one device "
+            "would give them all of it. Read and change gradients in on_before_optimizer_step",
             category=UserWarning,
         )
 

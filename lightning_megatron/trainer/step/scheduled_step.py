@@ -29,7 +29,7 @@ from lightning_megatron.trainer.step.coupled_rows import RowCheck
 from lightning_megatron.trainer.step.microbatches import StepBatch
 from lightning_megatron.trainer.step.rng_sync import kept_random
 from lightning_megatron.trainer.step.step_batches import StepBatches
-from lightning_megatron.trainer.step.step_checks import LossCheck, StateWatch
+from lightning_megatron.trainer.step.step_checks import HookWatch, LossCheck, StateWatch
 from lightning_megatron.trainer.step.step_gradients import StepGradients
 from lightning_megatron.trainer.step.step_log import StepLog
 from lightning_megatron.trainer.step.user_step import (
@@ -56,6 +56,7 @@ class ScheduledStep:
     """Driver of the models' calls outside a schedule."""
     loss_check: LossCheck
     state_watch: StateWatch
+    hook_watch: HookWatch
     row_check: RowCheck
     is_running: bool = False
     _told: set[str] = field(default_factory=set)
@@ -117,6 +118,7 @@ class ScheduledStep:
         """Finds, while the schedule runs, what a step must not do that sees a part of the model or of the batch."""
         with ExitStack() as stack:
             stack.enter_context(self.state_watch.watching(num_microbatches * self.mesh.dp.size))
+            stack.enter_context(self.hook_watch.watching())
             if self.mesh.pp.size > 1:
                 own = [self.user_step.module, *self.user_step.models]
                 stack.enter_context(step_checks.refusing_all_parameters(own))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from lightning_megatron.comm import collectives
 from lightning_megatron.mesh import Axis, Mesh
@@ -87,6 +88,44 @@ class StateWatch:
         found = {name: child._buffers[key] for name, (child, key) in self._buffers.items()}
         versions = {name: (id(buffer), 0 if buffer is None else buffer._version) for name, buffer in found.items()}
         return versions | {name: _state(one) for name, one in self._frozen.items()}
+
+
+class HookWatch(TorchFunctionMode):
+    """Warns, once, of hooks that a step sets on the gradients of what it computed, where it runs under a schedule or on
+    a part of a global batch. The first step is looked at; a module with compiled code, of which a mode would make
+    another graph, is not."""
+
+    def __init__(self, module: nn.Module, mesh: Mesh) -> None:
+        super().__init__()
+        self._is_first_rank = mesh.axis("dp+cp").is_first and mesh.tp.is_first
+        self._is_over = any(child._compiled_call_impl is not None for child in module.modules())
+        self._has_seen = False
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Looks at the step that runs inside the block."""
+        if self._is_over:
+            yield
+            return
+        self._is_over = True
+        with self:
+            yield
+        if self._has_seen and self._is_first_rank:
+            warnings.warn(
+                "training_step sets hooks on the gradients of what it computed: they run once for each microbatch of "
+                "each data-parallel rank, on its rows, and under a schedule these gradients are of a sum, which is "
+                "divided by what the loss is a mean over at the end of the step. Change gradients of weights in "
+                "on_before_optimizer_step, or clip them by Trainer(gradient_clip_val=...)",
+                UserWarning,
+                stacklevel=1,
+            )
+
+    def __torch_function__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is Tensor.register_hook:
+            self._has_seen |= not args[0].is_leaf
+        return func(*args, **(kwargs or {}))
 
 
 def _state(weight: Tensor) -> tuple[int, int]:

@@ -11,6 +11,7 @@ of the global batch, gradients are those of that mean, and what was logged is lo
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -42,7 +43,7 @@ from lightning_megatron.trainer.step.loader_sync import LoaderSync
 from lightning_megatron.trainer.step.microbatches import Cutting
 from lightning_megatron.trainer.step.scheduled_step import ScheduledStep
 from lightning_megatron.trainer.step.step_batches import StepBatches
-from lightning_megatron.trainer.step.step_checks import LossCheck, StateWatch
+from lightning_megatron.trainer.step.step_checks import HookWatch, LossCheck, StateWatch
 from lightning_megatron.trainer.step.step_gradients import StepGradients
 from lightning_megatron.trainer.step.step_log import StepLog
 from lightning_megatron.trainer.step.user_step import (
@@ -113,7 +114,7 @@ class Steps:
         user_step.drive(self._driver)
         self._log = StepLog(module, mesh, device, log_dtype, tail_on_last_stage=False)
         self._loss_check = LossCheck(mesh.axis("pp+cp+tp"))
-        self._state_watch = StateWatch(module, mesh)
+        self._state_watch, self._hook_watch = StateWatch(module, mesh), HookWatch(module, mesh)
         self._row_check = RowCheck(module, self._mesh.axis("pp+cp+tp").ranks)
         self._scheduled: ScheduledStep | None = None
         if uses_schedule:
@@ -127,6 +128,7 @@ class Steps:
                 driver_between=self._driver,
                 loss_check=self._loss_check,
                 state_watch=self._state_watch,
+                hook_watch=self._hook_watch,
                 row_check=self._row_check,
             )
         # Share of this data-parallel rank in the loss of a manual step, [], and its rows.
@@ -189,6 +191,7 @@ class Steps:
             self._user_step.synced_random(),
             context(),
             self._state_watch.watching(num_calls),
+            self._hook_watch.watching() if num_calls > 1 else nullcontext(),
             self._row_check.recording(rows, num_parts) as record,
         ):
             output = self._module.training_step(*args, **kwargs)

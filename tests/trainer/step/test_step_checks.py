@@ -90,6 +90,24 @@ class Hooked(Small):
         self.before.weight.register_hook(lambda gradient: gradient.clamp(-1e-2, 1e-2))
 
 
+class HooksOutputs(Small):
+    """Clips the gradients of its outputs, number by number."""
+
+    def logits(self, inputs: Tensor) -> Tensor:
+        logits = super().logits(inputs)
+        if logits.requires_grad:
+            logits.register_hook(lambda gradient: gradient.clamp(-1e-2, 1e-2))
+        return logits
+
+
+class HooksBackward(Small):
+    """Looks at the gradients of a layer's output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.after.register_full_backward_hook(lambda module, given, gotten: None)
+
+
 class Manual(Small):
     """Manual optimization, by a loss that counts each row alike: halves of terms, as of a GAN."""
 
@@ -258,6 +276,9 @@ def test_what_would_be_wrong_is_refused(layout: Layout, kind: type[L.LightningMo
     assert shown in str(failed.value)
 
 
+OUTPUTS = "training_step sets hooks on the gradients of what it computed: they run once for each microbatch"
+
+
 @pytest.mark.parametrize(
     ("layout", "kind", "shown"),
     [
@@ -281,6 +302,10 @@ def test_what_would_be_wrong_is_refused(layout: Layout, kind: type[L.LightningMo
         (PP2, More, ["training_step returned 'classes' beside the loss"]),
         (DP2, Hooked, ["hooks on the gradients of before.weight run once for each microbatch"]),
         (TP2, Hooked, []),
+        (PP2, HooksOutputs, [OUTPUTS]),
+        (DP2, HooksOutputs, [OUTPUTS]),
+        (TP2, HooksOutputs, []),
+        (PP2, HooksBackward, ["hooks on the gradients of after run once for each microbatch"]),
         (DP2, Manual, []),
         (TP2, ManualSum, []),
         (DP2, ManualSum, [MANUAL.format("ManualSum")]),
