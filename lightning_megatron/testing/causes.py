@@ -349,13 +349,14 @@ def _weights(of: Evidence) -> Found:
     if of.layout.tp > 1 or of.layout.is_distributed:
         return (
             f"the gradients are equal and {of.names} moved otherwise: the optimizer looks at more than single numbers "
-            "(norms of matrices), and a rank has a part of them",
-            "use an optimizer that treats each number by itself, as SGD or AdamW do",
+            "(norms of matrices), and a rank has a part of them; or a rate goes by trainer.world_size",
+            "use an optimizer that treats each number by itself, as SGD or AdamW do, and a rate that counts replicas "
+            "only",
         )
     return (
         f"the gradients are equal and {of.names} moved otherwise: optimizer_step, a scheduler or a hook does something "
-        "else than on one device",
-        "call super().optimizer_step(...), or optimizer.step(closure=optimizer_closure)",
+        "else than on one device, or a rate goes by trainer.world_size",
+        "call super().optimizer_step(...), or optimizer.step(closure=optimizer_closure); count replicas only",
     )
 
 

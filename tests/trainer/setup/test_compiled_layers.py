@@ -261,7 +261,12 @@ def trained_over_tp(model_types: list[str], layout: CutLayout) -> None:
         assert counters["stats"]["unique_graphs"] == 1
 
 
-@pytest.mark.parametrize("layout", [CutLayout(world=2, tp=2), CutLayout(world=2, tp=2, sp=True)], ids=["tp2", "tp2+sp"])
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    "layout",
+    every_nth([CutLayout(world=2, tp=2, sp=True), CutLayout(world=2, tp=2)], 2),
+    ids=lambda layout: "tp2+sp" if layout.sp else "tp2",
+)
 def test_unchanged_layers_cut_over_tensor_parallel_ranks_are_compiled_alike(layout: CutLayout) -> None:
     # Qwen3 has norms of which each rank has terms of the gradient, and Phi biases.
     run_on_ranks(2, trained_over_tp, ["llama", "qwen3", "phi"], layout, init=False, timeout=240)
