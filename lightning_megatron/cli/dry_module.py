@@ -32,6 +32,7 @@ from lightning_megatron.planner.dry_rank import Batch, call_context, lower_weigh
 from lightning_megatron.planner.dry_run import global_rank
 from lightning_megatron.planner.fake_process_group import fake_mesh
 from lightning_megatron.planner.memory_tracker import MemoryTracker
+from lightning_megatron.planner.model_size import ModelSize
 from lightning_megatron.planner.run import RunSettings
 from lightning_megatron.precision.fp8 import Fp8Config
 from lightning_megatron.tensor.weight_gradients import WeightGradients
@@ -132,6 +133,14 @@ class DryModule:
             return faults
         uses_schedule = sizes.pp > 1 or self._run.num_microbatches > 1
         return model_faults(module, sizes, uses_schedule=uses_schedule, plan=self._plan)
+
+    def size(self) -> ModelSize:
+        """Size of the largest network of the module, with the parameters of all."""
+        module = self._made(META)
+        numbers = [parameter.numel() for parameter in module.parameters()]
+        trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+        largest = max(module.children(), key=lambda child: sum(one.numel() for one in child.parameters()))
+        return ModelSize(name=type(largest).__name__, parameters=sum(numbers), trained=trained)
 
     def build(self, mesh: Mesh, device: torch.device) -> pl.LightningModule:
         """A module that holds the part of this rank."""

@@ -15,6 +15,7 @@ from typing import Any
 from lightning_megatron.cli.commands import add_command
 from lightning_megatron.cli.picture import add_out, out_faults, write_picture
 from lightning_megatron.cli.plan_dynamic import with_balanced_batch
+from lightning_megatron.cli.plan_file import is_causal_recipe
 from lightning_megatron.cli.plan_layout import OF_RECIPE, explained, notes_on_layout
 from lightning_megatron.cli.plan_picture import plan_panels
 from lightning_megatron.cli.plan_request import PlanRequest
@@ -23,6 +24,7 @@ from lightning_megatron.cli.usage import UsageError
 from lightning_megatron.planner.estimate import Estimate, estimate
 from lightning_megatron.planner.hardware import GIGA, Gpu, gpu_of
 from lightning_megatron.planner.measured import Measure
+from lightning_megatron.planner.model_size import ModelSize
 from lightning_megatron.planner.plan_cache import PlanCache
 from lightning_megatron.planner.presets import PRESETS
 from lightning_megatron.planner.report import (
@@ -91,18 +93,32 @@ def run_plan(options: argparse.Namespace) -> None:
         raise UsageError(bad)
     if options.layout is not None and options.top is not None:
         raise UsageError([f"--top ({options.top}) is for a search, and --layout explains one layout; leave one out"])
-    request = read_run(options)
+    cache = PlanCache(_cache_of(options))
+    request, measure, size = _read(options, cache)
     if request.run.fp8 is not None and not gpu.fp8_tflops:
         raise UsageError([f"GPU {options.gpu!r} has no units for FP8; leave FP8 out, or plan for another"])
     if request.run.fp8 is not None and request.run.fp8.scaling == "mxfp8" and gpu.family in _WITHOUT_BLOCK_SCALES:
         raise UsageError([f"GPU {options.gpu!r} has no units for MXFP8; use scaling 'current', or plan for another"])
     if faults := out_faults(options.out):
         raise UsageError(faults)
-    measure = PlanCache(_cache_of(options)).measured
     if options.layout is not None:
-        _explain(options, request, gpu, measure)
+        _explain(options, request, gpu, measure, size)
     else:
         _search(options, request, gpu, measure)
+
+
+def _read(options: argparse.Namespace, cache: PlanCache) -> tuple[PlanRequest[Any], Measure, ModelSize | None]:
+    """The run to plan, what measures it, and the model's size where it is not one of the package's."""
+    try:
+        is_causal = is_causal_recipe(Path(options.config))
+    except ValueError as error:
+        raise UsageError(str(error).splitlines()) from error
+    if not is_causal:
+        return read_run(options), cache.measured, None
+    # What trains takes seconds to import.
+    from lightning_megatron.cli.plan_module import read_unchanged
+
+    return read_unchanged(options, cache)
 
 
 def _cache_of(options: argparse.Namespace) -> Path:
@@ -117,16 +133,19 @@ def _cache_of(options: argparse.Namespace) -> Path:
         raise UsageError([f"--cache ({folder}) cannot be written: {error.strerror}; give another folder"]) from error
 
 
-def _explain(options: argparse.Namespace, request: PlanRequest[Run], gpu: Gpu, measure: Measure) -> None:
-    request = with_balanced_batch(request, options.document_lengths, gpu, is_own=options.layout == OF_RECIPE)
+def _explain(
+    options: argparse.Namespace, request: PlanRequest[Any], gpu: Gpu, measure: Measure, size: ModelSize | None
+) -> None:
+    if size is None:
+        request = with_balanced_batch(request, options.document_lengths, gpu, is_own=options.layout == OF_RECIPE)
     run, notes = explained(request, options), _notes(request, gpu, options.layout)
-    found = estimate(run, gpu, measure=measure)
+    found = estimate(run, gpu, measure=measure, size=size)
     if options.out is not None:
         _draw(found, options.out)
     if options.json:
         print(json.dumps(record_of(found, num_tokens=options.tokens) | {"notes": notes}))
     else:
-        print("\n".join([model_text(run), *notes, "", estimate_text(found, num_tokens=options.tokens)]))
+        print("\n".join([model_text(run, found.size), *notes, "", estimate_text(found, num_tokens=options.tokens)]))
 
 
 def _search(options: argparse.Namespace, request: PlanRequest[Run], gpu: Gpu, measure: Measure) -> None:
@@ -142,7 +161,7 @@ def _search(options: argparse.Namespace, request: PlanRequest[Run], gpu: Gpu, me
     if options.out is not None:
         _draw(best, options.out)
     if options.json:
-        record = model_record(run) | {
+        record = model_record(run, best.size) | {
             "layouts": [
                 record_of(one.estimate, num_tokens=options.tokens) | {"alike": [layout_text(run) for run in one.alike]}
                 for one in found.confirmed
@@ -155,10 +174,14 @@ def _search(options: argparse.Namespace, request: PlanRequest[Run], gpu: Gpu, me
         print(json.dumps(record))
     else:
         text = found_text(found, gpu.name)
-        print("\n".join([model_text(run), *notes, "", text, "", estimate_text(best, num_tokens=options.tokens)]))
+        print(
+            "\n".join(
+                [model_text(run, best.size), *notes, "", text, "", estimate_text(best, num_tokens=options.tokens)]
+            )
+        )
 
 
-def _notes(request: PlanRequest[Run], gpu: Gpu, layout: str | None) -> list[str]:
+def _notes(request: PlanRequest[Any], gpu: Gpu, layout: str | None) -> list[str]:
     """Notes for a reader of the numbers, with that layout or, without one, of a search."""
     notes = [*request.notes, *(f"not planned: {name}, which {does}" for name, does in request.unplanned.items())]
     if gpu.timed_as(request.run.plain_products) != request.run.plain_products:

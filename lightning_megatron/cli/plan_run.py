@@ -15,8 +15,8 @@ from lightning_megatron.mesh import Sizes
 from lightning_megatron.models import BertConfig, LlavaConfig, T5Config
 from lightning_megatron.optim.config import OptimizerConfig
 from lightning_megatron.planner.model_parts import Model, SequenceLengths
+from lightning_megatron.planner.model_size import kind_name
 from lightning_megatron.planner.presets import preset_of
-from lightning_megatron.planner.report import kind_name
 from lightning_megatron.planner.run import Run
 from lightning_megatron.precision.fp8 import Fp8Config
 from lightning_megatron.rules.limits import MOST, limit_faults, model_limit_faults, shown

@@ -15,6 +15,7 @@ from functools import cached_property
 import torch
 from torch import nn
 
+from lightning_megatron.any_module.layer_list import layers_of
 from lightning_megatron.comm.p2p import TensorMeta
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.pipeline.lower import ScheduledProgram
@@ -29,7 +30,17 @@ from lightning_megatron.planner.memory_tracker import MemoryTracker
 from lightning_megatron.planner.model_parts import ModelPart
 from lightning_megatron.planner.requires_grad import stages_with_gradients
 from lightning_megatron.planner.run import Run, RunSettings
-from lightning_megatron.planner.step_trace import Cell, Trace, Work, events_of, kinds_of, peak_of, with_only, works_of
+from lightning_megatron.planner.step_trace import (
+    Cell,
+    Trace,
+    Work,
+    events_of,
+    kinds_of,
+    passes_of,
+    peak_of,
+    with_only,
+    works_of,
+)
 
 META = torch.device("meta")
 
@@ -57,6 +68,13 @@ class DryRun:
     """Messages by axis and kind."""
     num_run: int
     """Number of microbatches of a batch that ran."""
+    passes: tuple[Work, Work]
+    """What the forward and the backward of a microbatch do in all stages of the rank: one between the first and the
+    last microbatch, where there is one."""
+    trained: tuple[int, int]
+    """Number of dense and of expert parameters of the rank that are trained."""
+    num_layers: int
+    """Number of layers of the rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +84,8 @@ class _Known:
     trace: Trace
     stand_ins: Mapping[object, Cell]
     parameters: int
+    trained: tuple[int, int]
+    num_layers: int
 
 
 class DryRuns:
@@ -129,6 +149,9 @@ class DryRuns:
             flops=work.flops,
             messages=work.messages,
             num_run=len({number for _, number in known.stand_ins.values()}),
+            passes=passes_of(known.trace, [stands_for[chunk, min(1, self._count - 1)] for chunk in range(len(stages))]),
+            trained=known.trained,
+            num_layers=known.num_layers,
         )
 
     @cached_property
@@ -173,7 +196,25 @@ class DryRuns:
         gc.collect()
         trace = step.take(_with_only(self._program, own.mesh, cells), self._count)
         parameters = sum(parameter.numel() for parameter in own.module.parameters())
-        return _Known(trace=trace, stand_ins=stand_ins, parameters=parameters)
+        dense, experts = 0, 0
+        for param in own.gradients.params:
+            if param.parameter.requires_grad:
+                dense += param.parameter.numel() * (param.shard.data is None)
+                experts += param.parameter.numel() * (param.shard.data is not None)
+        layers = [
+            name
+            for model in own.models.values()
+            for stage in own.mesh.own_stages
+            for name in model.parts_of(stage)
+            if name in model.layer_names
+        ]
+        return _Known(
+            trace=trace,
+            stand_ins=stand_ins,
+            parameters=parameters,
+            trained=(dense, experts),
+            num_layers=len(layers or layers_of(own.module)),
+        )
 
 
 def dry_run(

@@ -213,6 +213,7 @@ class DryStep:
                 change=change,
                 peak=_difference(peak, self._held),
                 flops=self._tracker.take_flops(),
+                counts=self._tracker.take_counts(),
                 messages=self._ledger.take(),
             )
         )

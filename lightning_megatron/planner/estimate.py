@@ -1,4 +1,7 @@
-"""`Estimate`: memory, time and FLOPs of a run, from measured memory and modelled time."""
+"""`Estimate`: memory, time and FLOPs of a run, from measured memory and modelled time.
+
+Of the package's models the time model has formulas; any other is timed by what was measured.
+"""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -9,10 +12,11 @@ from lightning_megatron.planner.flops import step_flops
 from lightning_megatron.planner.framework_profile import OURS
 from lightning_megatron.planner.hardware import Gpu, Products
 from lightning_megatron.planner.measured import Measure, Measured, measured
+from lightning_megatron.planner.measured_time import measured_time
 from lightning_megatron.planner.memory import Memory, memory_of
-from lightning_megatron.planner.run import Run
+from lightning_megatron.planner.model_size import ModelSize, size_of
+from lightning_megatron.planner.run import Run, RunSettings
 from lightning_megatron.planner.step_time import StepTime, step_time
-from lightning_megatron.planner.trainable import trained_parameters
 
 _SECONDS_PER_DAY = 86_400
 
@@ -21,10 +25,13 @@ _SECONDS_PER_DAY = 86_400
 class Estimate:
     """Predicted memory, time and FLOPs of a run on GPUs of one kind."""
 
-    run: Run
+    run: RunSettings
+    size: ModelSize
     gpu: Gpu
     memory: tuple[Memory, ...]
     """Memory by pipeline rank, first stage first."""
+    layers: tuple[int, ...]
+    """Number of layers of each pipeline rank; empty where not measured."""
     executed_flops: float | None
     """FLOPs of a step on all GPUs as the package's own code executes them, needed or not; None where not measured."""
     time: StepTime
@@ -45,13 +52,14 @@ class Estimate:
         return self.run.num_tokens / self.step_seconds
 
     @cached_property
-    def model_flops(self) -> float:
-        """Model FLOPs of a step, causal attention half."""
-        return step_flops(self.run)
+    def _flops(self) -> float:
+        """FLOPs of a step, causal attention half: model FLOPs of the package's models, executed ones of others."""
+        return step_flops(self.run) if isinstance(self.run, Run) else self.executed_flops or 0.0
 
     def flops_per_second(self, flops: float | None = None) -> float:
-        """FLOPs a second of one GPU that makes its share of so many in a step: model FLOPs, where none are given."""
-        return (self.model_flops if flops is None else flops) / self.step_seconds / self.run.sizes.world
+        """FLOPs a second of one GPU that makes its share of so many in a step. Where none are given they are model
+        FLOPs, or, of a model that is not the package's, executed ones."""
+        return (self._flops if flops is None else flops) / self.step_seconds / self.run.sizes.world
 
     @property
     def timed_as(self) -> Products:
@@ -70,13 +78,34 @@ class Estimate:
     def checkpoint_bytes(self) -> float:
         """Bytes of weights, in float32 where there are master weights, and of the trained weights' two moments."""
         low = 2 if self.run.precision == "bf16-true" else 4
-        model_parts = self.run.model_parts
-        return float(low * (model_parts.parameters() + 2 * trained_parameters(model_parts)))
+        return float(low * (self.size.parameters + 2 * self.size.trained))
 
 
-def estimate(run: Run, gpu: Gpu, constants: Constants | None = None, *, measure: Measure = measured) -> Estimate:
-    """Estimate of a run without errors. Memory of frameworks other than this package is that of the closed form."""
+def estimate(
+    run: RunSettings,
+    gpu: Gpu,
+    constants: Constants | None = None,
+    *,
+    measure: Measure = measured,
+    size: ModelSize | None = None,
+) -> Estimate:
+    """Estimate of a run without errors. A `Run` has its own `size`. Memory of frameworks other than this package is
+    that of the closed form."""
     constants = fitted() if constants is None else constants
-    time = (step_time if run.balanced is None else balanced_time)(run, gpu, constants)
-    found = measure(run) if run.framework == OURS else Measured(memory=memory_of(run), flops=None)
-    return Estimate(run=run, gpu=gpu, memory=found.memory, executed_flops=found.flops, time=time)
+    if not isinstance(run, Run):
+        assert size is not None, "settings alone do not say what is trained"
+        found = measure(run)
+        time = measured_time(run, found.ranks, gpu, constants)
+    else:
+        size = size_of(run)
+        time = (step_time if run.balanced is None else balanced_time)(run, gpu, constants)
+        found = measure(run) if run.framework == OURS else Measured(memory=memory_of(run), flops=None)
+    return Estimate(
+        run=run,
+        size=size,
+        gpu=gpu,
+        memory=found.memory,
+        layers=tuple(rank.num_layers for rank in found.ranks),
+        executed_flops=found.flops,
+        time=time,
+    )

@@ -3,12 +3,26 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 from lightning_megatron.planner.balanced_runs import fullest_line
+from lightning_megatron.planner.dry_rank import Trained
 from lightning_megatron.planner.dry_run import DryRun, DryRuns, global_rank
 from lightning_megatron.planner.memory import WORKSPACE_BYTES, Memory, with_overhead
 from lightning_megatron.planner.memory_tracker import OTHERS
-from lightning_megatron.planner.run import Run
+from lightning_megatron.planner.run import Run, RunSettings
+from lightning_megatron.planner.step_trace import Work
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankWork:
+    """What a pipeline rank does, for the time model."""
+
+    passes: tuple[Work, Work]
+    """In the forward and in the backward of one microbatch."""
+    trained: tuple[int, int]
+    """Number of dense and of expert parameters that it trains."""
+    num_layers: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,19 +32,30 @@ class Measured:
     memory: tuple[Memory, ...]
     flops: float | None
     """None under dynamic context parallelism, where ranks differ."""
+    ranks: tuple[RankWork, ...] = ()
+    """What each pipeline rank does."""
 
 
-Measure = Callable[[Run], Measured]
+Measure = Callable[[Any], Measured]
 """Measures a run without errors."""
 
 
 @lru_cache(maxsize=256)
-def measured(run: Run) -> Measured:
-    """Measurement of a run without errors; of ranks that share a stage, that of the fullest."""
-    ranks, pp = DryRuns(run), run.sizes.pp
-    found = [ranks.of(global_rank(run, index, fullest_line(run, index))) for index in range(pp)]
+def measured(run: RunSettings, trained: Trained | None = None) -> Measured:
+    """Measurement of a run without errors; of ranks that share a stage, that of the fullest. A `Run` has its own
+    model."""
+    ranks, pp = DryRuns(run, trained), run.sizes.pp
+    found = [ranks.of(global_rank(run, index, _fullest_line(run, index))) for index in range(pp)]
     flops = sum(sum(one.flops.values()) for one in found) * run.sizes.world / pp
-    return Measured(memory=tuple(map(_memory_of, found)), flops=flops if run.balanced is None else None)
+    return Measured(
+        memory=tuple(map(_memory_of, found)),
+        flops=flops if run.balanced is None else None,
+        ranks=tuple(RankWork(passes=one.passes, trained=one.trained, num_layers=one.num_layers) for one in found),
+    )
+
+
+def _fullest_line(run: RunSettings, pp_rank: int) -> int:
+    return fullest_line(run, pp_rank) if isinstance(run, Run) else 0
 
 
 @lru_cache(maxsize=16)

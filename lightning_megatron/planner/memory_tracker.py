@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
+from lightning_megatron.planner.kernel_counts import attention_counts, other_counts, product_counts
 from lightning_megatron.planner.meta_kernels import KERNELS
 from lightning_megatron.planner.output_shapes import OutputShapes
 
@@ -33,8 +34,9 @@ _PRODUCTS = {
     packet: flop_registry[packet]
     for packet in (_ATEN.mm, _ATEN.addmm, _ATEN.bmm, _ATEN.baddbmm, _ATEN._scaled_mm, _ATEN.convolution)
 }
-# The registry lacks the in-place products.
+# The registry lacks products in place and by groups.
 _PRODUCTS |= {_ATEN.addmm_: flop_registry[_ATEN.addmm], _ATEN.baddbmm_: flop_registry[_ATEN.baddbmm]}
+_PRODUCTS |= {_ATEN._grouped_mm: lambda rows, weights, *_, **__: 2 * rows.numel() * weights.shape[-1]}
 OTHERS = "activations and others"
 
 
@@ -64,6 +66,7 @@ class MemoryTracker(TorchDispatchMode):
         self._owners: dict[int, object] = {}
         # By kind of product.
         self._flops: Counter[str] = Counter()
+        self._counts: Counter[str] = Counter()
         # Integers and booleans, by address of the storage on the device.
         self._from_host: dict[int, Tensor] = {}
         self._shapes = OutputShapes(_SHAPED)
@@ -96,6 +99,11 @@ class MemoryTracker(TorchDispatchMode):
         """FLOPs by kind of product since they were last taken."""
         flops, self._flops = self._flops, Counter()
         return flops
+
+    def take_counts(self) -> Counter[str]:
+        """What kernels took since it was last taken, as in `kernel_counts`."""
+        counts, self._counts = self._counts, Counter()
+        return counts
 
     def _follow(self, tensor: Tensor) -> None:
         if tensor.device.type != self._type:
@@ -142,17 +150,7 @@ class MemoryTracker(TorchDispatchMode):
         if self._type == "meta" and func in _ANSWERS and (answer := _ANSWERS[func](args, kwargs)):
             return answer[0]
         output = self._shapes.output_of(func, args, kwargs) if self._type == "meta" else func(*args, **kwargs)
-        packet = func.overloadpacket
-        if packet in _PRODUCTS:
-            # Formulas know no dtype of an output.
-            factors = (one for one in args if not isinstance(one, torch.dtype))
-            self._flops["products"] += _PRODUCTS[packet](*factors, **kwargs, out_val=output)
-        elif packet is _ATEN._grouped_mm:
-            self._flops["products"] += 2 * args[0].numel() * args[1].shape[-1]
-        elif packet in _ATTENTION:
-            self._flops["attention"] += int(_ATTENTION[packet](args, kwargs))
-        elif packet in _PACKED:
-            self._flops["attention"] += int(_PACKED[packet](args, kwargs, self._known))
+        self._count(func, args, kwargs, output)
         if isinstance(output, Tensor):
             self._follow(output)
             self._note_numbers(func, args, kwargs, output)
@@ -161,6 +159,24 @@ class MemoryTracker(TorchDispatchMode):
                 if isinstance(one, Tensor):
                     self._follow(one)
         return output
+
+    def _count(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        packet = func.overloadpacket
+        if packet in _PRODUCTS:
+            # Formulas know no dtype of an output.
+            factors = (one for one in args if not isinstance(one, torch.dtype))
+            flops = _PRODUCTS[packet](*factors, **kwargs, out_val=output)
+            self._flops["products"] += flops
+            counts = product_counts(packet, args, output, flops)
+        elif packet in _ATTENTION or packet in _PACKED:
+            is_packed = packet in _PACKED
+            flops = int(_PACKED[packet](args, kwargs, self._known) if is_packed else _ATTENTION[packet](args, kwargs))
+            self._flops["attention"] += flops
+            counts = attention_counts(packet, flops)
+        else:
+            counts = other_counts(func, args, output)
+        for kind, count in counts.items():
+            self._counts[kind] += count  # type: ignore[assignment]
 
     def _note_numbers(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
         """Saves integers and booleans that the host knows, until they change."""

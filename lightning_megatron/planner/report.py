@@ -4,25 +4,15 @@ from collections import Counter
 from typing import Any
 
 from lightning_megatron.mesh import StageLayout
-from lightning_megatron.models import BertConfig, GPTConfig, LlavaConfig, T5Config
 from lightning_megatron.pipeline.registry import default_name
 from lightning_megatron.planner.balanced_batch import BalancedBatch
 from lightning_megatron.planner.estimate import Estimate
 from lightning_megatron.planner.flops import HARDWARE_ALL_PAIRS, MODEL, MODEL_ALL_PAIRS, step_flops
 from lightning_megatron.planner.hardware import GIGA, TERA, Products
-from lightning_megatron.planner.model_parts import Model
+from lightning_megatron.planner.model_size import ModelSize
 from lightning_megatron.planner.run import Run, RunSettings
 from lightning_megatron.planner.search import Found, Rejected
-from lightning_megatron.planner.trainable import trained_parameters
-from lightning_megatron.transformer import cost
 
-# A LlavaConfig is a GPTConfig.
-_KINDS: tuple[tuple[type[Model], str], ...] = (
-    (LlavaConfig, "LLaVA"),
-    (T5Config, "T5"),
-    (BertConfig, "BERT"),
-    (GPTConfig, "GPT"),
-)
 EXECUTED = "executed by this package"
 """Name of the FLOPs that a dry run of all ranks counts, needed or not; no publication uses them."""
 
@@ -33,19 +23,13 @@ _PRODUCTS: dict[Products, str] = {"full": "float32 without tensor cores", "half"
 _NUM_NEAREST = 3
 
 
-def kind_name(model: Model) -> str:
-    """Name of the model's kind in reports."""
-    return next(name for kind, name in _KINDS if isinstance(model, kind))
-
-
-def model_text(run: Run) -> str:
-    """One line that describes the run: kind of model, parameters, samples, precision."""
-    number, trained = run.model_parts.parameters(), trained_parameters(run.model_parts)
-    parts = [f"{kind_name(run.model)} with {_counted(number)} parameters"]
-    if run.model.moe is not None and type(run.model) is GPTConfig:
-        parts.append(f"of which a token uses {_counted(cost.active_parameters(run.model))}")
-    if trained != number:
-        parts.append(f"{_counted(trained)} of them trained")
+def model_text(run: RunSettings, size: ModelSize) -> str:
+    """One line that describes the run: model, parameters, samples, precision."""
+    parts = [f"{size.name} with {_counted(size.parameters)} parameters"]
+    if size.active:
+        parts.append(f"of which a token uses {_counted(size.active)}")
+    if size.trained != size.parameters:
+        parts.append(f"{_counted(size.trained)} of them trained")
     lengths = run.lengths
     length = f"{lengths.sequence:,}" + (f" + {lengths.decoder_sequence:,}" if lengths.decoder_sequence else "")
     parts.append(f"samples of {length} tokens" + (f" with {lengths.images} image" if lengths.images else ""))
@@ -54,12 +38,12 @@ def model_text(run: Run) -> str:
     return ", ".join([*parts, run.precision + (" and FP8" if run.fp8 is not None else "")])
 
 
-def model_record(run: Run) -> dict[str, Any]:
+def model_record(run: RunSettings, size: ModelSize) -> dict[str, Any]:
     """The run's model and batch as JSON."""
     return {
-        "model": kind_name(run.model),
-        "parameters": run.model_parts.parameters(),
-        "trained_parameters": trained_parameters(run.model_parts),
+        "model": size.name,
+        "parameters": size.parameters,
+        "trained_parameters": size.trained,
         "sequence_length": run.lengths.sequence,
         "global_batch_size": run.global_batch_size,
         "accumulate_grad_batches": run.num_accumulated,
@@ -73,13 +57,21 @@ def _counted(number: int) -> str:
 
 
 def _flops_by_convention(found: Estimate) -> dict[str, float]:
-    """FLOPs of a step by the name of their convention; without causal attention all pairs always count."""
-    run = found.run
+    """FLOPs of a step by the name of their convention; without causal attention all pairs always count. Of a model
+    that is not the package's those alone are known that were measured."""
+    run, executed = found.run, {} if found.executed_flops is None else {EXECUTED: found.executed_flops}
+    if not isinstance(run, Run):
+        return executed
     is_causal = any(part.layer is not None and part.layer.is_causal for part in run.model_parts.parts)
     conventions = (MODEL, MODEL_ALL_PAIRS, HARDWARE_ALL_PAIRS) if is_causal else (MODEL, HARDWARE_ALL_PAIRS)
     names = [one.name if is_causal else one.name.partition(",")[0] for one in conventions]
     flops = {name: step_flops(run, one) for name, one in zip(names, conventions, strict=True)}
-    return flops if found.executed_flops is None else {**flops, EXECUTED: found.executed_flops}
+    return flops | executed
+
+
+def _utilisation(run: RunSettings) -> str:
+    """Name of the share of the peak in a report: recomputation counts in what was measured."""
+    return "MFU" if isinstance(run, Run) else "HFU"
 
 
 def _peak_text(found: Estimate) -> str:
@@ -159,7 +151,7 @@ def estimate_text(found: Estimate, *, num_tokens: float | None = None) -> str:
     ]
     for index, (name, flops) in enumerate(_flops_by_convention(found).items()):
         lines.append(
-            f"{'' if index else 'MFU':<12} {found.share_of_peak(flops):.1%} of the peak, "
+            f"{'' if index else _utilisation(run):<12} {found.share_of_peak(flops):.1%} of the peak, "
             f"{found.flops_per_second(flops) / TERA:.4g} TFLOP/s on each GPU ({name})"
         )
     lines.append(f"{'':<12} the peak: {_peak_text(found)}")
@@ -193,23 +185,18 @@ def _memory_lines(found: Estimate) -> list[str]:
     for rank in shown:
         memory = found.memory[rank]
         by_kind = "".join(f" {value / GIGA:13.2f}" for value in memory.by_kind().values())
-        lines.append(f"{rank:>6} {_num_layers(found.run, rank):>7} {memory.total / GIGA:8.2f}{by_kind}")
+        lines.append(f"{rank:>6} {found.layers[rank]:>7} {memory.total / GIGA:8.2f}{by_kind}")
     return lines
-
-
-def _num_layers(run: Run, rank: int) -> int:
-    stages = run.stages[rank]
-    return sum(count for stage in stages for part, count in stage.items() if part.symbol == "t")
 
 
 def found_text(found: Found, gpu_name: str) -> str:
     """Report of a search as text: the measured layouts that fit, best first, and why others do not."""
     total, shown = found.num_fitting + len(found.rejected), found.confirmed
     layouts = [layout_text(one.estimate.run) for one in shown]
-    width = max(len(text) for text in ["layout", *layouts])
+    width, utilisation = max(len(text) for text in ["layout", *layouts]), _utilisation(shown[0].estimate.run)
     lines = [f"{found.num_fitting} of {total} layouts fit on {gpu_name}, fastest first:", ""]
     lines.append(
-        f"{'layout':<{width}} {'step s':>9} {'tokens/s':>12} {'TFLOP/s':>8} {'MFU':>6} {'GB':>7} {'bubble':>7} "
+        f"{'layout':<{width}} {'step s':>9} {'tokens/s':>12} {'TFLOP/s':>8} {utilisation:>6} {'GB':>7} {'bubble':>7} "
         f"{'exposed':>8}"
     )
     for text, row in zip(layouts, shown, strict=True):
@@ -223,8 +210,8 @@ def found_text(found: Found, gpu_name: str) -> str:
     name = next(iter(_flops_by_convention(shown[0].estimate)))
     lines += [
         "",
-        f"MFU: {name}, over the {_peak_text(shown[0].estimate)}. Memory is measured. Not shown, and only estimated: "
-        f"{len(found.others)} that fit.",
+        f"{utilisation}: {name}, over the {_peak_text(shown[0].estimate)}. Memory is measured. Not shown, and only "
+        f"estimated: {len(found.others)} that fit.",
     ]
     lines += [f"fell out: {number} layouts, {why}" for why, number in found.reasons().items()]
     lines += [f"nearest: {layout_text(one.run)} {one.why}" for one in found.nearest(_NUM_NEAREST)]
@@ -239,8 +226,7 @@ def rejected_record(rejected: Rejected) -> dict[str, Any]:
 def record_of(found: Estimate, *, num_tokens: float | None = None) -> dict[str, Any]:
     """Report of one layout as JSON."""
     run, time = found.run, found.time
-    sizes = run.sizes
-    record: dict[str, Any] = model_record(run) | {
+    record: dict[str, Any] = model_record(run, found.size) | {
         "layout": layout_text(run),
         "sizes": sizes_record(run),
         **cut_record(run),
@@ -267,7 +253,7 @@ def record_of(found: Estimate, *, num_tokens: float | None = None) -> dict[str, 
             "other": time.other,
         },
         "memory_bytes": [memory.by_kind() | {"total": memory.total} for memory in found.memory],
-        "layers": [_num_layers(run, rank) for rank in range(sizes.pp)],
+        "layers": list(found.layers),
         "fits": found.peak_bytes <= found.gpu.memory_bytes,
         "checkpoint_bytes": found.checkpoint_bytes,
     }

@@ -100,6 +100,46 @@ class RunSettings:
             self.sizes.pp > 1 or self.num_microbatches > 1 or self.cuts_by_rows or self.balanced is not None
         )
 
+    @property
+    def is_mixed(self) -> bool:
+        """Whether weights in 16 bits have master weights in float32."""
+        return self.precision in ("bf16-mixed", "16-mixed")
+
+    @property
+    def is_half(self) -> bool:
+        """Whether products are in 16 bits or fewer."""
+        return self.precision != "32-true"
+
+    @property
+    def plain_products(self) -> Products:
+        """Precision of the matrix products that are never in FP8."""
+        return "half" if self.is_half else "full"
+
+    @property
+    def products(self) -> Products:
+        """Precision of the layers' matrix products."""
+        return self.plain_products if self.fp8 is None else "fp8"
+
+    @property
+    def bytes_per_element(self) -> int:
+        """Bytes of an activation element."""
+        return 2 if self.is_half else 4
+
+    @property
+    def stepped_bytes(self) -> int:
+        """Bytes of a weight that the optimizer updates, and of each of its moments."""
+        return 2 if self.precision == "bf16-true" else 4
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of an accumulated gradient element."""
+        return {"auto": self.stepped_bytes, "float32": 4, "bfloat16": 2}[self.optimizer.grad_dtype]
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens of an optimizer step."""
+        return self.num_accumulated * self.global_batch_size * self.lengths.sequence
+
 
 @hashed_once
 @dataclass(frozen=True, kw_only=True)
@@ -159,44 +199,9 @@ class Run(RunSettings):
         return {shared_over_context(part, images, self.micro_batch_size, cp): count for part, count in stage.items()}
 
     @property
-    def is_mixed(self) -> bool:
-        """Whether weights in 16 bits have master weights in float32."""
-        return self.precision in ("bf16-mixed", "16-mixed")
-
-    @property
-    def is_half(self) -> bool:
-        """Whether products are in 16 bits or fewer."""
-        return self.precision != "32-true"
-
-    @property
-    def plain_products(self) -> Products:
-        """Precision of the matrix products that are never in FP8."""
-        return "half" if self.is_half else "full"
-
-    @property
-    def products(self) -> Products:
-        """Precision of the layers' matrix products."""
-        return self.plain_products if self.fp8 is None else "fp8"
-
-    @property
     def saves_float8(self) -> bool:
         """Whether linears save and send what they multiply in float8: with scales of blocks they cast it later."""
         return self.fp8 is not None and self.fp8.scaling != "mxfp8"
-
-    @property
-    def bytes_per_element(self) -> int:
-        """Bytes of an activation element."""
-        return 2 if self.is_half else 4
-
-    @property
-    def stepped_bytes(self) -> int:
-        """Bytes of a weight that the optimizer updates, and of each of its moments."""
-        return 2 if self.precision == "bf16-true" else 4
-
-    @property
-    def gradient_bytes(self) -> int:
-        """Bytes of an accumulated gradient element."""
-        return {"auto": self.stepped_bytes, "float32": 4, "bfloat16": 2}[self.optimizer.grad_dtype]
 
     @property
     def num_tokens(self) -> int:

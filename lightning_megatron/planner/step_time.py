@@ -8,21 +8,22 @@ of their own. A backward executes the products twice and attention in one kernel
 recomputes the weights. The pipeline is simulated, or in closed form where there is one (`pipeline_load`).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from lightning_megatron.planner.collective_time import exchange_seconds, gather_seconds, groups_of, hop_seconds
 from lightning_megatron.planner.constants import Constants
 from lightning_megatron.planner.context_time import context_seconds
+from lightning_megatron.planner.framework_profile import Sharding
 from lightning_megatron.planner.hardware import Gpu
+from lightning_megatron.planner.kernel_counts import FLASH_BACKWARD
 from lightning_megatron.planner.layer_work import LayerWork, layer_work_of
 from lightning_megatron.planner.memory import parameters_of_rank, trained_of_rank
 from lightning_megatron.planner.model_parts import ModelPart
 from lightning_megatron.planner.pipeline_load import num_pairs, step_seconds
-from lightning_megatron.planner.run import Run
+from lightning_megatron.planner.run import Run, RunSettings
 
-# A fused attention kernel recomputes the weights in its backward. Source: Dao, arXiv 2307.08691, section 4.1.
-_FLASH_BACKWARD = 2.5
 # A product in 16 bits reads and writes so many bytes of each element of a frozen weight to cast it.
 _CAST_BYTES = 6
 # Elements read and written for a pair of tokens and a head where attention weights are materialised; a mask adds one
@@ -86,9 +87,29 @@ def step_time(run: Run, gpu: Gpu, constants: Constants) -> StepTime:
         if key not in seen:
             seen[key] = _passes(run, rank, gpu, constants)
         passes.append(seen[key])
+    hidden = [_hidden_seconds(run, rank, *pair, gpu, constants) for rank, pair in enumerate(passes)]
+    trained = partial(trained_of_rank, run)
+    return composed(run, passes, trained, gpu, constants, hidden=hidden, sharding=run.framework.shards_weights)
+
+
+def composed(
+    run: RunSettings,
+    passes: Sequence[tuple[Pass, Pass]],
+    trained: Callable[[int], tuple[int, int]],
+    gpu: Gpu,
+    constants: Constants,
+    *,
+    hidden: Sequence[float] = (),
+    sharding: Sharding = "none",
+) -> StepTime:
+    """Time of a step whose pipeline ranks take so long for a forward and a backward of a microbatch.
+
+    `trained` gives the dense and the expert parameters that a pipeline rank trains. Overlap hides `hidden` seconds of a
+    forward and a backward on each rank.
+    """
+    hidden = hidden or [0.0] * len(passes)
     forwards = tuple(forward.total for forward, _ in passes)
     backwards = tuple(backward.total for _, backward in passes)
-    hidden = [_hidden_seconds(run, rank, *pair, gpu, constants) for rank, pair in enumerate(passes)]
     pipeline = run.num_accumulated * step_seconds(run.schedule, forwards, backwards, hidden)
     slowest = max(range(run.sizes.pp), key=lambda rank: forwards[rank] + backwards[rank] - hidden[rank])
     m = run.num_accumulated * run.schedule.microbatches
@@ -101,7 +122,8 @@ def step_time(run: Run, gpu: Gpu, constants: Constants) -> StepTime:
     waited = sum(exposed.values())
     data_parallel, optimizer = 0.0, 0.0
     for rank in {0, slowest, run.sizes.pp - 1}:
-        sums, stepping = _data_parallel_seconds(run, rank, forwards[rank], backwards[rank], gpu, constants)
+        ends = run, trained(rank), sharding, forwards[rank], backwards[rank]
+        sums, stepping = _data_parallel_seconds(*ends, gpu, constants)
         data_parallel, optimizer = max(data_parallel, sums), max(optimizer, stepping)
     exposed["dp"] = exposed.get("dp", 0.0) + data_parallel
     busy = pipeline + data_parallel + optimizer
@@ -195,7 +217,7 @@ def _part_passes(
     if not part.passes_gradient and not part.is_trained:
         return Pass(compute=forward, exposed=exposed), Pass()
     num_products = part.passes_gradient + part.is_trained
-    attended = _FLASH_BACKWARD * flash + 2 * materialised + (_PAIR_BACKWARD_NUMBERS * width + 1) * pairs
+    attended = FLASH_BACKWARD * flash + 2 * materialised + (_PAIR_BACKWARD_NUMBERS * width + 1) * pairs
     attended += _GROUPED_PAIR_BACKWARD_NUMBERS * grouped
     backward = num_products * product + 2 * (casts + adapters)
     backward += (constants.moved_backward if work.num_layers else _HEAD_BACKWARD) * moved
@@ -296,12 +318,18 @@ def _gathered_seconds(run: Run, rank: int, totals: list[float], gpu: Gpu, consta
 
 
 def _data_parallel_seconds(
-    run: Run, rank: int, forward: float, backward: float, gpu: Gpu, constants: Constants
+    run: RunSettings,
+    trained: tuple[int, int],
+    sharding: Sharding,
+    forward: float,
+    backward: float,
+    gpu: Gpu,
+    constants: Constants,
 ) -> tuple[float, float]:
     """Exposed gradient reduction and parameter gather of a step, and the optimizer's own seconds."""
-    dense, experts = trained_of_rank(run, rank)
+    dense, experts = trained
     groups = groups_of(run.sizes)
-    is_sharded = run.framework.shards_weights != "none"
+    is_sharded = sharding != "none"
     is_cut = run.optimizer.kind == "distributed" or is_sharded
     waited, stepped = 0.0, 0.0
     width = run.gradient_bytes

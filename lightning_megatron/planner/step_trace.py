@@ -18,6 +18,7 @@ from lightning_megatron.pipeline.schedule import WHOLE_STAGE, Action, Kind
 from lightning_megatron.planner.fake_process_group import MessageCounts, Messages
 from lightning_megatron.planner.memory_tracker import OTHERS
 
+_FORWARDS = (Kind.FORWARD, Kind.SEND_FORWARD, Kind.RECV_FORWARD)
 Phase = Literal["computed", "posted", "awaited", "released"]
 _TEXTS = {
     Kind.FORWARD: "the forward",
@@ -58,6 +59,8 @@ class Segment:
     peak: Mapping[str, int]
     """Bytes by kind at its peak, beyond those before it."""
     flops: Mapping[str, float]
+    counts: Mapping[str, float]
+    """What its kernels take, as in `kernel_counts`."""
     messages: MessageCounts
 
     @cached_property
@@ -81,15 +84,17 @@ class Trace:
 
 @dataclass
 class Work:
-    """FLOPs and messages."""
+    """FLOPs, what kernels take, and messages."""
 
     flops: dict[str, float] = field(default_factory=dict)
+    counts: dict[str, float] = field(default_factory=dict)
     messages: dict[tuple[str, str], Messages] = field(default_factory=dict)
 
     def add(self, other: "Segment | Work", times: int = 1) -> None:
         """Adds other work, so many times."""
-        for kind, flops in other.flops.items():
-            self.flops[kind] = self.flops.get(kind, 0) + flops * times
+        for own, added in ((self.flops, other.flops), (self.counts, other.counts)):
+            for kind, number in added.items():
+                own[kind] = own.get(kind, 0) + number * times
         for key, messages in other.messages.items():
             self.messages[key] = self.messages.get(key, Messages()) + messages * times
 
@@ -212,6 +217,15 @@ def _walked(
             cell = cell_of(event.action)
             known = Event(event.phase, Action(event.action.kind, *stands_for.get(cell, cell)))
             yield from ((event, segment) for segment in by_event[known])
+
+
+def passes_of(trace: Trace, cells: Sequence[Cell]) -> tuple[Work, Work]:
+    """What the forwards of these cells of a trace do in its first batch, and what their backwards do."""
+    forward, backward = Work(), Work()
+    for segment in trace.pieces[1]:
+        if segment.event is not None and (times := cells.count(cell_of(segment.event.action))):
+            (forward if segment.event.action.kind in _FORWARDS else backward).add(segment, times)
+    return forward, backward
 
 
 def works_of(trace: Trace) -> dict[tuple[int, Cell | None], Work]:

@@ -1,0 +1,176 @@
+"""`lightning-megatron plan` of a model of transformers, as it is: what it says is what its dry runs measured."""
+
+import json
+from dataclasses import fields
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import GPT2Config, LlamaConfig, MixtralConfig, PreTrainedConfig
+
+from lightning_megatron.cli import plan_module
+from lightning_megatron.cli.dry_module import causal_module
+from lightning_megatron.cli.main import main
+from lightning_megatron.cli.plan_file import model_of_folder
+from lightning_megatron.mesh import Sizes
+from lightning_megatron.optim.config import OptimizerConfig
+from lightning_megatron.planner.constants import fitted
+from lightning_megatron.planner.measured import measured
+from lightning_megatron.planner.model_parts import SequenceLengths
+from lightning_megatron.planner.run import Run, RunSettings
+
+RECIPE = str(Path(__file__).resolve().parents[2] / "recipes" / "configs" / "hf_toy.yaml")
+SMALL: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 128,
+}
+LLAMA = LlamaConfig(**SMALL, tie_word_embeddings=False)
+EXPERTS = MixtralConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2)
+WIDE = {"hidden_size": 1024, "intermediate_size": 2752, "max_position_embeddings": 2048}
+GPT2 = GPT2Config(vocab_size=512, n_embd=64, n_layer=4, n_head=4, n_positions=128)
+KINDS = ("weights", "gradients", "master weights", "moments")
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> str:
+    return folder_of(LLAMA, tmp_path)
+
+
+def folder_of(config: PreTrainedConfig, path: Path) -> str:
+    """A folder with a configuration and nothing else."""
+    config.save_pretrained(path)
+    return str(path)
+
+
+def planned(capsys: pytest.CaptureFixture[str], folder: str, layout: str, *args: str) -> Any:
+    assert main(["plan", RECIPE, "--model", folder, "--gpu", "h100", "--layout", layout, "--json", *args]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def told(capsys: pytest.CaptureFixture[str], folder: str, *args: str) -> str:
+    assert main(["plan", RECIPE, "--model", folder, "--gpu", "h100", *args]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and "Traceback" not in captured.err
+    [line] = (line for line in captured.err.splitlines() if line.startswith("error: "))
+    return line
+
+
+@pytest.mark.parametrize("layout", ["recipe", "pp=2,mbs=2", "tp=2,pp=2,recompute=full"])
+def test_memory_and_flops_are_those_of_a_dry_run(layout: str, llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = planned(capsys, llama, layout)
+    assert main(["dry-run", RECIPE, "--model", llama, "--layout", layout, "--json"]) == 0
+    ranks = json.loads(capsys.readouterr().out)["ranks"]
+    assert len(found["memory_bytes"]) == len(ranks) == 2 and found["layers"] == [2, 2]
+    for memory, one in zip(found["memory_bytes"], ranks, strict=True):
+        by_kind = {kind: memory[kind.replace(" ", "_")] for kind in KINDS}
+        assert by_kind == {kind: one["peak_by_kind"].get(kind, 0) for kind in KINDS}
+        # Workspaces.
+        assert sum(memory[kind] for kind in memory if kind not in ("total", "overhead")) == one["peak_bytes"] + 0.13e9
+    [flops] = found["flops"]
+    assert flops["convention"] == "executed by this package"
+    assert flops["step_flops"] == sum(sum(one["flops"].values()) for one in ranks) * 2
+
+
+@pytest.mark.parametrize("sizes", [{}, {"tp": 2}, {"tp": 2, "pp": 2}], ids=["alone", "tp2", "tp2 pp2"])
+def test_flops_and_states_are_those_of_the_packages_model_of_its_sizes(sizes: dict[str, int], llama: str) -> None:
+    settings = RunSettings(
+        lengths=SequenceLengths(sequence=64),
+        sizes=Sizes(world=4, sequence_parallel="tp" in sizes, **sizes),
+        global_batch_size=8,
+        optimizer=OptimizerConfig(kind="distributed"),
+    )
+    own = Run(
+        **{field.name: getattr(settings, field.name) for field in fields(settings)}, model=model_of_folder(Path(llama))
+    )
+    found = measured(settings, causal_module({"path": llama, "from_scratch": True}, settings, None))
+    known = measured(own)
+    assert found.flops == known.flops and found.ranks[0].trained == known.ranks[0].trained
+    for one, other in zip(found.ranks, known.ranks, strict=True):
+        assert one.num_layers == other.num_layers
+        for work, of_own in zip(one.passes, other.passes, strict=True):
+            assert work.counts["products"] == of_own.counts["products"]
+            assert work.counts["attention"] == of_own.counts["attention"]
+            # Norms, rotary embeddings and gates are in kernels of their own.
+            assert work.counts["moved bytes"] > of_own.counts["moved bytes"]
+
+
+def test_time_grows_with_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    # Small layers take as long as the host takes to launch them.
+    folder = folder_of(LlamaConfig(**{**SMALL, **WIDE}), tmp_path)
+
+    def seconds(layout: str, *args: str) -> float:
+        options = ("--sequence-length", "1024", *args)
+        return float(planned(capsys, folder, layout, *options)["seconds"]["compute"])
+
+    plain = seconds("pp=2")
+    # Of three products of a linear the forward's runs twice.
+    assert 1.2 < seconds("pp=2,recompute=full") / plain < 4 / 3
+    assert 2 < seconds("pp=2", "--sequence-length", "2048") / plain < 2.2
+    assert seconds("pp=2", "--global-batch-size", "16") == pytest.approx(2 * plain)
+    assert 1.5 < seconds("pp=2", "--num-gpus", "2") / seconds("tp=2,pp=2") < 2
+
+
+def test_a_report_tells_the_model_and_what_was_measured(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", RECIPE, "--model", llama, "--gpu", "h100", "--layout", "recipe", "--tokens", "1e6"]) == 0
+    captured = capsys.readouterr()
+    lines = captured.out.splitlines()
+    assert lines[0].startswith(
+        "LlamaForCausalLM with 0.2545 million parameters, samples of 64 tokens, 8 samples a step"
+    )
+    assert "HFU " in captured.out and "MFU" not in captured.out and "model FLOPs" not in captured.out
+    assert "executed by this package" in captured.out and "days for 1e+06 tokens" in captured.out
+    assert "layers of model that are cut" not in captured.err
+    record = planned(capsys, llama, "recipe")
+    assert record["model"] == "LlamaForCausalLM" and record["checkpoint_bytes"] == 12 * record["parameters"]
+    assert record["trained_parameters"] == record["parameters"] and record["fits"]
+    parts = record["seconds"]
+    whole = sum(parts["exposed"].values()) + sum(parts[name] for name in parts if name != "exposed")
+    assert record["step_seconds"] == pytest.approx(whole)
+
+
+def test_experts_wait_for_their_routing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = folder_of(EXPERTS, tmp_path)
+    alone, spread = (planned(capsys, folder, layout) for layout in ("mbs=2", "ep=4,mbs=2"))
+    routing = 4 * 2 * fitted().routing_seconds
+    assert alone["seconds"]["exposed"]["ep"] == pytest.approx(routing)
+    assert spread["seconds"]["exposed"]["ep"] > 1.01 * routing
+
+
+def test_a_layout_is_measured_once_for_a_configuration(
+    llama: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = planned(capsys, llama, "pp=2", "--cache", str(tmp_path / "cache"))
+    runs: list[Any] = []
+    monkeypatch.setattr(plan_module, "measured", lambda run, trained: runs.append(run) or measured(run, trained))
+    again = partial(planned, capsys, llama, "pp=2", "--cache", str(tmp_path / "cache"))
+    assert again() == found and not runs
+    folder_of(LlamaConfig(**{**SMALL, "num_hidden_layers": 6}), Path(llama))
+    assert again()["layers"] == [3, 3] and len(runs) == 1
+
+
+@pytest.mark.parametrize(
+    ("config", "args", "words"),
+    [
+        (LLAMA, ("--layout", "tp=8", "--num-gpus", "8"), "LlamaAttention) does not run with the features of a rank"),
+        (LLAMA, ("--layout", "pp=8", "--num-gpus", "8"), "cannot be pipelined over 8 stages"),
+        (GPT2, ("--layout", "tp=2"), "tensor_model_parallel_size (2) cuts nothing of CausalModule"),
+        (LLAMA, ("--layout", "mbs=2,recompute=full"), "recompute granularity ('full') needs a model of parts"),
+        (LLAMA, ("--layout", "pp=2,mbs=3"), "global_batch_size (8)"),
+        (LLAMA, ("--layout", "recipe", "--document-lengths", "median=7,sigma=1"), "leave out dynamic_context"),
+        (None, ("--layout", "recipe"), "has no configuration that this version of transformers reads"),
+    ],
+)
+def test_what_cannot_be_planned_is_told(
+    config: PreTrainedConfig | None,
+    args: tuple[str, ...],
+    words: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert words in told(capsys, str(tmp_path) if config is None else folder_of(config, tmp_path), *args)
