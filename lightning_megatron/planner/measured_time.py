@@ -35,7 +35,7 @@ def _passes(run: RunSettings, rank: RankWork, gpu: Gpu, constants: Constants) ->
     least = constants.layer_seconds * rank.num_layers
     hop = max(_hops(run, work, gpu, constants) for work in rank.passes)
     routing = constants.routing_seconds * rank.passes[0].counts.get("grouped products", 0) / _PRODUCTS_OF_EXPERTS
-    found = []
+    found: list[Pass] = []
     for work in rank.passes:
         exposed = _exposed(run, work, gpu, constants, is_backward=bool(found))
         for axis, seconds in (("pp", hop), ("ep", routing)):

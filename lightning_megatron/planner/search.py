@@ -20,11 +20,12 @@ from lightning_megatron.context.config import ContextConfig
 from lightning_megatron.mesh import Sizes, StageLayout
 from lightning_megatron.planner.constants import Constants, fitted
 from lightning_megatron.planner.estimate import Estimate, estimate
+from lightning_megatron.planner.forecast import ClosedForm, FewSamples, Forecast
 from lightning_megatron.planner.hardware import GIGA, Gpu
 from lightning_megatron.planner.measured import Measure, measured
-from lightning_megatron.planner.memory import Memory, rank_memory
-from lightning_megatron.planner.run import Run, context_fields, faults_of
-from lightning_megatron.planner.step_time import step_time
+from lightning_megatron.planner.memory import Memory
+from lightning_megatron.planner.model_size import ModelSize
+from lightning_megatron.planner.run import Run, RunSettings, context_fields, faults_of
 from lightning_megatron.transformer.recompute import RecomputeConfig
 
 _FULL = RecomputeConfig(granularity="full")
@@ -44,7 +45,7 @@ _BY_COST = StageLayout(balance="cost")
 class Rejected:
     """A layout that breaks a rule or needs more memory than there is."""
 
-    run: Run
+    run: RunSettings
     why: str
     """Reason in one sentence."""
     needed_bytes: float = 0.0
@@ -56,7 +57,7 @@ class Confirmed:
     """A layout that was measured and fits."""
 
     estimate: Estimate
-    alike: tuple[Run, ...] = ()
+    alike: tuple[RunSettings, ...] = ()
     """Layouts whose times print alike, and which need more memory."""
 
 
@@ -66,7 +67,7 @@ class Found:
 
     confirmed: tuple[Confirmed, ...]
     """Measured layouts, fastest first."""
-    others: tuple[Run, ...]
+    others: tuple[RunSettings, ...]
     """Slower ones, which fit by the closed form."""
     rejected: tuple[Rejected, ...]
 
@@ -95,21 +96,23 @@ class Found:
 
 
 def search(
-    run: Run,
+    run: RunSettings,
     gpu: Gpu,
     *,
     memory_bytes: float,
     free_recompute: bool = True,
     num_confirmed: int = 1,
     measure: Measure = measured,
+    size: ModelSize | None = None,
 ) -> Found:
     """Layouts of the run's model and batch on its world, whatever its own layout; the fastest are measured until so
     many of different times fit.
 
-    `free_recompute` allows full recomputation where nothing else fits. Precision, optimizer and FP8 are the run's.
+    `free_recompute` allows full recomputation where nothing else fits. Precision, optimizer and FP8 are the run's. A
+    `Run` has its own `size`.
     """
-    queue = _Queue(gpu, memory_bytes, free_recompute, measure)
-    for candidate in candidates(run, gpu):
+    queue = _Queue(gpu, memory_bytes, free_recompute, measure, size)
+    for candidate in candidates(run, gpu) if isinstance(run, Run) else few_candidates(run, gpu):
         if faults := faults_of(candidate):
             queue.rejected.append(Rejected(run=candidate, why="; ".join(faults)))
         else:
@@ -132,28 +135,36 @@ class _Pending:
 
     seconds: float
     order: int
-    run: Run = field(compare=False)
+    run: RunSettings = field(compare=False)
     closed_form: float = field(compare=False)
-    """Memory of the fullest rank in closed form."""
+    """Memory of the fullest rank as it is expected."""
 
 
 class _Queue:
     """Layouts that may fit, fastest first, and those that do not."""
 
-    def __init__(self, gpu: Gpu, memory_bytes: float, free_recompute: bool, measure: Measure) -> None:
+    def __init__(
+        self, gpu: Gpu, memory_bytes: float, free_recompute: bool, measure: Measure, size: ModelSize | None = None
+    ) -> None:
         self._gpu, self._memory_bytes, self._free_recompute = gpu, memory_bytes, free_recompute
-        self._measure = measure
+        self._measure, self._size = measure, size
         self._constants: Constants = fitted()
+        self._forecast: Forecast = (
+            ClosedForm(gpu, self._constants) if size is None else FewSamples(measure, gpu, self._constants)
+        )
         self._pending: list[_Pending] = []
         self._orders = count()
         self.rejected: list[Rejected] = []
 
-    def add(self, run: Run) -> None:
+    def add(self, run: RunSettings) -> None:
         """Adds a layout, with full recomputation where it is hopeless without, or rejects it."""
-        ranks = {rank: rank_memory(run, rank) for rank in _fullest_ranks(run)}
-        rank, fullest = max(ranks.items(), key=lambda pair: pair[1].total)
+        try:
+            rank, fullest = self._fullest(run)
+        except ValueError as error:
+            self.rejected.append(Rejected(run=run, why=str(error)))
+            return
         if fullest.total <= _SLACK * self._memory_bytes:
-            seconds = step_time(run, self._gpu, self._constants).total
+            seconds = self._forecast.seconds(run)
             heapq.heappush(self._pending, _Pending(seconds, next(self._orders), run, fullest.total))
         else:
             self._give_up(run, rank, fullest)
@@ -168,7 +179,11 @@ class _Queue:
     def confirmed(self, alike: list[_Pending]) -> list[Confirmed]:
         """The first of the layouts that fits as measured, if any; what is measured before it is rejected."""
         for index, one in enumerate(alike):
-            found = estimate(one.run, self._gpu, self._constants, measure=self._measure)
+            try:
+                found = estimate(one.run, self._gpu, self._constants, measure=self._measure, size=self._size)
+            except ValueError as error:
+                self.rejected.append(Rejected(run=one.run, why=str(error)))
+                continue
             if found.peak_bytes <= self._memory_bytes:
                 rest = [other for other in alike[index + 1 :] if self._fits(other)]
                 return [Confirmed(estimate=found, alike=tuple(other.run for other in rest))]
@@ -185,23 +200,26 @@ class _Queue:
                 return True
         return False
 
-    def unmeasured(self) -> tuple[Run, ...]:
+    def unmeasured(self) -> tuple[RunSettings, ...]:
         """Layouts that are left and fit by the closed form, fastest first; the others are rejected."""
         return tuple(one.run for one in sorted(self._pending) if self._fits(one))
 
     def _fits(self, one: _Pending) -> bool:
         if one.closed_form > self._memory_bytes:
-            ranks = {rank: rank_memory(one.run, rank) for rank in _fullest_ranks(one.run)}
-            self._reject(one.run, *max(ranks.items(), key=lambda pair: pair[1].total))
+            self._reject(one.run, *self._fullest(one.run))
         return one.closed_form <= self._memory_bytes
 
-    def _give_up(self, run: Run, rank: int, memory: Memory) -> None:
+    def _fullest(self, run: RunSettings) -> tuple[int, Memory]:
+        """The fullest rank as far as it is known before it is measured."""
+        return max(self._forecast.memory(run).items(), key=lambda pair: pair[1].total)
+
+    def _give_up(self, run: RunSettings, rank: int, memory: Memory) -> None:
         if self._free_recompute and run.recompute != _FULL:
             self.add(replace(run, recompute=_FULL))
         else:
             self._reject(run, rank, memory)
 
-    def _reject(self, run: Run, rank: int, memory: Memory) -> None:
+    def _reject(self, run: RunSettings, rank: int, memory: Memory) -> None:
         needed, most = memory.total, max(memory.by_kind().items(), key=lambda pair: pair[1])
         why = (
             f"needs {needed / GIGA:.1f} GB on pipeline rank {rank} of {self._memory_bytes / GIGA:.1f} GB; "
@@ -260,6 +278,22 @@ def candidates(
                     yield _with_layout(run, sizes, micro)
 
 
+def few_candidates(run: RunSettings, gpu: Gpu) -> Iterator[RunSettings]:
+    """The layouts that a search tries for a model of which nothing is known before it is cut: tensor sizes within a
+    node, and all pipeline sizes. Some may have errors."""
+    world = run.sizes.world
+    tensors = [tp for tp in _powers(min(gpu.gpus_per_node, _MOST_TENSOR)) if world % tp == 0]
+    for tp, pp in product(tensors, range(1, world + 1)):
+        if world % (tp * pp):
+            continue
+        sizes = Sizes(world=world, tp=tp, pp=pp, sequence_parallel=tp > 1)
+        for micro in _MICRO_BATCHES:
+            if run.global_batch_size % (sizes.dp * micro) == 0:
+                yield replace(
+                    run, sizes=sizes, micro_batch_size=micro, schedule_name=None, group_size=0, is_overlapped=False
+                )
+
+
 def _with_layout(run: Run, sizes: Sizes, micro: int) -> Run:
     """The run on these sizes, with stages and context exchange that fit them."""
     own, context = run.sizes, run.context
@@ -279,12 +313,6 @@ def _with_layout(run: Run, sizes: Sizes, micro: int) -> Run:
         group_size=0,
         is_overlapped=False,
     )
-
-
-def _fullest_ranks(run: Run) -> list[int]:
-    """The first of each set of ranks with equal stages: it saves the most microbatches."""
-    ranks = reversed(range(run.sizes.pp))
-    return sorted({tuple(map(id, run.stages[rank])): rank for rank in ranks}.values())
 
 
 def _kind(rejected: Rejected) -> str:
