@@ -23,7 +23,7 @@ from lightning_megatron.cli.plan_run import add_model_options, add_run_options, 
 from lightning_megatron.cli.usage import UsageError
 from lightning_megatron.planner.estimate import Estimate, estimate
 from lightning_megatron.planner.hardware import GIGA, Gpu, gpu_of
-from lightning_megatron.planner.measured import Measure
+from lightning_megatron.planner.measured import Measure, UnmeasuredError
 from lightning_megatron.planner.model_size import ModelSize
 from lightning_megatron.planner.plan_cache import PlanCache
 from lightning_megatron.planner.presets import PRESETS
@@ -36,7 +36,7 @@ from lightning_megatron.planner.report import (
     record_of,
     rejected_record,
 )
-from lightning_megatron.planner.run import Run
+from lightning_megatron.planner.run import Run, RunSettings
 from lightning_megatron.planner.search import Found, fewest_gpus, search
 
 # Layouts of a search.
@@ -44,8 +44,11 @@ _SHOWN = 10
 _EPILOG = f"""\
 CONFIG is a recipe's YAML file, a preset ({", ".join(PRESETS)}), or a Hugging Face config.json,
 of any name, or its folder.
+A recipe of recipes/pretrain_hf.py is planned with the model of transformers in its model.path, of whose
+folder the config.json is enough: every layout is measured, which takes seconds each.
 
 example:  lightning-megatron plan llama3_70b --gpu h100 --num-gpus 64
+          lightning-megatron plan recipes/configs/hf_toy.yaml --model Qwen3-0.6B --gpu h100 --layout tp=2,pp=2
           lightning-megatron plan recipes/configs/gpt_1t.yaml --gpu a100-80gb --layout recipe --tokens 450e9
 """
 # Families with units for float8 that read no scales of blocks.
@@ -101,10 +104,10 @@ def run_plan(options: argparse.Namespace) -> None:
         raise UsageError([f"GPU {options.gpu!r} has no units for MXFP8; use scaling 'current', or plan for another"])
     if faults := out_faults(options.out):
         raise UsageError(faults)
-    if options.layout is not None:
-        _explain(options, request, gpu, measure, size)
-    else:
-        _search(options, request, gpu, measure)
+    try:
+        (_search if options.layout is None else _explain)(options, request, gpu, measure, size)
+    except UnmeasuredError as error:
+        raise UsageError(str(error).splitlines()) from error
 
 
 def _read(options: argparse.Namespace, cache: PlanCache) -> tuple[PlanRequest[Any], Measure, ModelSize | None]:
@@ -148,12 +151,21 @@ def _explain(
         print("\n".join([model_text(run, found.size), *notes, "", estimate_text(found, num_tokens=options.tokens)]))
 
 
-def _search(options: argparse.Namespace, request: PlanRequest[Run], gpu: Gpu, measure: Measure) -> None:
-    request = with_balanced_batch(request, options.document_lengths, gpu, is_own=False)
+def _search(
+    options: argparse.Namespace, request: PlanRequest[Any], gpu: Gpu, measure: Measure, size: ModelSize | None
+) -> None:
+    if size is None:
+        request = with_balanced_batch(request, options.document_lengths, gpu, is_own=False)
     run, notes, is_free = request.run, _notes(request, gpu, None), options.recompute is None
     number = _SHOWN if options.top is None else options.top
     found = search(
-        run, gpu, memory_bytes=gpu.memory_bytes, free_recompute=is_free, num_confirmed=number, measure=measure
+        run,
+        gpu,
+        memory_bytes=gpu.memory_bytes,
+        free_recompute=is_free,
+        num_confirmed=number,
+        measure=measure,
+        size=size,
     )
     if not found.confirmed:
         raise UsageError([_nothing_fits(run, gpu, found, is_free, measure)])
@@ -203,7 +215,7 @@ def _draw(found: Estimate, path: Path) -> None:
     write_picture(path, plan_panels(found), title=title)
 
 
-def _nothing_fits(run: Run, gpu: Gpu, found: Found, free_recompute: bool, measure: Measure) -> str:
+def _nothing_fits(run: RunSettings, gpu: Gpu, found: Found, free_recompute: bool, measure: Measure) -> str:
     world, batch = run.sizes.world, run.global_batch_size
     if not found.rejected:
         return (
@@ -213,7 +225,9 @@ def _nothing_fits(run: Run, gpu: Gpu, found: Found, free_recompute: bool, measur
     least_bytes = found.least_bytes(measure)
     if not least_bytes:
         return f"no layout on {world} GPUs can run: {found.rejected[0].why}"
-    more = fewest_gpus(run, gpu, memory_bytes=gpu.memory_bytes, free_recompute=free_recompute, measure=measure)
+    more = 0
+    if isinstance(run, Run):
+        more = fewest_gpus(run, gpu, memory_bytes=gpu.memory_bytes, free_recompute=free_recompute, measure=measure)
     # Rounded up: the printed size must be enough.
     least_gb = math.ceil(least_bytes / GIGA * 10) / 10
     ways = f"{least_gb:.1f} GB a GPU would do" + (f", or {more} GPUs of this kind" if more else "")

@@ -2,6 +2,7 @@
 
 import argparse
 import logging
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,9 +14,10 @@ from lightning_megatron.cli.plan_request import PlanRequest
 from lightning_megatron.cli.usage import UsageError
 from lightning_megatron.hf.unchanged import read_config
 from lightning_megatron.mesh import Sizes
-from lightning_megatron.planner.measured import Measure, Measured, measured
+from lightning_megatron.planner.measured import Measure, Measured, UnmeasuredError, measured
 from lightning_megatron.planner.model_size import ModelSize
 from lightning_megatron.planner.plan_cache import PlanCache
+from lightning_megatron.planner.report import layout_text
 from lightning_megatron.planner.run import RunSettings
 
 
@@ -23,11 +25,13 @@ def read_unchanged(
     options: argparse.Namespace, cache: PlanCache
 ) -> tuple[PlanRequest[RunSettings], Measure, ModelSize]:
     """The run that a recipe of `CausalModule` and the options ask for, what measures it on any layout, and the model's
-    size. Raises UsageError with their errors, and for a layout that the model cannot be cut on when it is measured."""
+    size. Raises UsageError with their errors."""
     request, arguments = read_causal_run(options)
     trained = repr(arguments), repr(request.plan), version("transformers")
 
     def made(run: RunSettings) -> Measured:
+        if sys.stderr.isatty():
+            print(f"measuring {layout_text(run)}", file=sys.stderr)
         with _quiet():
             return measured(run, causal_module(arguments, run, request.plan))
 
@@ -35,8 +39,8 @@ def read_unchanged(
         try:
             with telling_model("does not run on tensors without numbers"):
                 return cache.measured(run, "\n".join((*trained, config)), made)
-        except (CutError, NotImplementedError) as error:
-            raise UsageError(str(error).splitlines()) from error
+        except (CutError, NotImplementedError, UsageError) as error:
+            raise UnmeasuredError(str(error)) from error
 
     alone = replace(request.run, sizes=Sizes())
     size = causal_module(arguments, alone, request.plan).size()

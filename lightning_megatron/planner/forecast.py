@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from lightning_megatron.planner.constants import Constants
 from lightning_megatron.planner.hardware import Gpu
-from lightning_megatron.planner.measured import Measure, Measured, RankWork
+from lightning_megatron.planner.measured import Measure, Measured, RankWork, UnmeasuredError
 from lightning_megatron.planner.measured_time import measured_time
 from lightning_megatron.planner.memory import Memory, rank_memory, with_overhead
 from lightning_megatron.planner.pipeline_load import saved_by_chunk
@@ -21,7 +21,7 @@ from lightning_megatron.transformer.recompute import RecomputeConfig
 
 
 class Forecast(Protocol):
-    """Expects memory and time of runs without errors. Raises ValueError for a run that cannot be."""
+    """Expects memory and time of runs without errors. Raises UnmeasuredError as `Measure` does."""
 
     def memory(self, run: Any) -> Mapping[int, Memory]:
         """Memory of pipeline ranks, the fullest among them."""
@@ -57,7 +57,7 @@ class FewSamples:
 
     def __init__(self, measure: Measure, gpu: Gpu, constants: Constants) -> None:
         self._measure, self._gpu, self._constants = measure, gpu, constants
-        self._known: dict[RunSettings, Measured | ValueError] = {}
+        self._known: dict[RunSettings, Measured | UnmeasuredError] = {}
 
     def memory(self, run: RunSettings) -> Mapping[int, Memory]:
         """Memory of every pipeline rank."""
@@ -96,10 +96,10 @@ class FewSamples:
         if run not in self._known:
             try:
                 self._known[run] = self._measure(run)
-            except ValueError as error:
+            except UnmeasuredError as error:
                 self._known[run] = error
         found = self._known[run]
-        if isinstance(found, ValueError):
+        if isinstance(found, UnmeasuredError):
             raise found
         return found
 

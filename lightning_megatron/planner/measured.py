@@ -37,7 +37,11 @@ class Measured:
 
 
 Measure = Callable[[Any], Measured]
-"""Measures a run without errors."""
+"""Measures a run without errors. Raises UnmeasuredError where what it trains does not run on its ranks."""
+
+
+class UnmeasuredError(Exception):
+    """A run on whose ranks a model cannot be cut, or does not run; the message has the errors, one a line."""
 
 
 @lru_cache(maxsize=256)

@@ -22,7 +22,7 @@ from lightning_megatron.planner.constants import Constants, fitted
 from lightning_megatron.planner.estimate import Estimate, estimate
 from lightning_megatron.planner.forecast import ClosedForm, FewSamples, Forecast
 from lightning_megatron.planner.hardware import GIGA, Gpu
-from lightning_megatron.planner.measured import Measure, measured
+from lightning_megatron.planner.measured import Measure, UnmeasuredError, measured
 from lightning_megatron.planner.memory import Memory
 from lightning_megatron.planner.model_size import ModelSize
 from lightning_megatron.planner.run import Run, RunSettings, context_fields, faults_of
@@ -50,6 +50,8 @@ class Rejected:
     """Reason in one sentence."""
     needed_bytes: float = 0.0
     """Memory that the fullest rank needs; 0 where memory is not the reason."""
+    is_refused: bool = False
+    """Whether the model itself cannot run so."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,8 +162,8 @@ class _Queue:
         """Adds a layout, with full recomputation where it is hopeless without, or rejects it."""
         try:
             rank, fullest = self._fullest(run)
-        except ValueError as error:
-            self.rejected.append(Rejected(run=run, why=str(error)))
+        except UnmeasuredError as error:
+            self._refuse(run, error)
             return
         if fullest.total <= _SLACK * self._memory_bytes:
             seconds = self._forecast.seconds(run)
@@ -181,8 +183,8 @@ class _Queue:
         for index, one in enumerate(alike):
             try:
                 found = estimate(one.run, self._gpu, self._constants, measure=self._measure, size=self._size)
-            except ValueError as error:
-                self.rejected.append(Rejected(run=one.run, why=str(error)))
+            except UnmeasuredError as error:
+                self._refuse(one.run, error)
                 continue
             if found.peak_bytes <= self._memory_bytes:
                 rest = [other for other in alike[index + 1 :] if self._fits(other)]
@@ -218,6 +220,10 @@ class _Queue:
             self.add(replace(run, recompute=_FULL))
         else:
             self._reject(run, rank, memory)
+
+    def _refuse(self, run: RunSettings, error: UnmeasuredError) -> None:
+        why = "; ".join(str(error).splitlines())
+        self.rejected.append(Rejected(run=run, why=why, is_refused=True))
 
     def _reject(self, run: RunSettings, rank: int, memory: Memory) -> None:
         needed, most = memory.total, max(memory.by_kind().items(), key=lambda pair: pair[1])
@@ -319,6 +325,8 @@ def _kind(rejected: Rejected) -> str:
     """Reason of a rejection without the numbers of its layout."""
     if rejected.needed_bytes:
         return "not enough memory"
+    if rejected.is_refused:
+        return rejected.why
     return rejected.why.partition(" (")[0] + " does not fit"
 
 

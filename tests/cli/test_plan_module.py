@@ -154,6 +154,28 @@ def test_a_layout_is_measured_once_for_a_configuration(
     assert again()["layers"] == [3, 3] and len(runs) == 1
 
 
+def test_a_search_measures_what_it_shows_and_tells_what_the_model_refuses(
+    llama: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    two = ("--num-gpus", "2", "--global-batch-size", "2")
+    args = ["plan", RECIPE, "--gpu", "h100", *two, "--top", "2", "--json"]
+    assert main([*args, "--model", llama]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["model"] == "LlamaForCausalLM" and found["num_fitting"] == 5 and not found["rejected"]
+    seconds = [one["step_seconds"] for one in found["layouts"]]
+    assert len(seconds) == 2 and seconds == sorted(seconds)
+    for one in found["layouts"]:
+        again = planned(capsys, llama, one["layout"], *two)
+        assert again.pop("notes") == [] and again.items() <= one.items()
+    # Linears of a GPT-2 are none of torch's.
+    folder = folder_of(GPT2, tmp_path / "gpt2")
+    assert main([*args, "--model", folder]) == 0
+    found = json.loads(capsys.readouterr().out)
+    [(why, number)] = found["fell_out"].items()
+    assert "tensor_model_parallel_size (2) cuts nothing" in why and number == 2
+    assert {one["layout"].partition(",")[0] for one in found["layouts"]} == {"tp=1"}
+
+
 @pytest.mark.parametrize(
     ("config", "args", "words"),
     [
@@ -163,6 +185,11 @@ def test_a_layout_is_measured_once_for_a_configuration(
         (LLAMA, ("--layout", "mbs=2,recompute=full"), "recompute granularity ('full') needs a model of parts"),
         (LLAMA, ("--layout", "pp=2,mbs=3"), "global_batch_size (8)"),
         (LLAMA, ("--layout", "recipe", "--document-lengths", "median=7,sigma=1"), "leave out dynamic_context"),
+        (
+            LLAMA,
+            ("--memory-gb", "0.1", "--num-gpus", "2", "--global-batch-size", "2"),
+            "no layout on 2 x h100 fits in 0.1 GB; 1.",
+        ),
         (None, ("--layout", "recipe"), "has no configuration that this version of transformers reads"),
     ],
 )
