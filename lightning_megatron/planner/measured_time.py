@@ -62,9 +62,12 @@ def _exposed(run: RunSettings, work: Work, gpu: Gpu, constants: Constants, *, is
     """Exposed communication of a pass by axis, without that between stages."""
     waited: dict[str, float] = {}
     for (axis, kind), messages in work.messages.items():
-        name = axis.partition("=")[-1] or axis
-        if axis == "pp" or (name.partition("+")[0] in _OF_WEIGHTS and kind != "all-to-all"):
+        # Ranks of an expert axis may be those of another one.
+        own, _, experts = axis.partition("=")
+        is_exchange = kind == "all-to-all"
+        if own == "pp" or (own.partition("+")[0] in _OF_WEIGHTS and not is_exchange):
             continue
+        name = experts if experts and is_exchange else own
         seconds = _message_seconds(kind, messages, _group_of(name, run.sizes), gpu, constants)
         is_hidden = name == "tp" and is_backward and OURS.hides_tensor == "backward"
         name = name.partition("_")[0]

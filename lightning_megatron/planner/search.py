@@ -7,7 +7,8 @@ used for its own number of stages. Full recomputation is tried where nothing els
 rules of the strategy.
 
 The closed form of memory drops what is hopeless, times order the rest, and layouts are measured from the fastest on
-until as many fit as are shown.
+until as many fit as are shown. Of a model that is not the package's fewer sizes are tried, and what is expected of them
+is measured too (`forecast`).
 """
 
 import heapq

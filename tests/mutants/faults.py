@@ -289,4 +289,23 @@ FAULTS = (
         "return self.flops_per_second / peak_flops",
         ("metrics/test_throughput.py",),
     ),
+    # Plans.
+    Fault(
+        "planner/kernel_counts.py",
+        "FLASH_BACKWARD / 2 if",
+        "FLASH_BACKWARD if",
+        ("planner/test_kernel_counts.py",),
+    ),
+    Fault(
+        "planner/measured_time.py",
+        "is_backward=bool(found)",
+        "is_backward=not found",
+        ("planner/test_measured_time.py",),
+    ),
+    Fault(
+        "planner/forecast.py",
+        "[(2 - number, one), (number - 1, two)]",
+        "[(0, one), (number / 2, two)]",
+        ("planner/test_forecast.py",),
+    ),
 )
