@@ -294,7 +294,9 @@ def _of_step(works: Mapping[tuple[int, Cell | None], Work], run: RunSettings, st
     for stage in {stage for stage, _ in stands_for} if more else ():
         counts[stands_for[stage, 1]] += more
         between = {cell: works[0, cell] for cell in (stands_for[stage, number] for number in range(1, count - 1))}
-        if any(work != works[0, stands_for[stage, 1]] for work in between.values()):
+        known = works[0, stands_for[stage, 1]]
+        # What is done to gradients after a stage's last backward falls to the message that is posted next.
+        if any((work.flops, work.messages) != (known.flops, known.messages) for work in between.values()):
             raise RuntimeError(f"microbatches of a step differ, and some cannot stand for all: {between}")
     for (batch, cell), work in works.items():
         total.add(work, 1 if cell is None else counts[cell] * (run.num_accumulated - 1 if batch else 1))

@@ -9,7 +9,7 @@ Events and cells are named by the index of a stage among the rank's own.
 
 from collections import Counter, defaultdict
 from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
 
@@ -224,7 +224,9 @@ def passes_of(trace: Trace, cells: Sequence[Cell]) -> tuple[Work, Work]:
     forward, backward = Work(), Work()
     for segment in trace.pieces[1]:
         if segment.event is not None and (times := cells.count(cell_of(segment.event.action))):
-            (forward if segment.event.action.kind in _FORWARDS else backward).add(segment, times)
+            # Whatever runs while a message is under way is no part of a pass.
+            own = segment if segment.event.phase == "computed" else replace(segment, counts={})
+            (forward if segment.event.action.kind in _FORWARDS else backward).add(own, times)
     return forward, backward
 
 
