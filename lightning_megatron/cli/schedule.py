@@ -102,9 +102,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         ("message", "time of a message from one rank to the next"),
     ):
         default = getattr(Costs(), name.replace("-", "_"))
-        costs.add_argument(
-            f"--{name}", type=float, default=default, metavar="TIME", help=f"{what} (default: {default:g})"
-        )
+        costs.add_argument(f"--{name}", type=float, metavar="TIME", help=f"{what} (default: {default:g})")
     output = parser.add_argument_group("the output")
     add_out(output, "the schedule")
     output.add_argument("--json", action="store_true", help="print everything as JSON, every compute with its times")
@@ -122,6 +120,8 @@ def run_schedule(options: argparse.Namespace) -> None:
     schedule, costs = _read(options)
     with paused_gc():
         timeline = timeline_of(schedule, costs)
+        if unused := _unused_costs(options, schedule, timeline):
+            raise UsageError(unused)
         shortest = min(cost for cost in vars(costs).values() if cost > 0) / schedule.chunks
         if not math.isfinite(timeline.makespan):
             raise UsageError(["the costs add up to more than a number can hold; give them in a larger unit"])
@@ -157,13 +157,7 @@ def _read(options: argparse.Namespace) -> tuple[Schedule, Costs]:
     costs = Costs()
     faults = schedule_faults(schedule)
     try:
-        costs = Costs(
-            forward=options.forward,
-            backward=options.backward,
-            backward_input=options.backward_input,
-            backward_weight=options.backward_weight,
-            message=options.message,
-        )
+        costs = Costs(**{name: cost for name in vars(costs) if (cost := getattr(options, name)) is not None})
     except ValueError as error:
         faults.append(str(error))
     faults += out_faults(options.out)
@@ -171,9 +165,23 @@ def _read(options: argparse.Namespace) -> tuple[Schedule, Costs]:
         faults.append(
             f"--max-columns ({options.max_columns}) must be at least 20; use 0, which is the terminal's, or 20 or more"
         )
+    if options.json and options.max_columns:
+        faults.append(f"--max-columns ({options.max_columns}) is for the grid, and --json prints none; leave one out")
     if faults:
         raise UsageError(faults)
     return schedule, costs
+
+
+def _unused_costs(options: argparse.Namespace, schedule: Schedule, timeline: Timeline) -> list[str]:
+    """A fault for each cost that was given and of which the schedule has nothing."""
+    there = {span.action.kind.name.lower() for spans in timeline.spans for span in spans}
+    if schedule.pp > 1:
+        there.add("message")
+    return [
+        f"--{name.replace('_', '-')} ({cost:g}) acts on nothing: {_name(schedule)} has none; leave it out"
+        for name in vars(Costs())
+        if name not in there and (cost := getattr(options, name)) is not None
+    ]
 
 
 def _name(schedule: Schedule) -> str:

@@ -132,6 +132,13 @@ def test_the_report_has_bubble_formula_makespan_and_peaks(capsys: pytest.Capture
         ((*SIZES, "--out", "file.gif"), ("--out (file.gif) must end in one of .svg, .png, .pdf", "use file.gif.svg")),
         ((*SIZES, "--out", "."), ("--out (.) must end in one of .svg, .png, .pdf", "use picture.svg")),
         ((*SIZES, "--forward", "1e308"), ("more than a number can hold",)),
+        ((*SIZES, "--json", "--max-columns", "40"), ("--max-columns (40) is for the grid, and --json prints none",)),
+        (
+            (*SIZES, "--backward-input", "5", "--backward-weight", "9"),
+            ("--backward-input (5) acts on nothing: 1f1b", "--backward-weight (9)"),
+        ),
+        ((*SIZES, "--schedule", "zb_h1", "--backward", "2"), ("--backward (2) acts on nothing: zb_h1",)),
+        (("--pp", "1", "--microbatches", "4", "--message", "1"), ("--message (1) acts on nothing",)),
         ((*SIZES, "--out", "none/file.svg"), ("--out (none/file.svg)", "no directory")),
         ((*SIZES, "--out", "folder.svg"), ("--out (folder.svg) cannot be written", "directory")),
         ((*SIZES, "--out", "folder.png"), ("--out (folder.png) cannot be written", "directory")),
