@@ -1,12 +1,13 @@
 """Text, JSON and YAML of files that others wrote, read within bounds: the one door to `json.loads` of such files.
 
 A file that is not a regular one, too long, not UTF-8, nested too deeply or blown up by aliases is a ValueError with one
-line that names it, before it costs memory or time.
+line that names it, before it costs memory or time. So is a key that a table has twice, of which others take the last.
 """
 
 import json
 import os
 import stat
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -66,9 +67,9 @@ def read_json_table(file: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def json_of(text: str | bytes, name: str) -> Any:
-    """The value of a JSON text. Raises ValueError that begins with `name`."""
+    """The value of a JSON text. Raises ValueError that begins with `name`, also for a key that a table has twice."""
     try:
-        value = json.loads(text)
+        value = json.loads(text, object_pairs_hook=_once)
     except ValueError as error:
         raise UnreadableFile(f"{name} is no JSON: {error}") from error
     except RecursionError:
@@ -165,6 +166,18 @@ def _require_shallow(value: Any, name: str) -> None:
     raise UnreadableFile(_too_deep(name))
 
 
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A table of JSON. Raises ValueError for a key that it has twice."""
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        raise ValueError(_named_twice(Counter(key for key, _ in pairs).most_common(1)[0][0]))
+    return table
+
+
+def _named_twice(key: str) -> str:
+    return f"{key} is named twice; leave one of them out"
+
+
 def _too_deep(name: str) -> str:
     return f"{name} is nested more than {MOST_DEPTH} deep, which nothing that is read here is"
 
@@ -176,7 +189,6 @@ class _Loader(yaml.SafeLoader):
         seen = set()
         for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
             if key.value in seen:
-                error = f"{key.value} is named twice; leave one of them out"
-                raise yaml.constructor.ConstructorError(None, None, error, key.start_mark)
+                raise yaml.constructor.ConstructorError(None, None, _named_twice(key.value), key.start_mark)
             seen.add(key.value)
         return node

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 from jsonargparse import get_loader, set_loader
 
-from lightning_megatron.text_files import MOST_YAML_BYTES, read_text, require_yaml
+from lightning_megatron.text_files import MOST_YAML_BYTES, read_text, require_yaml, yaml_of
 
 BOUNDED_YAML = "bounded_yaml"
 """The `parser_mode` of our parsers."""
@@ -19,11 +19,12 @@ _CONFIG_OPTIONS = ("-c", "--config")
 
 
 def require_readable_configs(args: Sequence[str]) -> None:
-    """Raises ValueError for a config file of a command line that cannot be read as YAML, or waits for its writer."""
+    """Raises ValueError for a config file of a command line that is no YAML, names a key twice, or may never end."""
     for file in _config_files(args):
         # That a file does not exist is told by jsonargparse, which takes YAML itself for a file, too.
         is_file = len(file) < os.pathconf("/", "PC_PATH_MAX") and "\0" not in file and os.path.lexists(file)
-        require_yaml(read_text(file, MOST_YAML_BYTES, name=f"--config ({file})") if is_file else file, "--config")
+        name = f"--config ({file})" if is_file else "--config"
+        yaml_of(read_text(file, MOST_YAML_BYTES, name=name) if is_file else file, name)
     for word in args:
         option, equals, value = word.partition("=")
         # The value of a nested option may be a path, which jsonargparse opens.
