@@ -110,7 +110,11 @@ class Manifest:
             del body["checksum"]
             is_sound = _signed(body) == data
             layout, package = int(body["layout"]), str(body["package"])
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        except RecursionError:
+            raise DamagedError(f"{MANIFEST_FILE} is nested too deeply to be one that this package writes") from None
+        except ValueError as error:
+            raise DamagedError(f"{MANIFEST_FILE} is not one that this package writes: {error}") from error
+        except (TypeError, KeyError, AttributeError) as error:
             raise DamagedError(f"{MANIFEST_FILE} is not one that this package writes: {error!r}") from error
         if body.get("format") != _FORMAT or not is_sound:
             raise DamagedError(f"{MANIFEST_FILE} does not sum up to its own checksum: it is damaged")
@@ -183,6 +187,9 @@ def require_checkpoint(folder: Folder) -> None:
     if kind == "nothing":
         raise ValueError(f"checkpoint {folder.path} does not exist; {expected}")
     found = sorted(folder.sizes())
+    if (other := Folder(f"{folder.path.rstrip('/')}/{MANIFEST_FILE}").kind()) != "nothing":
+        what = {"device": "pipe or device", "link": "link to what is not there"}.get(other, other)
+        raise ValueError(f"checkpoint {folder.path} has a {what} of the name {MANIFEST_FILE}, and no file; {expected}")
     if inside := sorted([*folder.folders(), *(name for name in found if name.endswith(SUFFIX))]):
         raise ValueError(
             f"checkpoint {folder.path} is a folder with {', '.join(inside[:5])} in it; {expected}: give one of them"
@@ -242,7 +249,10 @@ def _signed(body: Mapping[str, Any]) -> bytes:
 
 
 def _json(body: Mapping[str, Any]) -> bytes:
-    return json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
+    try:
+        return json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
+    except ValueError as error:
+        raise ValueError("a number in it is not finite") from error
 
 
 def _unpacked(body: Mapping[str, Any]) -> Manifest:

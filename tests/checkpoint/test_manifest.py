@@ -164,6 +164,22 @@ def test_a_crafted_manifest_is_refused(checkpoint: Path, changes: dict[str, obje
         read_manifest(checkpoint)
 
 
+@pytest.mark.parametrize(
+    ("written", "words"),
+    [
+        (b"[" * 200_000, "is nested too deeply to be one that this package writes"),
+        (b'{"checksum": "0", "layout": NaN}', "is not one that this package writes: a number in it is not finite"),
+        (b'{"checksum": "0", "layout": 1e999}', "is not one that this package writes: a number in it is not finite"),
+    ],
+)
+def test_a_manifest_of_another_writer_is_told_without_the_words_of_python(
+    checkpoint: Path, written: bytes, words: str
+) -> None:
+    Path(checkpoint, MANIFEST_FILE).write_bytes(written)
+    with pytest.raises(DamagedError, match=rf"some\.ckpt: manifest\.json {words}$"):
+        read_manifest(checkpoint)
+
+
 def test_code_in_the_metadata_is_never_run(checkpoint: Path, tmp_path: Path) -> None:
     class Harm:
         def __reduce__(self) -> tuple[object, tuple[str]]:
