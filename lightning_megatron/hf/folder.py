@@ -152,11 +152,12 @@ def _header(file: Path) -> tuple[dict[str, Any], int]:
         entries: dict[str, Any] = json_of(text, str(file))
         entries.pop("__metadata__", None)
         end = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
-        is_complete = size == _LENGTH_BYTES + length + end
-        is_complete &= all(_is_entry(entry) for entry in entries.values())
+        strange = [f"{name}, by {entry}" for name, entry in entries.items() if not _is_entry(entry)]
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"{file} is no safetensors file, or is cut off: its header cannot be read") from error
-    if not is_complete:
+    if strange:
+        raise ValueError(f"{file} has a tensor in its header that cannot be: {strange[0]}; fetch it again")
+    if size != _LENGTH_BYTES + length + end:
         raise ValueError(
             f"{file} is {size} bytes long, and its header says {_LENGTH_BYTES + length + end}: it is cut off or "
             "damaged; fetch it again"
