@@ -15,6 +15,7 @@ from lightning_megatron.cli.usage import UsageError
 from lightning_megatron.hf.meta_model import meta_model
 from lightning_megatron.hub import CONFIG_FILES, model_folder
 from lightning_megatron.mesh import Sizes
+from lightning_megatron.rules.limits import MOST_OF_A_KIND, limit_faults
 from lightning_megatron.testing.processes import Task, run_processes
 from lightning_megatron.testing.proof import LIMIT_SECONDS
 from lightning_megatron.testing.subject import SubjectError, require_module
@@ -24,7 +25,7 @@ from lightning_megatron.trainer.setup.pipelined_models import attends_by_name, p
 
 _EPILOG = """\
 MODEL is a LightningModule of yours, as in module.py:MyModule, which is made without arguments and whose configure_model
-is called; or a folder with the config.json of a model of transformers, of which no weights are read.
+is called; or the config.json of a model of transformers, or its folder, of which no weights are read.
 
 example:  lightning-megatron model-plan module.py:MyModule --tp 2 --pp 2
 """
@@ -44,7 +45,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     parser.add_argument(
         "model",
         metavar="MODEL",
-        help="module.py:MyModule, or a folder with a config.json, or owner/model on the Hugging Face hub",
+        help="module.py:MyModule, or a config.json, or its folder, or owner/model on the Hugging Face hub",
     )
     parser.add_argument("--tp", type=int, default=1, metavar="NUMBER", help="tensor-parallel size (default: 1)")
     parser.add_argument("--pp", type=int, default=1, metavar="NUMBER", help="pipeline-parallel size (default: 1)")
@@ -56,6 +57,8 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
 def run_model_plan(options: argparse.Namespace) -> None:
     """Prints the report. Raises UsageError with all errors of what was given."""
     own = {name: getattr(options, name) for name in ("tp", "pp", "vp", "cp", "ep")}
+    if absurd := limit_faults({f"--{name}": size for name, size in own.items()}, MOST_OF_A_KIND):
+        raise UsageError(absurd)
     # Experts have as many data-parallel ranks as they need.
     ranks = max(1, options.tp * options.pp * options.cp) * max(1, options.ep)
     sizes = Sizes(world=ranks, etp=max(1, options.tp) if options.ep > 1 else 1, **own)
@@ -65,7 +68,8 @@ def run_model_plan(options: argparse.Namespace) -> None:
     task = Task.of(partial(_report, absolute(options.model), sizes))
     [ended] = run_processes([task], limit_seconds=LIMIT_SECONDS)
     if ended.failure:
-        raise UsageError([line for line in f"{options.model}: {ended.failure}".splitlines() if line.strip()])
+        told = ended.failure if ended.failure.startswith(options.model) else f"{options.model}: {ended.failure}"
+        raise UsageError([line for line in told.splitlines() if line.strip()])
     print(ended.result)
 
 

@@ -6,21 +6,27 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_megatron.hf.folder import CONFIG
 from lightning_megatron.rules.limits import MOST_LAYERS, limit_faults
+from lightning_megatron.text_files import read_json_table
 
 
-def meta_model(folder: Path) -> nn.Module:
-    """The model whose configuration is in a folder, as its architecture says, on the meta device.
+def meta_model(path: Path) -> nn.Module:
+    """The model of a configuration, given by its folder or as the file, by its architecture, on the meta device.
 
     Raises ValueError where there is no configuration, or transformers makes no model of it.
     """
     import transformers
 
-    file = folder / "config.json"
-    if not file.is_file():
-        raise ValueError(f"{folder} has no config.json, and so is no folder of a model of transformers")
+    file = path if path.suffix == ".json" else path / CONFIG
+    if not file.exists():
+        raise ValueError(
+            f"{file} is not there; give a folder with the {CONFIG} of a model of transformers, or that file"
+        )
+    read_json_table(file)
     try:
-        config = transformers.AutoConfig.from_pretrained(str(folder))
+        # It looks for code beside the configuration in a folder alone.
+        config = transformers.AutoConfig.from_pretrained(str(file.parent if file.name == CONFIG else file))
     except Exception as error:
         # Transformers reads the fields before it looks at their types.
         told = str(error).partition("\n")[0]

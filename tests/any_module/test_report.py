@@ -92,6 +92,8 @@ def test_the_command_reads_a_module_and_a_folder(
         "layers: 3 of LlamaDecoderLayer in model.layers" in told and "stage 2: model.layers.2 to model.layers.2" in told
     )
     assert "lm_head                          colwise_gather_output (1)" in told
+    assert main(["model-plan", "llama/config.json", "--tp", "2", "--pp", "3"]) == 0
+    assert capsys.readouterr().out == told
 
 
 def test_experts_and_attention_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -116,7 +118,7 @@ def test_experts_and_attention_are_told(tmp_path: Path, capsys: pytest.CaptureFi
         ({"architectures": ["LlamaForCausalLM"], "num_attention_heads": 0}, "config.json"),
         ({"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 10**9}, "must be at most 4,096"),
         ({"model_type": "no such"}, "is no configuration that transformers reads"),
-        ([], "is no configuration that transformers reads"),
+        ([], "is no table of fields"),
     ],
 )
 def test_a_configuration_of_which_nothing_can_be_made_is_told(
@@ -132,8 +134,10 @@ def test_a_configuration_of_which_nothing_can_be_made_is_told(
 @pytest.mark.parametrize(
     ("args", "shown"),
     [
-        (("nowhere",), "nowhere has no config.json"),
+        (("nowhere",), "nowhere/config.json is not there; give a folder"),
         (("nowhere.py:Mine",), "is no file"),
+        (("nowhere/config.json",), "error: nowhere/config.json is not there; give a folder"),
+        (("llama", "--tp", "1000000000"), "--tp (1000000000) must be at most 65,536"),
         (("llama", "--pp", "0"), "pipeline_model_parallel_size (0) must be at least 1"),
     ],
 )
