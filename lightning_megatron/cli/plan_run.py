@@ -1,6 +1,7 @@
 """The run that CONFIG and the options of a command ask for, whatever CONFIG is."""
 
 import argparse
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -83,7 +84,7 @@ def read_run(options: argparse.Namespace) -> PlanRequest[Run]:
             raise ValueError("CONFIG is empty; give a recipe's YAML file, a preset, or a Hugging Face config.json")
         if path.is_dir():
             request = _of_hugging_face(path, options)
-        elif path.is_file() or path.suffix in (".yaml", ".yml", ".json"):
+        elif os.path.lexists(path) or path.suffix in (".yaml", ".yml", ".json"):
             data = table_of(path)
             is_model = "model_type" in data and "model" not in data
             request = _of_hugging_face(path, options) if is_model else _of_recipe(path, data, options)

@@ -26,7 +26,7 @@ from lightning_megatron.data.corpus_shards import Counts, DocumentForm, usable_t
 from lightning_megatron.data.document_files import MAX_DOCUMENT_BYTES
 from lightning_megatron.data.megatron_files import megatron_paths, token_dtype
 from lightning_megatron.data.prepare import write_tokens
-from lightning_megatron.data.sources import files_of
+from lightning_megatron.data.sources import files_of, has_columns
 from lightning_megatron.data.tokenizer import SMALLEST_VOCABULARY
 from lightning_megatron.rules.limits import MOST_PROCESSES, limit_faults
 
@@ -180,7 +180,8 @@ def run_prepare_data(options: argparse.Namespace) -> int:
 
 def _faults(options: argparse.Namespace) -> tuple[list[str], Tokenizer | None]:
     """Errors that show before any text is read, and the tokenizer that was given."""
-    faults, tokenizer = [], None
+    faults: list[str] = []
+    tokenizer, files = None, list[Path]()
     if (options.tokenizer is None) == (options.train_vocab_size is None):
         faults.append("one of --tokenizer and --train-vocab-size must be given, and not both")
     smallest = SMALLEST_VOCABULARY + len(options.special_tokens)
@@ -203,7 +204,7 @@ def _faults(options: argparse.Namespace) -> tuple[list[str], Tokenizer | None]:
         faults.append(f"--path ({options.path}) and --dataset ({options.dataset}) are both given; one source is read")
     elif options.path is not None:
         try:
-            files_of(options.path)
+            files = files_of(options.path)
         except ValueError as error:
             faults.append(str(error))
     for name, least in (("workers", 0), ("max_document_bytes", 1)):
@@ -214,8 +215,17 @@ def _faults(options: argparse.Namespace) -> tuple[list[str], Tokenizer | None]:
         faults.append(f"--output ({options.output}) is a folder; name the files in it, as in {options.output}/corpus")
     if options.format == "arrow" and options.split_sentences:
         faults.append("--split-sentences is for --format megatron, whose files tell sentences apart; leave one out")
+    is_of_texts = files and not has_columns(files) if options.path is not None else options.dataset is None
+    if is_of_texts and options.text_column != ["text"]:
+        where = f"--path ({options.path})" if options.path is not None else "the standard library"
+        faults.append(
+            f"--text-column ({' '.join(options.text_column)}) names columns of tables, and {where} leads to files of "
+            "text, each of which is one document; leave it out"
+        )
     if len(set(options.text_column)) < len(options.text_column):
         faults.append(f"--text-column ({' '.join(options.text_column)}) names a column twice")
+    if len(set(options.special_tokens)) < len(options.special_tokens):
+        faults.append(f"--special-tokens ({' '.join(options.special_tokens)}) names a token twice")
     outputs = _outputs(options).values()
     for prefix in outputs:
         faults += _faults_of_output(prefix, options.format)

@@ -243,6 +243,8 @@ def files_of(path: str | Path) -> list[Path]:
         files = (file for file in _walk(Path(path)) if file.suffix.lower() in TEXT_SUFFIXES or _row_builder(file))
     elif glob.has_magic(str(path)):
         files = (Path(match) for match in glob.glob(str(path), recursive=True) if os.path.isfile(match))
+    elif os.path.lexists(path):
+        raise ValueError(f"path ({str(path)!r}) is a pipe, a device or a link that leads to nothing; {WAYS_OUT}")
     else:
         raise ValueError(f"path ({str(path)!r}) does not exist; {WAYS_OUT}")
     files = sorted(file for file in files if file.stat().st_size > 0)
@@ -252,6 +254,11 @@ def files_of(path: str | Path) -> list[Path]:
             f" are read (.txt .md .py .jsonl .parquet and such), by a pattern any; {WAYS_OUT}"
         )
     return files
+
+
+def has_columns(files: Iterable[Path]) -> bool:
+    """Whether any of the files is a table, whose rows have columns."""
+    return any(map(_row_builder, files))
 
 
 def standard_library_files() -> list[Path]:

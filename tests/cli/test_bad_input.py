@@ -103,6 +103,7 @@ FILES: dict[str, tuple[Callable[[Path], None], str]] = {
     "a long comment": (text("#" * 3_000_000), "YAML may have 1,048,576"),
     "a number of base 60": (text("model: " + "1:" * 50_000 + "1\n"), "has a number of 100001 characters"),
     "a word for a number": (text("model: !!int abc\n"), "is no YAML"),
+    "a key twice in JSON": (text('{"model_type": "llama", "model_type": "gpt2"}'), "model_type is named twice"),
     "a tag of Python": (text("!!python/object/apply:os.system ['true']\n"), "is no YAML"),
 }
 
@@ -120,9 +121,7 @@ def test_a_bad_file_of_text_is_named_with_what_is_wrong(kind: str, capfd: pytest
     ):
         told = message_of(capfd, lambda args=args: main(args))  # type: ignore[misc]
         assert words in told and "bad.yaml" in told and told.count("\n") == 1, told
-    if kind != "a word for a number":
-        # A mode of the parser's takes it for text, and then for no table.
-        assert "config" in message_of(capfd, lambda: run("--config", "bad.yaml"))
+    assert "--config" in message_of(capfd, lambda: run("--config", "bad.yaml"))
 
 
 # --- sizes, seeds, devices, folders -----------------------------------------------------------------------------------
@@ -198,10 +197,16 @@ HEADERS = {
     "an entry that is none": safetensors({"a": [1]}),
     "a shape that is none": safetensors({"a": {"dtype": "F32", "shape": "ab", "data_offsets": [0, 0]}}),
     "a shape below zero": safetensors({"a": {"dtype": "F32", "shape": [-1, -1], "data_offsets": [0, 0]}}),
+    "a tensor twice": safetensors(b'{"a": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}, "a": {}}'),
     "offsets that are none": safetensors({"a": {"dtype": "F32", "shape": [0], "data_offsets": "ab"}}),
     "offsets that are swapped": safetensors({"a": {"dtype": "F32", "shape": [0], "data_offsets": [4, 0]}}),
     "a header of many megabytes": safetensors(b" " * (17 * 2**20)),
     "a dtype that is a list": safetensors({"a": {"dtype": [1], "shape": [0], "data_offsets": [0, 0]}}),
+}
+# What they are told by, where the file is as long as its header says.
+TOLD_OF_HEADERS = {
+    "a shape below zero": "a tensor in its header that cannot be: a, by {'dtype': 'F32', 'shape': [-1, -1]",
+    "a tensor twice": "model.safetensors is no safetensors file",
 }
 INDICES = {
     "a list": [1],
@@ -219,7 +224,8 @@ def test_weights_that_are_none_are_refused(damage: str, capfd: pytest.CaptureFix
     else:
         index = json.dumps(INDICES[damage.removeprefix("index: ")])
         Path("llama/model.safetensors.index.json").write_text(index)
-    message_of(capfd, lambda: main(("convert", "llama", "a.ckpt")))
+    told = message_of(capfd, lambda: main(("convert", "llama", "a.ckpt")))
+    assert TOLD_OF_HEADERS.get(damage, "llama") in told
     assert not Path("a.ckpt").exists()
 
 
@@ -250,6 +256,23 @@ def test_layers_of_experts_that_are_no_numbers_are_refused(capfd: pytest.Capture
     Path("llama/model.safetensors").write_bytes(safetensors({}))
     Path("experts.yaml").write_text("router: {num_experts: 2}\nlayers: [a]\n")
     message_of(capfd, lambda: main(("convert", "llama", "experts.ckpt", "--upcycle", "experts.yaml")))
+
+
+def test_a_pipe_in_the_place_of_what_is_read_is_told(capfd: pytest.CaptureFixture[str]) -> None:
+    save("a.ckpt", TENSORS, {}, world=WORLD)
+    Path("a.ckpt/manifest.json").unlink()
+    for name in ("a.ckpt/manifest.json", "pipe"):
+        os.mkfifo(name)
+    Path("loop").symlink_to("loop")
+    told = message_of(capfd, lambda: main(("checkpoint", "inspect", "a.ckpt")))
+    assert "a.ckpt has a pipe or device of the name manifest.json" in told
+    for place, words in (("pipe", "pipe cannot be read: it is a pipe"), ("loop", "loop cannot be read: Too many")):
+        assert words in message_of(capfd, lambda place=place: main(("plan", place, "--gpu", "h100")))  # type: ignore[misc]
+        args = ("prepare-data", "--path", place, "--train-vocab-size", "300", "--output", "x")
+        assert f"path ('{place}') is a pipe, a device or a link that leads to nothing" in message_of(
+            capfd,
+            lambda args=args: main(args),  # type: ignore[misc]
+        )
 
 
 def test_a_pipe_in_the_place_of_a_target_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
@@ -378,10 +401,14 @@ def test_a_vocabulary_that_no_memory_holds_is_not_trained(capfd: pytest.CaptureF
         ("--workers=999999999999", "--workers (999999999999) must be at most 1,024"),
         ("--output=", "--output (.) is a folder; name the files in it, as in ./corpus"),
         ("--output=..", "--output (..) is a folder"),
+        ("--text-column=body", "--text-column (body) names columns of tables, and --path (tiny.yaml)"),
+        ("--special-tokens=[A] [A]", "--special-tokens ([A] [A]) names a token twice"),
     ],
 )
 def test_tokens_are_not_written_by_any_number_of_workers_or_without_a_name(
     option: str, words: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    args = ("prepare-data", "--path", "tiny.yaml", "--train-vocab-size", "300", "--output", "x", option)
+    name, _, values = option.partition("=")
+    words_of_option = (name, *values.split()) if " " in values else (option,)
+    args = ("prepare-data", "--path", "tiny.yaml", "--train-vocab-size", "300", "--output", "x", *words_of_option)
     assert words in message_of(capfd, lambda: main(args))
