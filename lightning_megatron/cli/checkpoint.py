@@ -24,6 +24,7 @@ from lightning_megatron.checkpoint.prune import plan_of, prune
 from lightning_megatron.checkpoint.summary import Summary, summary_of, tensors_of
 from lightning_megatron.checkpoint.verify import verify
 from lightning_megatron.cli.commands import add_command
+from lightning_megatron.cli.target import require_writable
 from lightning_megatron.cli.usage import UsageError
 
 _FAULTS_FOUND = 1
@@ -125,6 +126,9 @@ def run_verify(options: argparse.Namespace) -> int:
 
 def run_consolidate(options: argparse.Namespace) -> None:
     """Writes the consolidated file."""
+    # A folder that is not there is not made for it.
+    if options.out.absolute().parent.is_dir():
+        require_writable(options.out, "OUT")
     _checked(options.path, lambda: write_consolidated(options.path, options.out, weights_only=options.weights_only))
     print(f"{options.out}: {_bytes(options.out.stat().st_size)}")
 

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from lightning_megatron.checkpoint import is_checkpoint
-from lightning_megatron.checkpoint.folder import store_errors_as_os_errors
+from lightning_megatron.checkpoint.folder import is_remote, store_errors_as_os_errors
 from lightning_megatron.cli.commands import add_command
+from lightning_megatron.cli.target import require_writable
 from lightning_megatron.cli.usage import UsageError
 from lightning_megatron.hf.convert import Converted, to_checkpoint, to_folder
 from lightning_megatron.hf.folder import on_disk, read_config
@@ -142,6 +143,8 @@ def _convert(options: argparse.Namespace) -> Converted:
         weights = in_folder(options.source)
     if "upcycle" in fields:
         weights = weights.upcycled(moe_config(fields["upcycle"]))
+    if not is_remote(options.target):
+        require_writable(Path(options.target), "TARGET")
     dtype = None if options.dtype is None else _DTYPES[options.dtype]
     if is_to_checkpoint:
         return to_checkpoint(weights, options.target, dtype=dtype)

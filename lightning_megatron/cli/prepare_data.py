@@ -9,7 +9,6 @@ import glob
 import json
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from typing import Any
 from tqdm import tqdm
 
 from lightning_megatron.cli.commands import add_command
+from lightning_megatron.cli.target import require_writable
 from lightning_megatron.cli.usage import UsageError
 from lightning_megatron.data import Tokenizer, load_documents, load_tokenizer, train_tokenizer
 from lightning_megatron.data.corpus_shards import Counts, DocumentForm, usable_texts
@@ -138,7 +138,7 @@ def run_prepare_data(options: argparse.Namespace) -> int:
         if faults:
             raise UsageError(faults)
         outputs = _outputs(options)
-        _require_writable(options.output)
+        require_writable(options.output, "--output")
         records: list[dict[str, Any]] = []
         # All columns are checked before any is written.
         columns = _columns(list(outputs), options)
@@ -279,18 +279,6 @@ def _taken(paths: Sequence[Path]) -> list[str]:
     return (
         [f"--output: {there} {'exists' if len(found) == 1 else 'exist'}; remove it, or name another"] if found else []
     )
-
-
-def _require_writable(output: Path) -> None:
-    """Makes the folder. Raises UsageError where nothing can be written, before a tokenizer is trained for it."""
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=output.parent):
-            pass
-    except OSError as error:
-        # There is a file instead of the folder.
-        why = os.strerror(errno.ENOTDIR) if isinstance(error, FileExistsError) else error.strerror or error
-        raise UsageError([f"--output ({output}) cannot be written: {why}; name a path in another folder"]) from error
 
 
 def _is_begun(prefix: Path) -> bool:
