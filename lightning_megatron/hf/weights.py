@@ -21,15 +21,18 @@ from lightning_megatron.hf.family import CONFIGS, Config, Model, Table, listed, 
 from lightning_megatron.hf.folder import WeightFiles, on_disk, read_config
 from lightning_megatron.hf.load import Source, upcycling
 from lightning_megatron.hf.save import common_dtype
+from lightning_megatron.host_memory import machine_memory_bytes
 from lightning_megatron.hub import model_folder
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.models.gpt import GPTConfig
 from lightning_megatron.models.upcycle import Read
 from lightning_megatron.moe.config import MoEConfig
+from lightning_megatron.rules.limits import model_limit_faults
 from lightning_megatron.sharding import Box, shard_of
 
 MODELS = "models"
 """Key of a checkpoint's metadata that says which submodule is which model."""
+_GIB = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +48,17 @@ class Weights:
     """Reader of tensors by our names."""
 
     def upcycled(self, moe: MoEConfig) -> "Weights":
-        """Weights of a model with experts that computes the same. Raises ValueError with all errors."""
+        """Weights of a model with experts that computes the same. Raises ValueError with all errors, and where one of
+        its tensors is larger than the memory of this machine."""
         way = upcycling(self.config, moe)
+        sizes = {name: value.numel() * self.dtype.itemsize for name, value in on_meta(way.config).named_parameters()}
+        largest = max(sizes, key=sizes.__getitem__)
+        if sizes[largest] > (memory := machine_memory_bytes()):
+            raise ValueError(
+                f"upcycling: {largest} with num_experts ({moe.router.num_experts}) of ffn_hidden_size ({way.width}) "
+                f"takes {sizes[largest] / _GIB:,.1f} GiB, and this machine has {memory / _GIB:,.1f} GiB; make one of "
+                "them smaller"
+            )
         return Weights(kind="GPTModel", config=way.config, dtype=self.dtype, read=partial(way.read, dense=self.read))
 
 
@@ -125,9 +137,12 @@ def _rebuilt(kind: type, saved: Mapping[str, Any]) -> Any:
     # YAML takes 1e-5, without a point, for text.
     values |= {name: float(value) for name, value in values.items() if hints[name] is float and isinstance(value, str)}
     try:
-        return kind(**values)
+        made = kind(**values)
     except (TypeError, AttributeError) as error:
         raise ValueError(f"{kind.__name__} cannot be made of {', '.join(map(str, saved))}: {error}") from error
+    if absurd := model_limit_faults(made):
+        raise ValueError(f"{kind.__name__}: {'; '.join(absurd)}")
+    return made
 
 
 def _rebuilt_within(kind: type, value: Any) -> Any:
@@ -148,8 +163,10 @@ def _model_of(
     if not models:
         if config is None:
             raise ValueError(
-                f"checkpoint {where} does not say what its models are (no {MODELS!r} in its metadata); give the "
-                "configuration, a YAML or JSON file with the fields of its GPTConfig: --config model.yaml"
+                f"checkpoint {where} does not say what its models are (no {MODELS!r} in its metadata). A GPTModel "
+                "needs its configuration, a YAML or JSON file with the fields of its GPTConfig: --config model.yaml. A "
+                "model of transformers writes itself: lightning_megatron.load_from_checkpoint(MyModule, "
+                f"{os.fspath(where)!r}).model.save_pretrained(folder)"
             )
         return submodule if submodule is not None else "model", gpt_config(config)
     if config is not None:
