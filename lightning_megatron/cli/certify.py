@@ -13,10 +13,10 @@ from lightning_megatron.cli.commands import add_command
 from lightning_megatron.cli.usage import UsageError
 from lightning_megatron.pipeline.registry import SCHEDULES
 from lightning_megatron.testing.layout_name import DEFAULT, WORDS
-from lightning_megatron.testing.proof import LIMIT_SECONDS, ROWS, STEPS, CertifyError, certified
+from lightning_megatron.testing.proof import LIMIT_SECONDS, ROWS, STEPS, CertifyError, NotTrainedError, certified
 from lightning_megatron.testing.subject import MakeSubject
 from lightning_megatron.testing.tiny import TinyTwin
-from lightning_megatron.testing.user_file import FromFiles, absolute
+from lightning_megatron.testing.user_file import FromFiles, absolute, spec_fault
 
 _EPILOG = f"""\
 MODULE is a class or a function in a file of yours, called without arguments, as in module.py:MyModule, or
@@ -107,6 +107,10 @@ def run_certify(options: argparse.Namespace) -> int:
             limit_seconds=options.limit_seconds,
             progress=lambda what: print(f"{what} ...", file=sys.stderr, flush=True),
         )
+    except NotTrainedError as error:
+        is_named = Path(options.module.rpartition(":")[0] or options.module).name in str(error)
+        told = str(error) if is_named else f"{options.module}: {error}"
+        raise UsageError(told.splitlines()) from error
     except CertifyError as error:
         raise UsageError(str(error).splitlines()) from error
     print(json.dumps(certificate.record, indent=1) if options.json else certificate.text)
@@ -125,4 +129,6 @@ def _subject(options: argparse.Namespace) -> MakeSubject:
         if options.data is not None:
             raise UsageError([f"--data ({options.data}) is for a module of your own; {options.module} names its data"])
         return FromRecipe(path=Path(options.module).resolve(), trainer=trainer)
+    if faults := [fault for spec in (options.module, options.data) if spec and (fault := spec_fault(spec))]:
+        raise UsageError(faults)
     return FromFiles(module=absolute(options.module), data=options.data and absolute(options.data), trainer=trainer)

@@ -20,7 +20,7 @@ from lightning_megatron.testing.processes import Task, run_processes
 from lightning_megatron.testing.proof import LIMIT_SECONDS
 from lightning_megatron.testing.subject import SubjectError, require_module
 from lightning_megatron.testing.telling import telling
-from lightning_megatron.testing.user_file import absolute, called
+from lightning_megatron.testing.user_file import absolute, called, spec_fault
 from lightning_megatron.trainer.setup.pipelined_models import attends_by_name, plan_of
 
 _EPILOG = """\
@@ -64,6 +64,8 @@ def run_model_plan(options: argparse.Namespace) -> None:
     sizes = Sizes(world=ranks, etp=max(1, options.tp) if options.ep > 1 else 1, **own)
     if faults := sizes.faults():
         raise UsageError(faults)
+    if ":" in options.model and (fault := spec_fault(options.model)):
+        raise UsageError([fault])
     # What a user's file does, it does in a process of its own, which it may end.
     task = Task.of(partial(_report, absolute(options.model), sizes))
     [ended] = run_processes([task], limit_seconds=LIMIT_SECONDS)

@@ -29,6 +29,10 @@ class CertifyError(ValueError):
     """What was given cannot be certified; the message says why."""
 
 
+class NotTrainedError(CertifyError):
+    """The module does not train on one device; the message says why, and need not name the module."""
+
+
 _DAY_SECONDS = 24 * 60 * 60
 
 
@@ -124,7 +128,7 @@ def _facts(plan: Plan, limit_seconds: float, found_in: Sequence[Callable[..., An
         raise CertifyError(str(error)) from error
     [ended] = run_processes([task], limit_seconds=limit_seconds)
     if ended.failure:
-        raise CertifyError(ended.failure)
+        raise NotTrainedError(ended.failure)
     assert isinstance(ended.result, Facts)
     return ended.result
 

@@ -32,6 +32,14 @@ def absolute(spec: str) -> str:
     return f"{Path(where).resolve()}{colon}{name}" if where.endswith(".py") else spec
 
 
+def spec_fault(spec: str) -> str:
+    """What shows to be wrong with such a name before its file is run; empty where nothing does."""
+    where, _, name = spec.rpartition(":")
+    if not where or not name.isidentifier():
+        return f"{spec!r} must be a file and a name in it, as in module.py:MyModule"
+    return f"{Path(where).resolve()} is no file" if where.endswith(".py") and not Path(where).is_file() else ""
+
+
 def called(spec: str) -> Any:
     """What the class or function makes, called without arguments. Raises SubjectError where that cannot be."""
     found = named(spec)
@@ -42,9 +50,9 @@ def called(spec: str) -> Any:
 
 def named(spec: str) -> Any:
     """The value of that name. Raises SubjectError where there is none."""
+    if fault := spec_fault(spec):
+        raise SubjectError(fault)
     where, _, name = spec.rpartition(":")
-    if not where or not name.isidentifier():
-        raise SubjectError(f"{spec!r} must be a file and a name in it, as in module.py:MyModule")
     module = module_of_file(Path(where)) if where.endswith(".py") else _imported(where)
     if name not in vars(module):
         there = sorted(key for key, value in vars(module).items() if _is_own(value, module))
@@ -55,11 +63,9 @@ def named(spec: str) -> Any:
 def module_of_file(path: Path, name: str | None = None) -> ModuleType:
     """The file as a module, under its own name where none is given; its folder is searched for what it imports.
 
-    Raises SubjectError where there is no such file; what the file raises is not caught.
+    What the file raises is not caught.
     """
     path = path.resolve()
-    if not path.is_file():
-        raise SubjectError(f"{path} is no file")
     name = name if name is not None else path.stem
     for known in (name, f"user_{name}"):
         if known not in sys.modules:

@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 
 from lightning_megatron.checkpoint import save, summary
 from lightning_megatron.checkpoint.manifest import _signed
 from lightning_megatron.cli.main import main
 from lightning_megatron.data.tiktoken_tokenizer import read_ranks
+from lightning_megatron.hf import weights
 from lightning_megatron.trainer.setup import memory_checks
 from tests.checkpoint.folders import WORLD
 from tests.cli.test_checkpoint import META, TENSORS
@@ -250,6 +252,37 @@ def test_a_field_of_another_type_is_refused(fields: dict[str, Any], capfd: pytes
         assert ("of type" in told) == bool(given)
 
 
+def test_experts_that_no_model_or_no_memory_has_are_told_by_their_sizes(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**LLAMA))
+    model.save_pretrained("llama")
+    Path("many.yaml").write_text("router: {num_experts: 1000000000, top_k: 2}\n")
+    Path("few.yaml").write_text("router: {num_experts: 4, top_k: 2}\n")
+    for out in ("experts", "experts.ckpt"):
+        args = ("convert", "llama", out, "--upcycle", "many.yaml")
+        told = message_of(capfd, lambda args=args: main(args))  # type: ignore[misc]
+        assert "RouterConfig: num_experts (1000000000) must be at most 65,536" in told
+    args = ("convert", "llama", "experts.ckpt", "--upcycle", "few.yaml")
+    # An expert's gate and up, of all experts.
+    num_bytes = 4 * 2 * 48 * 32 * 4
+    monkeypatch.setattr(weights, "machine_memory_bytes", lambda: num_bytes - 1)
+    told = message_of(capfd, lambda: main(args))
+    assert "with num_experts (4) of ffn_hidden_size (48) takes 0.0 GiB, and this machine has 0.0 GiB" in told
+    assert not Path("experts.ckpt").exists()
+    monkeypatch.setattr(weights, "machine_memory_bytes", lambda: num_bytes)
+    assert main(args) == 0
+
+
+def test_a_target_that_cannot_be_written_is_told_by_its_name(capfd: pytest.CaptureFixture[str]) -> None:
+    save("a.ckpt", TENSORS, META, world=WORLD)
+    args: tuple[str, ...] = ("checkpoint", "consolidate", "a.ckpt", "/proc/a.pt")
+    assert "OUT (/proc/a.pt) cannot be written: " in message_of(capfd, lambda: main(args))
+    transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**LLAMA)).save_pretrained("llama")
+    args = ("convert", "llama", "/proc/a.ckpt")
+    assert "TARGET (/proc/a.ckpt) cannot be written: " in message_of(capfd, lambda: main(args))
+
+
 def test_layers_of_experts_that_are_no_numbers_are_refused(capfd: pytest.CaptureFixture[str]) -> None:
     Path("llama").mkdir()
     Path("llama/config.json").write_text(json.dumps(LLAMA))
@@ -363,7 +396,26 @@ def test_a_file_of_a_users_that_fails_ends_in_one_way(
 ) -> None:
     written, words = USER_FILES[what]
     Path("fails_here.py").write_bytes(written.encode(errors="surrogateescape"))
-    assert words in message_of(capfd, lambda: main((command, "fails_here.py:Module")))
+    told = message_of(capfd, lambda: main((command, "fails_here.py:Module")))
+    assert words in told and "fails_here.py" in told
+
+
+@pytest.mark.parametrize("command", ["model-plan", "certify"])
+def test_a_file_that_is_not_there_is_told_before_a_process_is_started(
+    command: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for module in ("testing.proof", "cli.model_plan"):
+        monkeypatch.setattr(f"lightning_megatron.{module}.run_processes", lambda *_, **__: 1 / 0)
+    Path("mine.py").touch()
+    for spec, words in (
+        ("nowhere.py:Module", "nowhere.py is no file"),
+        ("mine.py:", "'mine.py:' must be a file and a name in it"),
+        ("mine.py:a.b", "'mine.py:a.b' must be a file and a name in it"),
+    ):
+        assert words in message_of(capfd, lambda spec=spec: main((command, spec)))  # type: ignore[misc]
+    args = ("certify", "mine.py", "--data", "there.py:data")
+    told = message_of(capfd, lambda: main(args))
+    assert "'mine.py' must be a file" in told and "there.py is no file" in told
 
 
 # --- schedules and tokens ---------------------------------------------------------------------------------------------
