@@ -7,6 +7,7 @@ import argparse
 import json
 import math
 import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -96,7 +97,7 @@ def run_plan(options: argparse.Namespace) -> None:
         raise UsageError(bad)
     if options.layout is not None and options.top is not None:
         raise UsageError([f"--top ({options.top}) is for a search, and --layout explains one layout; leave one out"])
-    cache = PlanCache(_cache_of(options))
+    cache = PlanCache(_cache_of(options), _announce)
     request, measure, size = _read(options, cache)
     if request.run.fp8 is not None and not gpu.fp8_tflops:
         raise UsageError([f"GPU {options.gpu!r} has no units for FP8; leave FP8 out, or plan for another"])
@@ -108,6 +109,12 @@ def run_plan(options: argparse.Namespace) -> None:
         (_search if options.layout is None else _explain)(options, request, gpu, measure, size)
     except UnmeasuredError as error:
         raise UsageError(str(error).splitlines()) from error
+
+
+def _announce(run: RunSettings) -> None:
+    """Tells whoever waits at a terminal which layout is measured."""
+    if sys.stderr.isatty():
+        print(f"measuring {layout_text(run)}", file=sys.stderr)
 
 
 def _read(options: argparse.Namespace, cache: PlanCache) -> tuple[PlanRequest[Any], Measure, ModelSize | None]:

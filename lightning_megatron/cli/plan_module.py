@@ -2,7 +2,6 @@
 
 import argparse
 import logging
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,7 +16,6 @@ from lightning_megatron.mesh import Sizes
 from lightning_megatron.planner.measured import Measure, Measured, UnmeasuredError, measured
 from lightning_megatron.planner.model_size import ModelSize
 from lightning_megatron.planner.plan_cache import PlanCache
-from lightning_megatron.planner.report import layout_text
 from lightning_megatron.planner.run import RunSettings
 
 
@@ -30,8 +28,6 @@ def read_unchanged(
     trained = repr(arguments), repr(request.plan), version("transformers")
 
     def made(run: RunSettings) -> Measured:
-        if sys.stderr.isatty():
-            print(f"measuring {layout_text(run)}", file=sys.stderr)
         with _quiet():
             return measured(run, causal_module(arguments, run, request.plan))
 

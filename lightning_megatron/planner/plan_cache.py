@@ -6,6 +6,7 @@ A folder of them may be removed at any time.
 import hashlib
 import json
 import os
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
@@ -23,10 +24,13 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 
 
 class PlanCache:
-    """Measurements in a folder, which is there and can be written."""
+    """Measurements in a folder, which is there and can be written.
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    `announce` is called before each measurement that is made.
+    """
+
+    def __init__(self, folder: Path, announce: Callable[[RunSettings], None] = lambda run: None) -> None:
+        self._folder, self._announce = folder, announce
 
     def measured(self, run: RunSettings, trained: str = "", measure: Measure | None = None) -> Measured:
         """The measurement of a run without errors, which `measure` makes where the folder has none that can be read.
@@ -37,6 +41,7 @@ class PlanCache:
         try:
             return _measured_of(json.loads(file.read_text()))
         except (OSError, ValueError, TypeError, KeyError):
+            self._announce(run)
             found = (measure or measured)(run)
         # Whoever reads beside it sees all or nothing.
         part = file.with_suffix(f".{os.getpid()}.part")

@@ -845,6 +845,20 @@ def test_the_batch_that_would_do_is_the_next_that_all_gpus_share(capsys: pytest.
     assert "give --global-batch-size 124," in text
 
 
+def test_who_waits_at_a_terminal_is_told_what_is_measured(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = {}
+    for is_terminal in (True, False):
+        monkeypatch.setattr("sys.stderr.isatty", lambda is_terminal=is_terminal: is_terminal)
+        cache = str(tmp_path / str(is_terminal))
+        assert (
+            main(["plan", "bert_large", "--gpu", "h100", "--num-gpus", "2", "--layout", "tp=2", "--cache", cache]) == 0
+        )
+        told[is_terminal] = capsys.readouterr().err
+    assert "measuring tp=2," in told[True] and "measuring" not in told[False]
+
+
 def test_without_a_pipeline_there_is_no_bubble(capsys: pytest.CaptureFixture[str]) -> None:
     request = ("llama3_8b", "--gpu", "h100", "--num-gpus", "16")
     for tp in (2, 4):

@@ -36,6 +36,12 @@ def test_what_was_measured_is_read_by_another_process(tmp_path: Path, runs: list
     assert runs == [RUN]
 
 
+def test_what_is_measured_is_announced_and_what_is_read_is_not(tmp_path: Path) -> None:
+    announced: list[object] = []
+    cache = PlanCache(tmp_path, announced.append)
+    assert cache.measured(RUN) == cache.measured(RUN) and announced == [RUN]
+
+
 def test_a_run_a_version_and_the_code_are_told_apart(
     tmp_path: Path, runs: list[Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
