@@ -128,7 +128,7 @@ def run_consolidate(options: argparse.Namespace) -> None:
     """Writes the consolidated file."""
     # A folder that is not there is not made for it.
     if options.out.absolute().parent.is_dir():
-        require_writable(options.out, "OUT")
+        require_writable(options.out.absolute().parent, f"OUT ({options.out})")
     _checked(options.path, lambda: write_consolidated(options.path, options.out, weights_only=options.weights_only))
     print(f"{options.out}: {_bytes(options.out.stat().st_size)}")
 

@@ -144,7 +144,7 @@ def _convert(options: argparse.Namespace) -> Converted:
     if "upcycle" in fields:
         weights = weights.upcycled(moe_config(fields["upcycle"]))
     if not is_remote(options.target):
-        require_writable(Path(options.target), "TARGET")
+        require_writable(Path(options.target).parent, f"TARGET ({options.target})")
     dtype = None if options.dtype is None else _DTYPES[options.dtype]
     if is_to_checkpoint:
         return to_checkpoint(weights, options.target, dtype=dtype)

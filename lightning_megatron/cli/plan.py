@@ -10,7 +10,6 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import Any
 
 from lightning_megatron.cli.commands import add_command
@@ -21,6 +20,7 @@ from lightning_megatron.cli.plan_layout import OF_RECIPE, explained, notes_on_la
 from lightning_megatron.cli.plan_picture import plan_panels
 from lightning_megatron.cli.plan_request import PlanRequest
 from lightning_megatron.cli.plan_run import add_model_options, add_run_options, count_faults, read_run
+from lightning_megatron.cli.target import require_writable
 from lightning_megatron.cli.usage import UsageError
 from lightning_megatron.planner.estimate import Estimate, estimate
 from lightning_megatron.planner.hardware import GIGA, Gpu, gpu_of
@@ -135,12 +135,8 @@ def _cache_of(options: argparse.Namespace) -> Path:
     """The folder of measurements, which is there and can be written."""
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder: Path = options.cache or home / "lightning_megatron" / "plans"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with TemporaryFile(dir=folder):
-            return folder
-    except OSError as error:
-        raise UsageError([f"--cache ({folder}) cannot be written: {error.strerror}; give another folder"]) from error
+    require_writable(folder, f"--cache ({folder})")
+    return folder
 
 
 def _explain(

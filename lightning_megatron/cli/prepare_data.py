@@ -138,7 +138,7 @@ def run_prepare_data(options: argparse.Namespace) -> int:
         if faults:
             raise UsageError(faults)
         outputs = _outputs(options)
-        require_writable(options.output, "--output")
+        require_writable(options.output.parent, f"--output ({options.output})")
         records: list[dict[str, Any]] = []
         # All columns are checked before any is written.
         columns = _columns(list(outputs), options)

@@ -202,8 +202,7 @@ class DryStep:
             if self.current is not None and self.current.action.kind is not Kind.FORWARD:
                 self._past.add(self._block)
         if event != self.current:
-            # What nodes of the graph hold after a block's backward is freed with the graph, as often as the block
-            # counts.
+            # What nodes of the graph hold after a block's backward is freed with the graph, for each of its copies.
             change[OTHERS] -= sum((one.times - 1) * (self._left.pop(one) - owned[one]) for one in self._past)
             self._past.clear()
         self._segments.append(

@@ -35,8 +35,7 @@ _CHUNKS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12)
 # More context ranks must leave each rank so many tokens of a sequence.
 _LEAST_TOKENS = 4096
 _MOST_TENSOR = 8
-# A layout is measured unless its closed form is above the memory by more than this: with adapters under full
-# recomputation it is 8% too high.
+# A layout is measured unless its closed form is above the memory by more than this: it may be 8% too high.
 _SLACK = 1.1
 _EVEN = StageLayout()
 _BY_COST = StageLayout(balance="cost")

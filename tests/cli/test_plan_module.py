@@ -19,20 +19,11 @@ from lightning_megatron.planner.constants import fitted
 from lightning_megatron.planner.measured import measured
 from lightning_megatron.planner.model_parts import SequenceLengths
 from lightning_megatron.planner.run import Run, RunSettings
+from tests.cli.test_dry_module import RECIPE, SMALL
 
-RECIPE = str(Path(__file__).resolve().parents[2] / "recipes" / "configs" / "hf_toy.yaml")
-SMALL: dict[str, Any] = {
-    "vocab_size": 512,
-    "hidden_size": 64,
-    "intermediate_size": 160,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 128,
-}
 LLAMA = LlamaConfig(**SMALL, tie_word_embeddings=False)
 EXPERTS = MixtralConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2)
-WIDE = {"hidden_size": 1024, "intermediate_size": 2752, "max_position_embeddings": 2048}
+WIDE = {"hidden_size": 1024, "head_dim": 256, "intermediate_size": 2752, "max_position_embeddings": 2048}
 GPT2 = GPT2Config(vocab_size=512, n_embd=64, n_layer=4, n_head=4, n_positions=128)
 KINDS = ("weights", "gradients", "master weights", "moments")
 

@@ -32,8 +32,8 @@ def in_module_order(names: Iterable[str], module: nn.Module, on_ranks: TensorNam
 
     `on_ranks` is what `names_on_ranks` gives.
     """
-    # A rank has every module outside the pipelined models, and of a network that is cut all modules, though not their
-    # weights, so that positions among its own modules compare.
+    # A rank has every module outside the pipelined models, and of a cut network all modules without some weights.
+    # Positions among its own modules compare therefore.
     positions = {name: position for position, (name, _) in enumerate(module.named_modules())}
     models = pipelined_modules(module).items()
     parts = {name: _part_order(model) for name, model in models if not isinstance(model, CutModel)}

@@ -2,11 +2,12 @@
 
 from typing import Any
 
-import pytest
 import torch
-from torch import nn
 
+from lightning_megatron.mesh import Axis, Mesh, Sizes
 from lightning_megatron.optim.config import OptimizerConfig
+from lightning_megatron.sharding import Initial
+from lightning_megatron.tensor.linear import ColumnParallelLinear
 from lightning_megatron.trainer.setup.whole_shapes import WholeShapes
 from tests.harness.ranks import run_on_ranks
 from tests.trainer.fits import Case, Trace, difference
@@ -53,9 +54,13 @@ def test_groups_by_size_are_those_of_one_device() -> None:
         assert difference(trace, wanted) < 1e-12
 
 
-@pytest.mark.parametrize("read", [lambda one: one.dim(), lambda one: one.sum().item(), lambda one: one.view(-1).shape])
-def test_all_else_is_that_of_the_rank(read: Any) -> None:
-    module = nn.Linear(3, 4)
+def test_shapes_alone_are_those_of_the_unsplit_model_and_in_the_block_alone() -> None:
+    tp = Mesh.imagine(0, Sizes(world=2, tp=2)).tp
+    module = ColumnParallelLinear(8, 16, tp=tp, sp=Axis.alone(0), bias=True, initial=Initial(std=1.0))
     with WholeShapes(module):
-        assert read(module.weight) is not None
-    assert module.weight.numel() == 12
+        weight = module.weight
+        assert (weight.shape, weight.size(), weight.size(0), weight.size(dim=-1)) == ((16, 8), (16, 8), 16, 8)
+        assert (len(weight), weight.numel(), weight.nelement()) == (16, 128, 128)
+        # All else is that of the rank.
+        assert weight.sum(1).shape == (8,) and weight.detach().numel() == 64
+    assert module.weight.shape == (8, 8)
