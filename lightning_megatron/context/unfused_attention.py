@@ -7,7 +7,8 @@ tile.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ class UnfusedAttention:
         dtype, groups = wide(queries.dtype), keys.shape[1]
         output = torch.zeros(queries.shape, dtype=dtype, device=queries.device)
         lse = torch.full(queries.shape[:-1], -torch.inf, dtype=dtype, device=queries.device)
-        for tile in _tiles(queries, step.blocks):
+        for tile in _tiles(queries, step):
             scores = tile.scores(queries, keys, step)
             # In a row that sees no key -inf minus -inf would be nan.
             peak = scores.amax(dim=-1).nan_to_num(neginf=0.0)
@@ -47,7 +48,7 @@ class UnfusedAttention:
         table = None if step.bias is None else torch.zeros_like(step.bias.table, dtype=dtype)
         # The weights of a row that sees no key become exp(score - inf), which is 0.
         lse = lse.masked_fill(lse == -torch.inf, torch.inf)
-        for tile in _tiles(queries, step.blocks):
+        for tile in _tiles(queries, step):
             weights = tile.scores(queries, keys, step).sub_(tile.rows(lse).unsqueeze(-1)).exp_()
             dropped = tile.dropped(step)
             grad_rows = tile.rows(grad).to(dtype)
@@ -56,55 +57,124 @@ class UnfusedAttention:
             grad_weights = (_by_group(grad_rows, groups) @ tile.keys(values).mT).view(weights.shape)
             grad_scores = _drop_(grad_weights, dropped, step)
             grad_scores.sub_((grad_rows * tile.rows(output)).sum(dim=-1, keepdim=True)).mul_(weights)
-            if step.bias is not None and table is not None:
-                buckets = step.bias.bucket(tile.offsets(step, queries.device)).flatten()
-                table.index_add_(0, buckets, grad_scores.sum(dim=0).flatten(1).mT)
+            if table is not None and tile.shared.buckets is not None:
+                table.index_add_(0, tile.shared.buckets.flatten(), grad_scores.sum(dim=0).flatten(1).mT)
             by_group = _by_group(grad_scores.mul_(step.scale), groups)
             tile.rows(sums[0]).add_((by_group @ tile.keys(keys)).view(grad_rows.shape))
             tile.keys_of(sums[1]).add_(by_group.mT @ _by_group(tile.rows(queries).to(dtype), groups))
         return AttentionGradients(sums[0], sums[1], sums[2], table)
 
 
+class _Stack(NamedTuple):
+    """Blocks of one shape and of the same positions whose rows follow one another: they are taken as samples."""
+
+    first: AttentionBlock
+    num: int
+
+    def queries_of(self, x: Tensor) -> Tensor:
+        """Rows of queries, of [B, A, Q, ...]: view [B, A, T, ...], or of several blocks [num, A, T, ...]."""
+        return self._rows_of(x, self.first.query_row, self.first.num_queries)
+
+    def keys_of(self, x: Tensor) -> Tensor:
+        """Rows of keys, of [B, G, K, ...], likewise."""
+        return self._rows_of(x, self.first.key_row, self.first.num_keys)
+
+    def _rows_of(self, x: Tensor, row: int, num_rows: int) -> Tensor:
+        rows = x[:, :, row : row + self.num * num_rows]
+        return rows if self.num == 1 else rows[0].unflatten(1, (self.num, num_rows)).transpose(0, 1)
+
+
+def _stacks(step: AttentionStep, batch: int) -> list[_Stack]:
+    """All blocks, as few stacks. Rows of several samples are blocks already: they are not stacked."""
+    if batch > 1:
+        return [_Stack(block, 1) for block in step.blocks]
+    name = "stacks"
+    if name not in step.cache:
+        stacks: list[_Stack] = []
+        for block in step.blocks:
+            if stacks and _is_next(stacks[-1], block, step):
+                stacks[-1] = stacks[-1]._replace(num=stacks[-1].num + 1)
+            else:
+                stacks.append(_Stack(block, 1))
+        step.cache[name] = stacks
+    found: list[_Stack] = step.cache[name]
+    return found
+
+
+def _is_next(stack: _Stack, block: AttentionBlock, step: AttentionStep) -> bool:
+    first, num = stack
+    follower = replace(
+        first, query_row=first.query_row + num * first.num_queries, key_row=first.key_row + num * first.num_keys
+    )
+    return block == follower and all(
+        positions[one:][:length].equal(positions[other:][:length])
+        for positions, one, other, length in (
+            (step.query_positions, first.query_row, block.query_row, block.num_queries),
+            (step.key_positions, first.key_row, block.key_row, block.num_keys),
+        )
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Some queries of the blocks of a stack and the keys that they see: what tiles of different samples share."""
+
+    stack: _Stack
+    rows: slice
+    """Queries, counted within a block."""
+    num_keys: int
+    """Number of keys that some query sees: the first ones of a block."""
+    key_positions: Tensor
+    hidden: Tensor | None
+    """Keys that a query does not see: bool [T, K]; None where each sees all."""
+    buckets: Tensor | None
+    """Bucket of each distance, int64 [T, K], where there is a bias."""
+    bias: Tensor | None
+    """Added to scores: [A, T, K]."""
+
+    @classmethod
+    def of(cls, step: AttentionStep, stack: _Stack, rows: slice, device: torch.device) -> "_Rows":
+        block = stack.first
+        num_keys = rows.stop if block.kind == "causal" else block.num_keys
+        query_positions, key_positions = step.positions_on(device)
+        query_positions = query_positions[block.query_row + rows.start : block.query_row + rows.stop]
+        key_positions = key_positions[block.key_row : block.key_row + num_keys]
+        hidden = None if block.kind == "full" else ~step.mask_spec.is_visible(query_positions, key_positions)
+        buckets = bias = None
+        if step.bias is not None:
+            buckets = step.bias.bucket(key_positions - query_positions[:, None])
+            bias = step.bias.table.detach()[buckets].permute(2, 0, 1)
+        return cls(stack, rows, num_keys, key_positions, hidden, buckets, bias)
+
+
 @dataclass(frozen=True, slots=True)
 class _Tile:
-    """Some samples and queries of a block, with the keys that they see."""
+    """Some samples of some rows."""
 
-    block: AttentionBlock
     samples: slice
-    query_rows: slice
-    key_rows: slice
+    shared: _Rows
 
     def rows(self, x: Tensor) -> Tensor:
         """This tile's part of [B, A, Q] or [B, A, Q, D]."""
-        return x[self.samples, :, self.query_rows]
+        return self.shared.stack.queries_of(x)[self.samples, :, self.shared.rows]
 
     def keys_of(self, x: Tensor) -> Tensor:
         """This tile's part of [B, G, K, D]."""
-        return x[self.samples, :, self.key_rows]
+        return self.shared.stack.keys_of(x)[self.samples, :, : self.shared.num_keys]
 
     def keys(self, x: Tensor) -> Tensor:
         """This tile's part of keys or values, as wide as scores."""
         return self.keys_of(x).to(wide(x.dtype))
-
-    def positions(self, step: AttentionStep, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Positions of this tile's queries and keys."""
-        query_positions, key_positions = step.positions_on(device)
-        return query_positions[self.query_rows], key_positions[self.key_rows]
-
-    def offsets(self, step: AttentionStep, device: torch.device) -> Tensor:
-        """Position of each key (column) minus that of each query (row)."""
-        query_positions, key_positions = self.positions(step, device)
-        return key_positions - query_positions[:, None]
 
     def scores(self, queries: Tensor, keys: Tensor, step: AttentionStep) -> Tensor:
         """Scores [b, A, T, K] with the bias, -inf where a key is not seen."""
         rows = self.rows(queries).to(wide(queries.dtype))
         scores = _by_group(rows, keys.shape[1]) @ self.keys(keys).mT
         scores = scores.view(*rows.shape[:3], -1).mul_(step.scale)
-        if step.bias is not None:
-            scores += step.bias.table.detach()[step.bias.bucket(self.offsets(step, scores.device))].permute(2, 0, 1)
-        if self.block.kind != "full":
-            scores.masked_fill_(~step.mask_spec.is_visible(*self.positions(step, scores.device)), -torch.inf)
+        if self.shared.bias is not None:
+            scores += self.shared.bias
+        if self.shared.hidden is not None:
+            scores.masked_fill_(self.shared.hidden, -torch.inf)
         return scores
 
     def dropped(self, step: AttentionStep) -> Tensor | None:
@@ -112,25 +182,23 @@ class _Tile:
         dropout_keys = step.dropout_keys
         if dropout_keys is None:
             return None
-        keys = dropout_keys.keys[self.samples if dropout_keys.keys.shape[0] > 1 else slice(None), :, self.query_rows]
-        return ~rng.keep_columns(keys, self.positions(step, keys.device)[1], dropout_keys.probability)
+        keys = self.shared.stack.queries_of(dropout_keys.keys)
+        keys = keys[self.samples if len(keys) > 1 else slice(None), :, self.shared.rows]
+        return ~rng.keep_columns(keys, self.shared.key_positions, dropout_keys.probability)
 
 
-def _tiles(queries: Tensor, blocks: tuple[AttentionBlock, ...]) -> Iterator[_Tile]:
+def _tiles(queries: Tensor, step: AttentionStep) -> Iterator[_Tile]:
     """All blocks, in tiles of at most MOST_SCORES scores, or of MOST_GPU_SCORES."""
     batch, heads = queries.shape[:2]
     most = MOST_SCORES if queries.device.type == "cpu" else MOST_GPU_SCORES
-    for block in blocks:
-        num_rows = min(block.num_queries, max(1, most // (heads * block.num_keys)))
-        num_samples = max(1, most // (heads * block.num_keys * num_rows))
-        end = block.query_row + block.num_queries
-        for sample in range(0, batch, num_samples):
-            for row in range(block.query_row, end, num_rows):
-                rows = slice(row, min(row + num_rows, end))
-                # A tile of a causal block has only the keys that some of its queries see.
-                num_keys = rows.stop - block.query_row if block.kind == "causal" else block.num_keys
-                seen = slice(block.key_row, block.key_row + num_keys)
-                yield _Tile(block, slice(sample, sample + num_samples), rows, seen)
+    for stack in _stacks(step, batch):
+        num_queries, num_keys = stack.first.num_queries, stack.first.num_keys
+        num_rows = min(num_queries, max(1, most // (heads * num_keys)))
+        num_samples = max(1, most // (heads * num_keys * num_rows))
+        for row in range(0, num_queries, num_rows):
+            shared = _Rows.of(step, stack, slice(row, min(row + num_rows, num_queries)), queries.device)
+            for sample in range(0, max(batch, stack.num), num_samples):
+                yield _Tile(slice(sample, sample + num_samples), shared)
 
 
 def _by_group(x: Tensor, groups: int) -> Tensor:

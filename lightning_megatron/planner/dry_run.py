@@ -8,7 +8,8 @@ RuntimeError is raised. Of the batches that one step accumulates two run, and th
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -129,7 +130,7 @@ class DryRuns:
             known = next((one for one in alike if one.stand_ins.keys() >= set(kinds.values())), None)
             if known is None:
                 tracker = MemoryTracker(self._device)
-                with tracker:
+                with tracker, _own_garbage():
                     own = build_rank(run, mesh, new_group, self._device, self._full_model)
                     stand_ins = {kind: cell for cell, kind in reversed(kinds.items())}
                     known = self._measured(own, tracker, ledger, stand_ins, parts)
@@ -215,6 +216,20 @@ class DryRuns:
             trained=(dense, experts),
             num_layers=len(layers or layers_of(own.module)),
         )
+
+
+@contextmanager
+def _own_garbage() -> Iterator[None]:
+    """Within it, garbage is looked for only among what is made there: among all that is alive it takes long."""
+    # What somebody else has frozen stays so, and there is little else.
+    is_ours = not gc.get_freeze_count()
+    if is_ours:
+        gc.freeze()
+    try:
+        yield
+    finally:
+        if is_ours:
+            gc.unfreeze()
 
 
 def dry_run(

@@ -23,8 +23,8 @@ class OutputShapes:
 
     def __init__(self, shaped: Mapping[Any, Callable[..., Any]]) -> None:
         self._shaped = shaped
-        # None: an output is no new tensor, or another one each time.
-        self._known: dict[Any, tuple[_Shape, ...] | None] = {}
+        # None: an output is no new tensor, or another one each time. None for one output: it is not asked for.
+        self._known: dict[Any, tuple[_Shape | None, ...] | None] = {}
 
     def output_of(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What an operation returns."""
@@ -39,7 +39,7 @@ class OutputShapes:
         # The default is the dtype of integers over numbers.
         key = func, _key_of(args), _key_of(tuple(kwargs.items())), torch.get_default_dtype()
         if (shapes := self._known.get(key)) is not None:
-            outputs = [torch.empty_strided(size, stride, dtype=dtype, device="meta") for size, stride, dtype in shapes]
+            outputs = [None if shape is None else _made(shape) for shape in shapes]
             return outputs[0] if len(func._schema.returns) == 1 else tuple(outputs)
         output = run(*args, **kwargs)
         if key not in self._known:
@@ -74,17 +74,23 @@ def _key_of(argument: Any) -> Any:
     return type(argument), argument
 
 
-def _shapes_of(output: Any, args: tuple[Any, ...]) -> tuple[_Shape, ...] | None:
-    """The shapes of new dense tensors; None where an output is anything else."""
+def _made(shape: _Shape) -> Tensor:
+    return torch.empty_strided(shape.size, shape.stride, dtype=shape.dtype, device="meta")
+
+
+def _shapes_of(output: Any, args: tuple[Any, ...]) -> tuple[_Shape | None, ...] | None:
+    """The shapes of new dense tensors, None for one that is not asked for; None where an output is anything else."""
     outputs = output if isinstance(output, (list, tuple)) else (output,)
     given = {one.untyped_storage()._cdata for one in args if isinstance(one, Tensor)}
-    shapes = []
+    shapes: list[_Shape | None] = []
     for one in outputs:
+        if one is None and isinstance(output, tuple):
+            shapes.append(None)
+            continue
         if not isinstance(one, Tensor) or not one.is_meta or one.untyped_storage()._cdata in given:
             return None
         shape = _Shape(tuple(one.shape), one.stride(), one.dtype)
-        made = torch.empty_strided(*shape[:2], dtype=shape.dtype, device="meta")
-        if one.storage_offset() or made.untyped_storage().nbytes() != one.untyped_storage().nbytes():
+        if one.storage_offset() or _made(shape).untyped_storage().nbytes() != one.untyped_storage().nbytes():
             return None
         shapes.append(shape)
     return tuple(shapes)
