@@ -1,6 +1,6 @@
 """Which layers of a network read what the modules around them compute: found by a call of it without memory."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -11,7 +11,10 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from lightning_megatron.mesh import Mesh
 from lightning_megatron.moe.grouped_shapes import of_any_dtype
+from lightning_megatron.pipeline.layout import assign
+from lightning_megatron.sharding import sharded_parameters
 
 
 def known_readers(module: nn.Module, name: str, layers: Sequence[str]) -> dict[str, frozenset[int]]:
@@ -84,6 +87,27 @@ def readers_of(
         if read_past.isdisjoint(module.parameters())
         if (indices := frozenset(i for i, weights in found.items() if not weights.isdisjoint(module.parameters())))
     }
+
+
+def absent_modules(
+    network: nn.Module, layers: Sequence[str], readers: Mapping[str, Collection[int]], mesh: Mesh
+) -> tuple[str, ...]:
+    """The modules that no stage of this rank reads, of those whose `readers` are known.
+
+    Ask before linears are cut: of others the shapes that they return are found on tensors without numbers, where they
+    cannot talk over tp.
+    """
+    stages = assign(["t"] * len(layers), [1.0] * len(layers), mesh.sizes.num_stages, mesh.sizes.stage_layout)
+    own = {index for stage in mesh.own_stages for index in stages[stage]}
+    if mesh.own_stages[-1] == mesh.sizes.num_stages - 1:
+        own.add(len(layers))
+    return tuple(
+        name
+        for name, indices in readers.items()
+        if own.isdisjoint(indices)
+        # What the head alone reads is not reached.
+        if min(indices) == len(layers) or not any(True for _ in sharded_parameters(network.get_submodule(name)))
+    )
 
 
 def _around(network: nn.Module, layers: Sequence[str]) -> list[tuple[str, nn.Module]]:

@@ -40,7 +40,6 @@ from lightning_megatron.any_module.whole_weights import (
 from lightning_megatron.comm import collectives, rng
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.pipeline.module import Part, PipelineModule, StagePart
-from lightning_megatron.sharding import sharded_parameters
 
 _NUM_CHECKED = 8
 """Calls of a rank in which it looks for numbers that a stage does not have."""
@@ -58,10 +57,10 @@ class CutModel(PipelineModule):
 
     `layers` are names of its layers in the order in which its forward calls them, `ends` how many of them end a list
     whose output later layers read too (the last layer of an encoder), `skips` names of others that are read so;
-    `is_on_features` tells which weights are used on the features of a rank of tp. `readers` has the modules around the
-    layers of which is known which layers read them, as `readers_of` finds. The parameters and children are the model's
-    own, under its own names. Layers and modules of other ranks lose their weights. Raises ValueError for a layer whose
-    weight another module has too, and for a stage without a layer.
+    `is_on_features` tells which weights are used on the features of a rank of tp. `absent` names the modules around the
+    layers that no stage of this rank reads, as `absent_modules` finds. The parameters and children are the model's own,
+    under its own names. Layers of other ranks and absent modules lose their weights. Raises ValueError for a layer
+    whose weight another module has too, and for a stage without a layer.
     """
 
     _whole: nn.Module
@@ -76,7 +75,7 @@ class CutModel(PipelineModule):
         mesh: Mesh,
         attention: ContextAttention | None = None,
         is_on_features: Callable[[nn.Parameter], bool] = lambda weight: False,
-        readers: Mapping[str, Collection[int]] | None = None,
+        absent: Collection[str] = (),
     ) -> None:
         parts = [Part(name=name, build=partial(model.get_submodule, name)) for name in layers]
         super().__init__(parts, mesh=mesh)
@@ -118,14 +117,10 @@ class CutModel(PipelineModule):
                 module.__dict__["forward"] = partial(self._refuse_forward, layers[index])
             module.__dict__[_LAYER] = (self, index)
             _call_through(module, _LAYER)
-        read = {index for stage in self.mesh.own_stages for index in self.stages[stage]}
-        if self.mesh.own_stages[-1] == mesh.sizes.num_stages - 1:
-            read.add(len(layers))
-        for name, indices in (readers or {}).items():
+        for name in absent:
             module = model.get_submodule(name)
-            if read.isdisjoint(indices) and (min(indices) == len(layers) or _has_known_shape(module)):
-                _drop_weights(module)
-                module.__dict__["forward"] = partial(self._unknown_output, name)
+            _drop_weights(module)
+            module.__dict__["forward"] = partial(self._unknown_output, name)
         model.__dict__[_CUT] = self
         _call_through(model, _CUT)
 
@@ -533,11 +528,6 @@ def _drop_weights(module: nn.Module) -> None:
                     del held[name]
                     # One number, however many there were: a model may be on the meta device as a whole.
                     child.__dict__[name] = torch.empty((), dtype=tensor.dtype, device="meta").expand(tensor.shape)
-
-
-def _has_known_shape(module: nn.Module) -> bool:
-    """Whether the shape of what a module returns is known without its weights: cut ones would talk over tp."""
-    return isinstance(module, nn.Embedding) or not any(True for _ in sharded_parameters(module))
 
 
 def _call_through(module: nn.Module, mark: str) -> None:

@@ -34,13 +34,7 @@ def report_of(module: nn.Module, name: str, plan: ModelPlan, sizes: Sizes) -> st
     if sizes.ep > 1 or (sizes.tp > 1 and any(True for _ in expert_modules(network))):
         blocks.append(_experts(network, sizes))
     readers = plan.readers_in(module, name, layers) if layers and sizes.num_stages > 1 else {}
-    # What is cut and comes before the layers talks over tp, and every stage calls it.
-    alone = {
-        one: indices
-        for one, indices in readers.items()
-        if min(indices) == len(layers) or not any(found.startswith(f"{one}.") for found in cut)
-    }
-    blocks.append(_held(network, layers, cut, alone, sizes))
+    blocks.append(_held(network, layers, cut, readers, sizes))
     return "\n".join(line for block in blocks for line in block)
 
 

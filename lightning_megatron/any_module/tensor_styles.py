@@ -243,17 +243,26 @@ def _tied(network: nn.Module, styles: Mapping[str, str]) -> set[nn.Parameter]:
 
 
 def cut_linears(
-    network: nn.Module, styles: Mapping[str, str], tp: Axis, *, is_staged: bool = False
+    network: nn.Module,
+    styles: Mapping[str, str],
+    tp: Axis,
+    *,
+    is_staged: bool = False,
+    absent: Collection[str] = (),
 ) -> Callable[[nn.Parameter], bool]:
     """Cuts the linears of a network in place; over stages (`is_staged`) its own forward does not run to its end.
 
-    Returns what tells, once modules were looked at, whether a weight is used on the features of a rank.
+    Those within `absent` modules stay as they are: this rank will not have their weights. Returns what tells, once
+    modules were looked at, whether a weight is used on the features of a rank.
     """
     copies: dict[str, _SharedCopy] = {}
     # Slices of weights by the whole ones, which modules may share.
     slices: dict[Tensor, nn.Parameter] = {}
     parents: set[str] = set()
+    left = tuple(f"{one}." for one in absent)
     for name, module, style in cut_by(network, styles, tp.size):
+        if f"{name}.".startswith(left):
+            continue
         parent = parent_of(name)
         owner = network.get_submodule(parent)
         parents.add(parent)

@@ -38,6 +38,15 @@ class NormedTokens(networks.UntiedGPT):
         self.tokens = nn.Sequential(self.tokens, nn.LayerNorm(networks.WIDTH), nn.Dropout(0.0))
 
 
+class Towered(networks.UntiedGPT):
+    """What comes before its blocks has linears of its own, as a vision tower has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        width = networks.WIDTH
+        self.tokens = nn.Sequential(self.tokens, nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+
+
 class Noting(networks.UntiedGPT):
     """Keeps a table that its first call makes, for the next ones."""
 
@@ -134,6 +143,17 @@ class TrainsNormedTokens(Trains):
     network = NormedTokens
 
 
+class TrainsTowered(Trains):
+    """Cuts the linears before the blocks over tp."""
+
+    network = Towered
+
+    def model_plan(self) -> ModelPlan:
+        return ModelPlan(
+            styles={"net.tokens.1": "colwise", "net.tokens.3": "rowwise", "net.blocks.*.up": "colwise_gather_output"}
+        )
+
+
 class TrainsReadsPast(Trains):
     """Trains the network that reads a table without calling it."""
 
@@ -208,6 +228,7 @@ class CallsOutside(Trains):
         (Trains, ("pp2", "dp2pp2-zero")),
         (TrainsReadAgain, ("pp2vp2",)),
         (TrainsNormedTokens, ("pp2",)),
+        (TrainsTowered, ("pp2tp2",)),
         (TrainsReadsPast, ("pp2",)),
         (TrainsShapedPlaces, ("pp2", "pp2tp2")),
         (OnAllStages, ("pp2",)),
@@ -236,6 +257,12 @@ def test_a_rank_has_what_its_stage_reads(kind: type[L.LightningModule], of_last:
     last, first = run_on_ranks(2, held, Layout(world=2, pp=2, microbatches=2), kind, init=False)
     # What is no module of its own is everywhere.
     assert first == {"places", "tokens"} and last == {"places"} | of_last
+
+
+def test_linears_that_are_cut_over_tp_are_held_by_the_stage_that_reads_them() -> None:
+    layout = Layout(world=4, tp=2, pp=2, microbatches=2)
+    held_by = run_on_ranks(4, held, layout, TrainsTowered, init=False)
+    assert held_by == [{"places", "norm", "head"}] * 2 + [{"places", "tokens"}] * 2
 
 
 @pytest.mark.parametrize(

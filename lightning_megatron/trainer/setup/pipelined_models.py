@@ -8,6 +8,7 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveragi
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
+from lightning_megatron.any_module.around_layers import absent_modules
 from lightning_megatron.any_module.cut_experts import (
     cut_experts,
     expert_faults,
@@ -63,11 +64,12 @@ def _cut_networks(module: pl.LightningModule, mesh: Mesh, given: ModelPlan | Non
         return False
     networks, is_cut = dict(module.named_children()), False
     layered = _layered(module, mesh.sizes.num_stages, plan)
-    readers: dict[str, frozenset[int]] = {}
-    if mesh.pp.size > 1 and len(layered) == 1:
+    chains = _chains(module, mesh.pp.size) if mesh.pp.size > 1 and not plan.layers else {}
+    absent: dict[str, tuple[str, ...]] = {}
+    if mesh.pp.size > 1 and len(layered) == 1 and len(chains) != 1:
         # Before linears are cut, whose calls talk over tp.
         [(name, (layers, _))] = layered.items()
-        readers = plan.readers_in(module, name, layers)
+        absent[name] = absent_modules(networks[name], layers, plan.readers_in(module, name, layers), mesh)
     on_features: dict[str, Callable[[nn.Parameter], bool]] = {}
     for name, network in networks.items():
         if _TRANSFORMERS in sys.modules:
@@ -77,7 +79,9 @@ def _cut_networks(module: pl.LightningModule, mesh: Mesh, given: ModelPlan | Non
         if not any(True for _ in sharded_parameters(network)):
             if mesh.tp.size > 1:
                 styles = plan.styles_in(name, network)
-                on_features[name] = cut_linears(network, styles, mesh.tp, is_staged=mesh.pp.size > 1)
+                on_features[name] = cut_linears(
+                    network, styles, mesh.tp, is_staged=mesh.pp.size > 1, absent=absent.get(name, ())
+                )
             if mesh.sizes.ep > 1:
                 cut_experts(network, ExpertAxes.of(mesh))
             elif mesh.tp.size > 1:
@@ -85,8 +89,7 @@ def _cut_networks(module: pl.LightningModule, mesh: Mesh, given: ModelPlan | Non
             is_cut |= any(True for _ in sharded_parameters(network))
     if mesh.pp.size * mesh.cp.size * mesh.sp.size == 1:
         return is_cut
-    chains = _chains(module, mesh.pp.size) if mesh.pp.size > 1 else {}
-    if len(chains) == 1 and not plan.layers:
+    if len(chains) == 1:
         [(name, chain)] = chains.items()
         # Not named_children(): it leaves out the second name of a module that is in the chain twice.
         parts = {key: child for key, child in chain._modules.items() if child is not None}
@@ -115,7 +118,7 @@ def _cut_networks(module: pl.LightningModule, mesh: Mesh, given: ModelPlan | Non
             mesh=mesh,
             attention=attention,
             is_on_features=is_on_features,
-            readers=readers,
+            absent=absent.get(name, ()),
         )
         return True
     return is_cut
