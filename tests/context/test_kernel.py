@@ -201,6 +201,33 @@ def test_a_tile_holds_few_scores_and_tiles_add_up(monkeypatch: pytest.MonkeyPatc
     assert max(sizes) <= 7 * HEADS * 40
 
 
+def draws_of(case: Case, monkeypatch: pytest.MonkeyPatch) -> int:
+    """How many masks forward and backward draw, with numbers that are right."""
+    drawn: list[int] = []
+    keep_columns = rng.keep_columns
+
+    def noted(keys: torch.Tensor, columns: torch.Tensor, probability: float) -> torch.Tensor:
+        drawn.append(len(keys))
+        return keep_columns(keys, columns, probability)
+
+    expected = dense(case)
+    with monkeypatch.context() as patch:
+        patch.setattr(rng, "keep_columns", noted)
+        assert max(by_kernels(case, torch.float64).errors(expected).values()) < 1e-10
+    return len(drawn)
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_documents_of_one_length_are_one_batch(is_causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    common = {"probability": 0.3, "has_bias": True, "groups": 2, "batch": 1, "mask_spec": MaskSpec(is_causal=is_causal)}
+    # Forward and backward draw one mask for those of 12 tokens, one for those of 7, one for the last.
+    assert draws_of(Case(lengths=(12, 12, 12, 12, 7, 7, 12), ring=1, **common), monkeypatch) == 6
+    # Over two ranks each has two parts of a document, which see parts of both ranks: only numbers are asked for.
+    assert draws_of(Case(lengths=(12, 12, 7, 7), ring=2, **common), monkeypatch) > 6
+    # Rows that each have several documents are a batch already.
+    assert draws_of(Case(lengths=(12, 12, 7), ring=1, **{**common, "batch": 3}), monkeypatch) == 6
+
+
 def test_tiles_of_a_window_share_one_mask_and_calls_of_a_pairing_too() -> None:
     layout, mask_spec = cut([2000]), MaskSpec(is_causal=True, window=128)
     positions = layout.group_positions[0]
