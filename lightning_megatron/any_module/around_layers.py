@@ -11,9 +11,10 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from lightning_megatron.any_module.cut_experts import expert_modules
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.moe.grouped_shapes import of_any_dtype
-from lightning_megatron.pipeline.layout import assign
+from lightning_megatron.pipeline.layout import assign_alike
 from lightning_megatron.sharding import sharded_parameters
 
 
@@ -74,7 +75,8 @@ def readers_of(
             owners |= {id(fake): child._parameters[key] for (child, key), fake in own.items()}
             module.__dict__["forward"] = partial(_run_on, own, module.forward)
         try:
-            given, named = tree_map_only(Tensor, mode.from_tensor, (args, dict(kwargs)))
+            # An example may be on another device than what stands for the weights.
+            given, named = tree_map_only(Tensor, lambda x: torch.empty(x.shape, dtype=x.dtype), (args, dict(kwargs)))
             output = torch.func.functional_call(root, fakes, given, named)
         # Whatever the network's code makes of tensors without numbers.
         except Exception:
@@ -90,24 +92,34 @@ def readers_of(
 
 
 def absent_modules(
-    network: nn.Module, layers: Sequence[str], readers: Mapping[str, Collection[int]], mesh: Mesh
+    network: nn.Module,
+    layers: Sequence[str],
+    readers: Mapping[str, Collection[int]],
+    mesh: Mesh,
+    cut: Collection[str] = (),
 ) -> tuple[str, ...]:
-    """The modules that no stage of this rank reads, of those whose `readers` are known.
+    """The modules around the layers that no stage of this rank reads and that it can do without, of those in `readers`.
 
-    Ask before linears are cut: of others the shapes that they return are found on tensors without numbers, where they
-    cannot talk over tp.
+    An absent module still runs, on the meta device, to give the shapes of what it returns. So those stay that hold
+    experts, whose shapes are known to the device alone, and those that hold a module that is `cut` over tp, where it
+    would talk; unless the head alone reads them.
     """
-    stages = assign(["t"] * len(layers), [1.0] * len(layers), mesh.sizes.num_stages, mesh.sizes.stage_layout)
+    stages = assign_alike(len(layers), mesh.sizes.num_stages, mesh.sizes.stage_layout)
     own = {index for stage in mesh.own_stages for index in stages[stage]}
     if mesh.own_stages[-1] == mesh.sizes.num_stages - 1:
         own.add(len(layers))
     return tuple(
         name
         for name, indices in readers.items()
-        if own.isdisjoint(indices)
-        # What the head alone reads is not reached.
-        if min(indices) == len(layers) or not any(True for _ in sharded_parameters(network.get_submodule(name)))
+        if own.isdisjoint(indices) and (min(indices) == len(layers) or _gives_shapes(network, name, cut))
     )
+
+
+def _gives_shapes(network: nn.Module, name: str, cut: Collection[str]) -> bool:
+    module = network.get_submodule(name)
+    # Layers of this package know their shards.
+    talks = any(f"{one}.".startswith(f"{name}.") for one in cut) or any(True for _ in sharded_parameters(module))
+    return not talks and not any(True for _ in expert_modules(module))
 
 
 def _around(network: nn.Module, layers: Sequence[str]) -> list[tuple[str, nn.Module]]:

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_megatron.any_module.check_styles import is_look_due, without_fp8
@@ -340,7 +341,9 @@ class CutModel(PipelineModule):
             shape = (*first.shape, module.embedding_dim)
             return torch.full(shape, torch.nan, dtype=module.weight.dtype, device=device)
         args, kwargs = tree_map_only(Tensor, lambda one: one.to("meta"), (args, kwargs))
-        output = type(module).forward(module, *args, **kwargs)
+        # What counts this rank's work shall not count it.
+        with _disable_current_modes():
+            output = type(module).forward(module, *args, **kwargs)
         return tree_map_only(Tensor, lambda one: _unknown_like(torch.empty_like(one, device=device)), output)
 
     def _refuse_what_is_shared(self, kwargs: dict[str, Any]) -> None:

@@ -15,8 +15,8 @@ from lightning_megatron.any_module.tensor_styles import (
     pattern_of,
     reason_of_whole,
 )
-from lightning_megatron.mesh import Sizes, StageLayout
-from lightning_megatron.pipeline.layout import assign
+from lightning_megatron.mesh import Sizes
+from lightning_megatron.pipeline.layout import assign_alike
 
 
 def report_of(module: nn.Module, name: str, plan: ModelPlan, sizes: Sizes) -> str:
@@ -52,7 +52,7 @@ def _layers(network: nn.Module, layers: Sequence[str], plan: ModelPlan, sizes: S
 
 
 def _stages(layers: Sequence[str], sizes: Sizes) -> tuple[range, ...]:
-    return assign(["t"] * len(layers), [1.0] * len(layers), sizes.num_stages, StageLayout())
+    return assign_alike(len(layers), sizes.num_stages, sizes.stage_layout)
 
 
 def _linears(network: nn.Module, styles: Mapping[str, str], cut: Mapping[str, str], size: int) -> list[str]:

@@ -259,9 +259,9 @@ def cut_linears(
     # Slices of weights by the whole ones, which modules may share.
     slices: dict[Tensor, nn.Parameter] = {}
     parents: set[str] = set()
-    left = tuple(f"{one}." for one in absent)
+    skipped = tuple(f"{one}." for one in absent)
     for name, module, style in cut_by(network, styles, tp.size):
-        if f"{name}.".startswith(left):
+        if f"{name}.".startswith(skipped):
             continue
         parent = parent_of(name)
         owner = network.get_submodule(parent)

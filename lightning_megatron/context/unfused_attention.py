@@ -85,10 +85,10 @@ class _Stack(NamedTuple):
 
 
 def _stacks(step: AttentionStep, batch: int) -> list[_Stack]:
-    """All blocks, as few stacks. Rows of several samples are blocks already: they are not stacked."""
-    if batch > 1:
+    """All blocks, as few stacks. Blocks of several samples are batches already: they are not stacked."""
+    if batch != 1:
         return [_Stack(block, 1) for block in step.blocks]
-    name = "stacks"
+    name = ("stacks", step.blocks)
     if name not in step.cache:
         stacks: list[_Stack] = []
         for block in step.blocks:
@@ -197,7 +197,7 @@ def _tiles(queries: Tensor, step: AttentionStep) -> Iterator[_Tile]:
         num_samples = max(1, most // (heads * num_keys * num_rows))
         for row in range(0, num_queries, num_rows):
             shared = _Rows.of(step, stack, slice(row, min(row + num_rows, num_queries)), queries.device)
-            for sample in range(0, max(batch, stack.num), num_samples):
+            for sample in range(0, batch * stack.num, num_samples):
                 yield _Tile(slice(sample, sample + num_samples), shared)
 
 

@@ -61,6 +61,11 @@ def assign(symbols: Sequence[str], costs: Sequence[float], stages: int, layout: 
     return tuple(range(starts[first], starts[end]) for first, end in pairwise(accumulate(lengths, initial=0)))
 
 
+def assign_alike(num_layers: int, stages: int, layout: StageLayout) -> tuple[range, ...]:
+    """As `assign`, of layers that cost the same, with nothing beside them."""
+    return assign(["t"] * num_layers, [1.0] * num_layers, stages, layout)
+
+
 def layout_faults(num_layers: int, has_embedding: bool, has_head: bool, stages: int, layout: StageLayout) -> list[str]:
     """Every rule that a layout breaks for such a model in that many stages, one sentence each."""
     if stages < 1:

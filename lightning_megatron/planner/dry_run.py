@@ -131,9 +131,15 @@ class DryRuns:
             if known is None:
                 tracker = MemoryTracker(self._device)
                 with tracker, _own_garbage():
-                    own = build_rank(run, mesh, new_group, self._device, self._full_model)
                     stand_ins = {kind: cell for cell, kind in reversed(kinds.items())}
-                    known = self._measured(own, tracker, ledger, stand_ins, parts)
+                    # No name holds the rank, which is garbage as soon as it is measured.
+                    known = self._measured(
+                        build_rank(run, mesh, new_group, self._device, self._full_model),
+                        tracker,
+                        ledger,
+                        stand_ins,
+                        parts,
+                    )
                 alike.append(known)
         stands_for = {cell: known.stand_ins[kind] for cell, kind in kinds.items()}
         peak = peak_of(known.trace, events, None if is_whole else stands_for, stages)
@@ -220,13 +226,15 @@ class DryRuns:
 
 @contextmanager
 def _own_garbage() -> Iterator[None]:
-    """Within it, garbage is looked for only among what is made there: among all that is alive it takes long."""
-    # What somebody else has frozen stays so, and there is little else.
+    """Within it, garbage is looked for only among what is made there, and gone at its end: among all that is alive it
+    takes long."""
+    # What somebody else has frozen stays so.
     is_ours = not gc.get_freeze_count()
     if is_ours:
         gc.freeze()
     try:
         yield
+        gc.collect()
     finally:
         if is_ours:
             gc.unfreeze()

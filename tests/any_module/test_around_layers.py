@@ -11,7 +11,11 @@ from torch.utils.data import DataLoader
 
 from lightning_megatron import ModelPlan
 from lightning_megatron.any_module.around_layers import readers_of
+from lightning_megatron.any_module.cut_model import cut_of
+from lightning_megatron.mesh import Mesh, Sizes
+from lightning_megatron.planner.memory_tracker import MemoryTracker
 from lightning_megatron.testing import certify
+from lightning_megatron.trainer.setup.pipelined_models import cut_plain_networks
 from tests.any_module import networks
 from tests.harness.ranks import run_on_ranks
 from tests.trainer.layouts import Layout, make_trainer
@@ -263,6 +267,116 @@ def test_linears_that_are_cut_over_tp_are_held_by_the_stage_that_reads_them() ->
     layout = Layout(world=4, tp=2, pp=2, microbatches=2)
     held_by = run_on_ranks(4, held, layout, TrainsTowered, init=False)
     assert held_by == [{"places", "norm", "head"}] * 2 + [{"places", "tokens"}] * 2
+
+
+class Experts(nn.Module):
+    """Experts, whose shapes are those of tokens."""
+
+    _is_expert_parallel = True
+    num_experts = 4
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, networks.WIDTH, networks.WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.einsum("bth,ehf->btf", x, self.weight) / 4
+
+
+class WithExperts(networks.UntiedGPT):
+    """What comes before its blocks has experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Sequential(self.tokens, Experts())
+
+
+class TrainsExperts(Trains):
+    """Trains it."""
+
+    network = WithExperts
+
+
+class Apart(networks.UntiedGPT):
+    """Two linears that belong together stand beside the blocks, and the head reads the first one too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(networks.WIDTH, 32), nn.Linear(32, networks.WIDTH)
+        self.out = nn.Linear(32, networks.WIDTH)
+
+    def run_blocks(self, x: Tensor) -> Tensor:
+        wide = self.up(x)
+        return super().run_blocks(self.down(wide.tanh())) + self.out(wide)
+
+
+class TrainsApart(Trains):
+    """Cuts them over tp."""
+
+    network = Apart
+
+    def model_plan(self) -> ModelPlan:
+        return ModelPlan(styles={"net.up": "colwise", "net.down": "rowwise", "net.out": "rowwise"})
+
+
+def absent_on_last(kind: type[Trains]) -> set[str]:
+    """Names of the modules around the layers that are without weights on the last stage."""
+    module = kind()
+    module.configure_model()
+    cut_plain_networks(module, Mesh.imagine(0, Sizes(world=4, tp=2, pp=2)))
+    held_here = {name for name, _ in module.net.named_parameters()}
+    return {name for name, _ in module.net.named_children() if not any(one.startswith(name) for one in held_here)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "absent"),
+    [
+        (TrainsTowered, {"tokens"}),
+        (TrainsExperts, set()),
+        # Where the first is cut the second has to be.
+        (TrainsApart, set()),
+    ],
+)
+def test_what_cannot_tell_its_shapes_is_on_every_stage(kind: type[Trains], absent: set[str]) -> None:
+    assert absent_on_last(kind) == absent
+
+
+def test_shapes_of_what_a_stage_has_not_are_no_work_of_its_own() -> None:
+    module = TrainsTowered()
+    module.configure_model()
+    cut_plain_networks(module, Mesh.imagine(0, Sizes(world=4, tp=2, pp=2)))
+    cut = cut_of(module.net)
+    assert cut is not None
+    cut._stage = 1
+    with MemoryTracker(torch.device("meta")) as tracker:
+        shape = module.net.tokens(TOKENS.to("meta")).shape
+    assert shape == (*TOKENS.shape, networks.WIDTH) and not tracker.take_flops()
+
+
+def test_an_example_may_be_on_another_device_than_weights() -> None:
+    root = nn.ModuleDict({"net": networks.UntiedGPT()})
+    found = readers_of(root["net"], "", LAYERS, (TOKENS.to("meta"),), {})
+    assert found == {"tokens": {0}, "norm": {4}, "head": {4}}
+
+
+class Chained(L.LightningModule):
+    """A chain of which the parts are no layers, and the layers no parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = nn.Sequential(*(networks.Block() for _ in range(6)))
+        width, words = networks.WIDTH, networks.VOCABULARY
+        self.net = nn.Sequential(nn.Embedding(words, width), blocks, nn.Linear(width, words))
+
+    def model_plan(self) -> ModelPlan:
+        return ModelPlan(styles={"net.1.*.up": "colwise", "net.1.*.down": "rowwise"})
+
+
+def test_a_chain_that_is_cut_over_tp_is_cut_at_its_layers() -> None:
+    module = Chained()
+    cut_plain_networks(module, Mesh.imagine(0, Sizes(world=4, tp=2, pp=2)))
+    cut = cut_of(module.net)
+    assert cut is not None and cut.stages == (range(3), range(3, 6))
 
 
 @pytest.mark.parametrize(

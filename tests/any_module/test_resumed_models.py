@@ -13,6 +13,7 @@ from lightning_megatron.checkpoint import read_entries
 from lightning_megatron.optim.config import OptimizerConfig
 from tests.any_module import networks
 from tests.any_module.model_families import Causal, batches
+from tests.any_module.test_around_layers import TrainsTowered
 from tests.harness.ranks import run_on_ranks
 from tests.lightning_modules.losses import Losses
 from tests.trainer.layouts import QUIET, Layout, make_trainer
@@ -55,14 +56,14 @@ class LoggedPacked(networks.TrainsPacked):
         return loss
 
 
-def fitted_packed(layout: Layout, folder: str, ckpt_path: str | None) -> list[float]:
-    """The losses of a network whose linears pack blocks; a checkpoint of its first step is kept."""
+def fitted_own(kind: type[networks.Trains], layout: Layout, folder: str, ckpt_path: str | None) -> list[float]:
+    """The losses of a network of one's own; a checkpoint of its first step is kept."""
     losses = Losses()
     saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
     options: dict[str, Any] = {"max_steps": 3, "max_epochs": -1, "enable_checkpointing": ckpt_path is None}
     options["use_distributed_sampler"] = True
     trainer = make_trainer(layout, callbacks=[losses, *([saver] if ckpt_path is None else [])], **options)
-    trainer.fit(LoggedPacked(), networks.loader(networks.ROWS // layout.dp), ckpt_path=ckpt_path)
+    trainer.fit(kind(), networks.loader(networks.ROWS // layout.dp), ckpt_path=ckpt_path)
     return losses.losses
 
 
@@ -110,10 +111,37 @@ def test_a_run_goes_on_from_tp_2_pp_2(folder: Path, name: str) -> None:
 @pytest.mark.parametrize("layout", [Layout(), Layout(world=4, tp=2, optimizer=ZERO)], ids=["one device", "zero"])
 def test_blocks_of_a_linear_are_saved_as_one_weight(tmp_path: Path, layout: Layout) -> None:
     begin = Layout(world=2, tp=2, optimizer=ZERO)
-    wanted, _ = run_on_ranks(2, fitted_packed, begin, str(tmp_path), None, init=False)
+    wanted, _ = run_on_ranks(2, fitted_own, LoggedPacked, begin, str(tmp_path), None, init=False)
     ckpt_path = str(tmp_path / "step=1.ckpt")
     assert read_entries(ckpt_path)["net.blocks.0.attention.qkv.weight"].shape == (48, 16)
-    for losses in run_on_ranks(layout.world, fitted_packed, layout, str(tmp_path), ckpt_path, init=False):
+    for losses in run_on_ranks(layout.world, fitted_own, LoggedPacked, layout, str(tmp_path), ckpt_path, init=False):
+        assert losses == pytest.approx(wanted[1:], rel=1e-6) and len(losses) == 2
+
+
+class LoggedTowered(TrainsTowered):
+    """Logs its loss."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("train_loss", loss)
+        return loss
+
+
+@pytest.mark.parametrize(
+    ("begin", "layout"),
+    [
+        (Layout(world=4, tp=2, pp=2, microbatches=2), Layout()),
+        (Layout(), Layout(world=4, tp=2, pp=2, microbatches=2)),
+    ],
+    ids=["from tp2 pp2", "to tp2 pp2"],
+)
+def test_linears_before_the_layers_are_saved_by_the_stage_that_has_them(
+    tmp_path: Path, begin: Layout, layout: Layout
+) -> None:
+    wanted, *_ = run_on_ranks(begin.world, fitted_own, LoggedTowered, begin, str(tmp_path), None, init=False)
+    ckpt_path = str(tmp_path / "step=1.ckpt")
+    assert read_entries(ckpt_path)["net.tokens.1.weight"].shape == (2 * networks.WIDTH, networks.WIDTH)
+    for losses in run_on_ranks(layout.world, fitted_own, LoggedTowered, layout, str(tmp_path), ckpt_path, init=False):
         assert losses == pytest.approx(wanted[1:], rel=1e-6) and len(losses) == 2
 
 

@@ -1,6 +1,8 @@
 """A dry run against one of all microbatches, and against the same code on real tensors."""
 
+import gc
 import os
+import weakref
 from collections.abc import Hashable
 from dataclasses import replace
 from typing import Any
@@ -15,7 +17,7 @@ from lightning_megatron.models import BertConfig, GPTConfig, LlavaConfig, T5Conf
 from lightning_megatron.models.vision import VisionConfig
 from lightning_megatron.moe.capacity import ExpertCapacity
 from lightning_megatron.optim.config import OptimizerConfig
-from lightning_megatron.planner.dry_rank import FullModel
+from lightning_megatron.planner.dry_rank import FullModel, build_rank
 from lightning_megatron.planner.dry_run import DryRun, DryRuns, dry_run, global_rank, num_needed, shown_ranks
 from lightning_megatron.planner.model_parts import SequenceLengths
 from lightning_megatron.planner.run import Run, faults_of
@@ -620,3 +622,20 @@ def test_messages_are_those_of_the_layers_and_the_optimizer() -> None:
     assert of_three.messages["dp+cp", "reduce-scatter"] == first.messages["dp+cp", "reduce-scatter"]
     held = dict(first.peak_by_kind)
     assert held["moments"] == pytest.approx(8 * first.parameters / 2, rel=0.05)
+
+
+def test_a_rank_that_was_measured_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks: list[weakref.ref[Any]] = []
+
+    def noted(*args: Any) -> Any:
+        own = build_rank(*args)
+        ranks.append(weakref.ref(own.module))
+        return own
+
+    monkeypatch.setattr("lightning_megatron.planner.dry_run.build_rank", noted)
+    # As in a process that has frozen nothing.
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: 0)
+    for num_layers in (1, 2):
+        dry_run(run_of(replace(SHALLOW, num_layers=num_layers), Sizes(world=1)), 0)
+    gc.freeze()
+    assert [rank() for rank in ranks] == [None, None]

@@ -64,12 +64,18 @@ def _cut_networks(module: pl.LightningModule, mesh: Mesh, given: ModelPlan | Non
         return False
     networks, is_cut = dict(module.named_children()), False
     layered = _layered(module, mesh.sizes.num_stages, plan)
-    chains = _chains(module, mesh.pp.size) if mesh.pp.size > 1 and not plan.layers else {}
-    absent: dict[str, tuple[str, ...]] = {}
-    if mesh.pp.size > 1 and len(layered) == 1 and len(chains) != 1:
+    absent: tuple[str, ...] = ()
+    skipped: dict[str, tuple[str, ...]] = {}
+    if mesh.pp.size > 1 and len(layered) == 1:
         # Before linears are cut, whose calls talk over tp.
         [(name, (layers, _))] = layered.items()
-        absent[name] = absent_modules(networks[name], layers, plan.readers_in(module, name, layers), mesh)
+        network, is_chain = networks[name], name in _chains(module, mesh.pp.size)
+        found = cut_by(network, plan.styles_in(name, network), mesh.tp.size) if mesh.tp.size > 1 else []
+        cut = {one for one, _, _ in found}
+        readers = plan.readers_in(module, name, layers)
+        # A linear beside the layers fits those beside it; a chain may be cut at other places than its layers.
+        absent = absent_modules(network, layers, readers, mesh, cut if is_chain else cut & readers.keys())
+        skipped[name] = () if is_chain else absent
     on_features: dict[str, Callable[[nn.Parameter], bool]] = {}
     for name, network in networks.items():
         if _TRANSFORMERS in sys.modules:
@@ -80,7 +86,7 @@ def _cut_networks(module: pl.LightningModule, mesh: Mesh, given: ModelPlan | Non
             if mesh.tp.size > 1:
                 styles = plan.styles_in(name, network)
                 on_features[name] = cut_linears(
-                    network, styles, mesh.tp, is_staged=mesh.pp.size > 1, absent=absent.get(name, ())
+                    network, styles, mesh.tp, is_staged=mesh.pp.size > 1, absent=skipped.get(name, ())
                 )
             if mesh.sizes.ep > 1:
                 cut_experts(network, ExpertAxes.of(mesh))
@@ -89,7 +95,8 @@ def _cut_networks(module: pl.LightningModule, mesh: Mesh, given: ModelPlan | Non
             is_cut |= any(True for _ in sharded_parameters(network))
     if mesh.pp.size * mesh.cp.size * mesh.sp.size == 1:
         return is_cut
-    if len(chains) == 1:
+    chains = _chains(module, mesh.pp.size) if mesh.pp.size > 1 else {}
+    if len(chains) == 1 and not plan.layers:
         [(name, chain)] = chains.items()
         # Not named_children(): it leaves out the second name of a module that is in the chain twice.
         parts = {key: child for key, child in chain._modules.items() if child is not None}
@@ -118,7 +125,7 @@ def _cut_networks(module: pl.LightningModule, mesh: Mesh, given: ModelPlan | Non
             mesh=mesh,
             attention=attention,
             is_on_features=is_on_features,
-            absent=absent.get(name, ()),
+            absent=absent,
         )
         return True
     return is_cut
