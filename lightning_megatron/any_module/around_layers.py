@@ -91,33 +91,35 @@ def readers_of(
     }
 
 
-def absent_modules(
-    network: nn.Module,
-    layers: Sequence[str],
-    readers: Mapping[str, Collection[int]],
-    mesh: Mesh,
-    cut: Collection[str] = (),
-) -> tuple[str, ...]:
-    """The modules around the layers that no stage of this rank reads and that it can do without, of those in `readers`.
+def removable(
+    network: nn.Module, layers: Sequence[str], readers: Mapping[str, Collection[int]], cut: Collection[str]
+) -> dict[str, Collection[int]]:
+    """Those of the `readers` without whose module a stage can do that does not read it.
 
-    An absent module still runs, on the meta device, to give the shapes of what it returns. So those stay that hold
-    experts, whose shapes are known to the device alone, and those that hold a module that is `cut` over tp, where it
-    would talk; unless the head alone reads them.
+    It still runs, on the meta device, to give the shapes of what it returns. So those stay that hold experts, whose
+    shapes are known to the device alone, and a linear that is `cut` over tp with those beside it; unless the head alone
+    reads them. An `nn.Sequential` may be cut at other places than its layers, and keeps all that hold a cut linear.
     """
+    together = cut if isinstance(network, nn.Sequential) else [one for one in cut if one in readers]
+    return {
+        name: indices
+        for name, indices in readers.items()
+        if min(indices) == len(layers) or _gives_shapes(network, name, together)
+    }
+
+
+def absent_modules(layers: Sequence[str], readers: Mapping[str, Collection[int]], mesh: Mesh) -> tuple[str, ...]:
+    """The modules of these `readers` that no stage of this rank reads."""
     stages = assign_alike(len(layers), mesh.sizes.num_stages, mesh.sizes.stage_layout)
     own = {index for stage in mesh.own_stages for index in stages[stage]}
     if mesh.own_stages[-1] == mesh.sizes.num_stages - 1:
         own.add(len(layers))
-    return tuple(
-        name
-        for name, indices in readers.items()
-        if own.isdisjoint(indices) and (min(indices) == len(layers) or _gives_shapes(network, name, cut))
-    )
+    return tuple(name for name, indices in readers.items() if own.isdisjoint(indices))
 
 
 def _gives_shapes(network: nn.Module, name: str, cut: Collection[str]) -> bool:
     module = network.get_submodule(name)
-    # Layers of this package know their shards.
+    # Layers of this package know their shards, and talk over tp.
     talks = any(f"{one}.".startswith(f"{name}.") for one in cut) or any(True for _ in sharded_parameters(module))
     return not talks and not any(True for _ in expert_modules(module))
 

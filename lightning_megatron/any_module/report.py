@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from torch import nn
 
+from lightning_megatron.any_module.around_layers import removable
 from lightning_megatron.any_module.cut_experts import expert_faults, expert_modules, expert_weights, shared_experts
 from lightning_megatron.any_module.plan import ModelPlan
 from lightning_megatron.any_module.tensor_styles import (
@@ -34,7 +35,7 @@ def report_of(module: nn.Module, name: str, plan: ModelPlan, sizes: Sizes) -> st
     if sizes.ep > 1 or (sizes.tp > 1 and any(True for _ in expert_modules(network))):
         blocks.append(_experts(network, sizes))
     readers = plan.readers_in(module, name, layers) if layers and sizes.num_stages > 1 else {}
-    blocks.append(_held(network, layers, cut, readers, sizes))
+    blocks.append(_held(network, layers, cut, removable(network, layers, readers, cut), sizes))
     return "\n".join(line for block in blocks for line in block)
 
 

@@ -446,19 +446,8 @@ def test_packed_documents_are_planned_as_one_a_row(tmp_path: Path, capsys: pytes
 def test_layouts_that_fell_out_are_all_in_the_json_and_the_nearest_in_the_text(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    args = (
-        "llama3_8b",
-        "--gpu",
-        "h100",
-        "--num-gpus",
-        "8",
-        "--memory-gb",
-        "40",
-        "--top",
-        "2",
-        "--global-batch-size",
-        "4",
-    )
+    batch = ("--global-batch-size", "4")
+    args = ("llama3_8b", "--gpu", "h100", "--num-gpus", "8", *batch, "--memory-gb", "40", "--top", "2")
     found = record(capsys, *args)
     assert len(found["layouts"]) == 2 and sum(found["fell_out"].values()) == len(found["rejected"]) > 10
     assert all(one["layout"].startswith("tp=") and one["why"] for one in found["rejected"])
@@ -478,6 +467,10 @@ def test_layouts_whose_times_print_alike_are_one_line(capsys: pytest.CaptureFixt
     assert len(times) == len(set(times)) == 3
     alike = [layout for one in found["layouts"] for layout in one["alike"]]
     assert alike and not {one["layout"] for one in found["layouts"]}.intersection(alike)
+    every = record(capsys, "gpt2_124m", "--gpu", "h100", "--num-gpus", "2", "--global-batch-size", "2", "--top", "400")
+    times = [f"{one['step_seconds']:.4g}" for one in every["layouts"]]
+    assert len(set(times)) == len(times)
+    assert len(times) + sum(len(one["alike"]) for one in every["layouts"]) == every["num_fitting"]
 
 
 def test_a_layout_with_stages_by_cost_is_explained_as_the_search_writes_it(capsys: pytest.CaptureFixture[str]) -> None:

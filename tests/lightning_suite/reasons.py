@@ -185,6 +185,15 @@ IN_LOCKSTEP = (
         rank=1,
     ),
     Reason(
+        name="a folder that rank 0 removes",
+        defence="Rank 0 passes, and removes the temporary folder that its test made; rank 1, whose checkpoints are "
+        "in the same folder, may read the best one afterwards.",
+        message=r"FileNotFoundError: .*epoch=0-step=3\.ckpt",
+        test=r"test_model_checkpoint_manual_opt$",
+        modes=("lockstep",),
+        rank=1,
+    ),
+    Reason(
         name="rank 1 prepares no data",
         defence="Rank 0 passes. Lightning calls `prepare_data` on one rank of a machine.",
         message=r"prepare_data|\[\{'name': 'se\.\.\..* == \[\{'name': 'pr",

@@ -8,7 +8,7 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveragi
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
-from lightning_megatron.any_module.around_layers import absent_modules
+from lightning_megatron.any_module.around_layers import absent_modules, removable
 from lightning_megatron.any_module.cut_experts import (
     cut_experts,
     expert_faults,
@@ -69,13 +69,12 @@ def _cut_networks(module: pl.LightningModule, mesh: Mesh, given: ModelPlan | Non
     if mesh.pp.size > 1 and len(layered) == 1:
         # Before linears are cut, whose calls talk over tp.
         [(name, (layers, _))] = layered.items()
-        network, is_chain = networks[name], name in _chains(module, mesh.pp.size)
-        found = cut_by(network, plan.styles_in(name, network), mesh.tp.size) if mesh.tp.size > 1 else []
-        cut = {one for one, _, _ in found}
-        readers = plan.readers_in(module, name, layers)
-        # A linear beside the layers fits those beside it; a chain may be cut at other places than its layers.
-        absent = absent_modules(network, layers, readers, mesh, cut if is_chain else cut & readers.keys())
-        skipped[name] = () if is_chain else absent
+        network = networks[name]
+        cut = cut_by(network, plan.styles_in(name, network), mesh.tp.size) if mesh.tp.size > 1 else []
+        readers = removable(network, layers, plan.readers_in(module, name, layers), [one for one, _, _ in cut])
+        absent = absent_modules(layers, readers, mesh)
+        # What its layers leave absent, a chain that is cut at other places may need.
+        skipped[name] = () if isinstance(network, nn.Sequential) else absent
     on_features: dict[str, Callable[[nn.Parameter], bool]] = {}
     for name, network in networks.items():
         if _TRANSFORMERS in sys.modules:
