@@ -98,13 +98,12 @@ def removable(
 
     It still runs, on the meta device, to give the shapes of what it returns. So those stay that hold experts, whose
     shapes are known to the device alone, and a linear that is `cut` over tp with those beside it; unless the head alone
-    reads them. An `nn.Sequential` may be cut at other places than its layers, and keeps all that hold a cut linear.
+    reads them.
     """
-    together = cut if isinstance(network, nn.Sequential) else [one for one in cut if one in readers]
     return {
         name: indices
         for name, indices in readers.items()
-        if min(indices) == len(layers) or _gives_shapes(network, name, together)
+        if min(indices) == len(layers) or (name not in cut and _gives_shapes(network.get_submodule(name)))
     }
 
 
@@ -117,11 +116,9 @@ def absent_modules(layers: Sequence[str], readers: Mapping[str, Collection[int]]
     return tuple(name for name, indices in readers.items() if own.isdisjoint(indices))
 
 
-def _gives_shapes(network: nn.Module, name: str, cut: Collection[str]) -> bool:
-    module = network.get_submodule(name)
-    # Layers of this package know their shards, and talk over tp.
-    talks = any(f"{one}.".startswith(f"{name}.") for one in cut) or any(True for _ in sharded_parameters(module))
-    return not talks and not any(True for _ in expert_modules(module))
+def _gives_shapes(module: nn.Module) -> bool:
+    # Layers of this package talk over tp.
+    return not any(True for _ in sharded_parameters(module)) and not any(True for _ in expert_modules(module))
 
 
 def _around(network: nn.Module, layers: Sequence[str]) -> list[tuple[str, nn.Module]]:

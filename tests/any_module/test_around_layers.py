@@ -353,10 +353,18 @@ def test_shapes_of_what_a_stage_has_not_are_no_work_of_its_own() -> None:
     assert shape == (*TOKENS.shape, networks.WIDTH) and not tracker.take_flops()
 
 
+class OfNumbers(networks.UntiedGPT):
+    """Takes numbers in place of tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens: Any = nn.Linear(3, networks.WIDTH)
+
+
 def test_an_example_may_be_on_another_device_than_weights() -> None:
-    root = nn.ModuleDict({"net": networks.UntiedGPT()})
-    found = readers_of(root["net"], "", LAYERS, (TOKENS.to("meta"),), {})
-    assert found == {"tokens": {0}, "norm": {4}, "head": {4}}
+    root = nn.ModuleDict({"net": OfNumbers()})
+    example = torch.zeros(*TOKENS.shape, 3, device="meta")
+    assert readers_of(root["net"], "", LAYERS, (example,), {}) == {"tokens": {0}, "norm": {4}, "head": {4}}
 
 
 class Chained(L.LightningModule):

@@ -226,6 +226,14 @@ def test_documents_of_one_length_are_one_batch(is_causal: bool, monkeypatch: pyt
     assert draws_of(Case(lengths=(12, 12, 7, 7), ring=2, **common), monkeypatch) > 6
     # Rows that each have several documents are a batch already.
     assert draws_of(Case(lengths=(12, 12, 7), ring=1, **{**common, "batch": 3}), monkeypatch) == 6
+    # Tiles of two documents each.
+    monkeypatch.setattr("lightning_megatron.context.unfused_attention.MOST_SCORES", 2 * HEADS * 12 * 12)
+    assert draws_of(Case(lengths=(12,) * 5, ring=1, **common), monkeypatch) == 6
+
+
+def test_parts_of_one_length_at_other_positions_are_no_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Of five tokens the second rank has the last two, and of four the last two: the columns of their masks differ.
+    draws_of(Case(lengths=(5, 4), ring=2, is_zigzag=False, probability=0.4, groups=2, batch=1), monkeypatch)
 
 
 def test_tiles_of_a_window_share_one_mask_and_calls_of_a_pairing_too() -> None:

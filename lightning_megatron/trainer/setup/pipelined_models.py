@@ -64,17 +64,14 @@ def _cut_networks(module: pl.LightningModule, mesh: Mesh, given: ModelPlan | Non
         return False
     networks, is_cut = dict(module.named_children()), False
     layered = _layered(module, mesh.sizes.num_stages, plan)
-    absent: tuple[str, ...] = ()
-    skipped: dict[str, tuple[str, ...]] = {}
+    absent: dict[str, tuple[str, ...]] = {}
     if mesh.pp.size > 1 and len(layered) == 1:
         # Before linears are cut, whose calls talk over tp.
         [(name, (layers, _))] = layered.items()
         network = networks[name]
         cut = cut_by(network, plan.styles_in(name, network), mesh.tp.size) if mesh.tp.size > 1 else []
         readers = removable(network, layers, plan.readers_in(module, name, layers), [one for one, _, _ in cut])
-        absent = absent_modules(layers, readers, mesh)
-        # What its layers leave absent, a chain that is cut at other places may need.
-        skipped[name] = () if isinstance(network, nn.Sequential) else absent
+        absent[name] = absent_modules(layers, readers, mesh)
     on_features: dict[str, Callable[[nn.Parameter], bool]] = {}
     for name, network in networks.items():
         if _TRANSFORMERS in sys.modules:
@@ -85,7 +82,7 @@ def _cut_networks(module: pl.LightningModule, mesh: Mesh, given: ModelPlan | Non
             if mesh.tp.size > 1:
                 styles = plan.styles_in(name, network)
                 on_features[name] = cut_linears(
-                    network, styles, mesh.tp, is_staged=mesh.pp.size > 1, absent=skipped.get(name, ())
+                    network, styles, mesh.tp, is_staged=mesh.pp.size > 1, absent=absent.get(name, ())
                 )
             if mesh.sizes.ep > 1:
                 cut_experts(network, ExpertAxes.of(mesh))
@@ -124,7 +121,7 @@ def _cut_networks(module: pl.LightningModule, mesh: Mesh, given: ModelPlan | Non
             mesh=mesh,
             attention=attention,
             is_on_features=is_on_features,
-            absent=absent,
+            absent=absent.get(name, ()),
         )
         return True
     return is_cut
