@@ -209,6 +209,8 @@ class GradReducer:
         self._missing: dict[Bucket, set[Tensor]] = {}
         # Nodes with their hooks: autograd keeps a node only as long as somebody holds it.
         self._watched: list[tuple[Any, Any]] = []
+        self.require_own_backward: Callable[[str], None] = _allow
+        """Is called with the name of a parameter whose gradient autograd has accumulated; may raise."""
 
     def watch(self) -> None:
         """Hooks the accumulation of gradients. Parameters must have their final data: with a new dtype autograd makes a
@@ -279,6 +281,7 @@ class GradReducer:
         self._is_open, self._missing, self._num_reduced = False, {}, 0
 
     def _accumulated(self, param: ModelParam) -> None:
+        self.require_own_backward(param.name)
         bucket = self._bucket_of[param.parameter]
         if bucket.pending is not None and param.parameter.grad is not None:
             raise RuntimeError(
@@ -297,3 +300,7 @@ class GradReducer:
             self._num_reduced += 1
             if bucket.is_trained:
                 bucket.reduce(is_checked=self._is_checked)
+
+
+def _allow(name: str) -> None:
+    """Lets any backward make a gradient of the parameter."""

@@ -56,6 +56,11 @@ class WeightGradients:
         finally:
             self._is_open, self._queue = False, None
 
+    @property
+    def is_open(self) -> bool:
+        """Whether a backward runs of those that the strategy runs."""
+        return self._is_open
+
     def mode(self, weight: Tensor) -> WeightGradientMode:
         """Mode for a weight that needs a gradient. One with hooks, or that is itself computed, is left to autograd, as
         are those of compiled code: a backward is compiled before it is known when it runs."""

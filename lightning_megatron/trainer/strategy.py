@@ -506,6 +506,11 @@ class MegatronStrategy(ParallelStrategy):
             for model in pipelined.values():
                 # A run that was interrupted leaves what it had not learnt yet.
                 model.end_step(is_skipped=True)
+            hooks = optimizers.gradient_hooks(module, self.optimizers)
+            if has_master_weights:
+                model_checks.warn_of_late_readers(optimizers.late_gradient_readers(module, self.optimizers))
+            if self.mesh.dp.size > 1 and trainer.accumulate_grad_batches > 1:
+                model_checks.warn_of_accumulated_parts([name for name in hooks if name.endswith(".on_after_backward")])
             run.dp_comm = optimizers.make_data_parallel_comm(
                 module,
                 self.optimizers,
@@ -515,7 +520,6 @@ class MegatronStrategy(ParallelStrategy):
                 self._groups.on_device,
                 self.root_device,
             )
-            hooks = optimizers.gradient_hooks(module, of_users=True)
             self._plugin.begin(
                 run.dp_comm,
                 self.loss_scale,
@@ -703,8 +707,9 @@ class MegatronStrategy(ParallelStrategy):
             # The same training_step may go on with another forward.
             self.steps.dp_comm.gather_all()
         run.end_step_of_models(module, self.optimizers, optimizer, has_stepped=True)
-        if run.weight_check is not None and not run.weight_check.is_over:
-            self.steps.dp_comm.gather_all()
+        if run.weight_check is not None:
+            if run.weight_check.is_due:
+                self.steps.dp_comm.gather_all()
             run.weight_check.begin()
 
     @override

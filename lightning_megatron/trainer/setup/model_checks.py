@@ -1,6 +1,7 @@
 """Checks of the models in a user's module before the first step, and the setting of their recomputation."""
 
 import re
+from collections.abc import Sequence
 
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
@@ -201,6 +202,30 @@ def warn_of_gradient_hooks(module: nn.Module, mesh: Mesh) -> None:
             f"hooks on the gradients of {', '.join(names[:_MOST_NAMES])}{more} run once for each microbatch of each "
             "data-parallel rank, on its part of the gradient, which under a schedule is that of a sum: one device "
             "would give them all of it. Read and change gradients in on_before_optimizer_step",
+            category=UserWarning,
+        )
+
+
+def warn_of_late_readers(names: Sequence[str]) -> None:
+    """Warns, once, of a user's code, by its names, that reads gradients of weights after a step of master weights."""
+    if names:
+        rank_zero_warn(
+            f"{', '.join(names)} reads .grad after the optimizer's step, where it is None: master weights have been "
+            "stepped, and a rank has a part of their gradients. Read it in on_before_optimizer_step or "
+            "on_after_backward, where each weight has all of its gradient, or use grad_norm(self) and "
+            "named_gradients(self) of lightning_megatron",
+            category=UserWarning,
+        )
+
+
+def warn_of_accumulated_parts(names: Sequence[str]) -> None:
+    """Warns, once, of a user's code, by its names, that runs after each of the backwards whose gradients are summed
+    over data-parallel ranks only with the last one."""
+    if names:
+        rank_zero_warn(
+            f"{', '.join(names)} runs after the backward of each accumulated batch, and data-parallel ranks sum their "
+            "gradients after the last one: until then it sees this rank's part. Read and change gradients in "
+            "on_before_optimizer_step",
             category=UserWarning,
         )
 

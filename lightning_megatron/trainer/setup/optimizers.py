@@ -1,6 +1,9 @@
 """Gradient buckets and master weights of a fit, made when it begins and released after it."""
 
-from collections.abc import Iterable, Sequence
+import inspect
+from collections.abc import Iterable, Iterator, Sequence
+from types import CodeType
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -25,8 +28,10 @@ from lightning_megatron.optim.master_weights import MasterWeights
 from lightning_megatron.optim.update_scope import is_elementwise
 from lightning_megatron.trainer.precision import MegatronPrecision
 
-# Packages whose callbacks do the same on all ranks.
+# Packages whose hooks do the same on all ranks.
 _LIBRARIES = {__name__.partition(".")[0], "lightning", "pytorch_lightning"}
+# Attributes with a gradient, and torch's functions that read it.
+_READERS = {"grad", "clip_grad_norm_", "clip_grad_value_", "get_total_norm"}
 
 
 def has_master_weights(config: OptimizerConfig, plugin: MegatronPrecision) -> bool:
@@ -63,7 +68,7 @@ def make_data_parallel_comm(
     master_weights, hook_gradients = None, None
     if has_master_weights(config, plugin):
         master_weights = MasterWeights(gradients, stepping)
-        hook_gradients = HookGradients(gradients) if gradient_hooks(module) else None
+        hook_gradients = HookGradients(gradients) if gradient_hooks(module, stepping) else None
     parts = parameters_in_parts(module)
     dp_comm = DataParallelComm(gradients, master_weights, parts, hook_gradients)
     if config.overlap_param_gather:
@@ -71,32 +76,79 @@ def make_data_parallel_comm(
     return dp_comm
 
 
-def gradient_hooks(module: pl.LightningModule, *, of_users: bool = False) -> list[str]:
-    """Names of the code that may read gradients between a backward and the optimizer's step; `of_users`: and may change
-    them, as this package's callbacks do not."""
+def gradient_hooks(module: pl.LightningModule, optimizers: Iterable[Optimizer]) -> list[str]:
+    """Names of a user's code that may read and change gradients between a backward and the step of an optimizer, which
+    has no hooks of the strategy's yet."""
     hooks = ("on_after_backward", "on_before_optimizer_step")
-    return _overridden(module, (*hooks, "optimizer_step", "configure_gradient_clipping"), hooks, of_users=of_users)
+    found = _users(module, (*hooks, "optimizer_step", "configure_gradient_clipping"), hooks)
+    return found + [f"{type(one).__name__}.step_pre_hook" for one in optimizers if one._optimizer_step_pre_hooks]
+
+
+def late_gradient_readers(module: pl.LightningModule, optimizers: Iterable[Optimizer]) -> list[str]:
+    """Names of a user's code that runs after an optimizer's step and reads `.grad`, by the names in it and in the
+    functions beside it that it calls."""
+    hooks = ("on_before_zero_grad", "on_train_batch_end", "on_train_epoch_end")
+    found = [
+        f"{type(owner).__name__}.{name}"
+        for owner in (module, *module.trainer.callbacks)  # type: ignore[attr-defined]
+        for name in _users_of(owner, hooks)
+        if _reads_gradients(getattr(owner, name), owner)
+    ]
+    return found + [
+        f"{type(one).__name__}.step_post_hook"
+        for one in optimizers
+        if any(_reads_gradients(hook, module) for hook in one._optimizer_step_post_hooks.values())
+    ]
 
 
 def weight_hooks(module: pl.LightningModule) -> list[str]:
     """Names of a user's code that may change weights between an optimizer's step and the next."""
     loops = [f"on_{loop}_{end}" for loop in ("train_batch", "train_epoch", "validation") for end in ("start", "end")]
     hooks = (*loops, "on_validation_epoch_end", "on_before_zero_grad", "on_after_backward")
-    return _overridden(module, (*hooks, "optimizer_step"), (*hooks, "on_before_optimizer_step"), of_users=True)
+    return _users(module, (*hooks, "optimizer_step"), (*hooks, "on_before_optimizer_step"))
 
 
-def _overridden(
-    module: pl.LightningModule, of_module: Sequence[str], of_callbacks: Sequence[str], *, of_users: bool
-) -> list[str]:
-    """Which of these hooks the module and its callbacks have; `of_users`: none of this package's or Lightning's."""
-    found = [f"{type(module).__name__}.{name}" for name in of_module if is_overridden(name, module)]
+def _users(module: pl.LightningModule, of_module: Sequence[str], of_callbacks: Sequence[str]) -> list[str]:
+    """Which of these hooks a user has written, in the module and in callbacks; manual optimization is one too."""
+    found = [f"{type(module).__name__}.{name}" for name in _users_of(module, of_module)]
     if not module.automatic_optimization:
         found.append(f"{type(module).__name__}.training_step")
-    for callback in module.trainer.callbacks:  # type: ignore[attr-defined]
-        if of_users and type(callback).__module__.partition(".")[0] in _LIBRARIES:
-            continue
-        found += [f"{type(callback).__name__}.{name}" for name in of_callbacks if is_overridden(name, callback)]
-    return found
+    callbacks = module.trainer.callbacks  # type: ignore[attr-defined]
+    return found + [
+        f"{type(callback).__name__}.{name}" for callback in callbacks for name in _users_of(callback, of_callbacks)
+    ]
+
+
+def _users_of(owner: pl.LightningModule | pl.Callback, names: Iterable[str]) -> list[str]:
+    """Which of these hooks are a user's code, and not this package's or Lightning's."""
+    # A function in a LambdaCallback of Lightning's is a user's.
+    return [
+        name
+        for name in names
+        if is_overridden(name, owner)
+        and str(getattr(getattr(owner, name), "__module__", "")).partition(".")[0] not in _LIBRARIES
+    ]
+
+
+def _reads_gradients(function: Any, owner: object, seen: frozenset[object] = frozenset()) -> bool:
+    """Whether `.grad` is named in the code of a function, or in what that calls of its owner's or of its own file."""
+    function = inspect.unwrap(getattr(function, "__func__", function))
+    code = getattr(function, "__code__", None)
+    if code is None or code in seen or function.__module__.partition(".")[0] == __name__.partition(".")[0]:
+        return False
+    names = set(_names_in(code))
+    if not names.isdisjoint(_READERS):
+        return True
+    called = [getattr(type(owner), name, function.__globals__.get(name)) for name in names]
+    return any(_reads_gradients(one, owner, seen | {code}) for one in called if inspect.isfunction(one))
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    """Names of a function's attributes and globals, those of functions within it too."""
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _names_in(inner)
 
 
 def names_of_stepped(module: nn.Module, optimizers: Iterable[Optimizer], mesh: Mesh) -> list[set[str]]:

@@ -1,4 +1,4 @@
-"""Check of the first training steps: what they log must be the same on all ranks of a model replica."""
+"""Check of the first training steps and epochs: what they log must be the same on all ranks of a model replica."""
 
 import math
 from typing import Any
@@ -12,7 +12,7 @@ from lightning_megatron.mesh import Axis
 from lightning_megatron.optim.replica_check import bullet_list
 
 NUM_CHECKED = 3
-"""First steps of a fit that are checked."""
+"""First steps, and first epochs, of a fit that are checked."""
 _TOLERANCE = 1e-4
 
 
@@ -24,18 +24,34 @@ class FirstSteps(pl.Callback):
 
     def __init__(self, replica: Axis) -> None:
         self._replica = replica
-        self._num_checked = 0
+        self._num_steps = self._num_epochs = 0
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if self._replica.size == 1 or self._num_checked >= NUM_CHECKED:
+        if self._replica.size == 1 or self._num_steps >= NUM_CHECKED:
             return
-        self._num_checked += 1
+        self._num_steps += 1
         results: dict[str, Any] = {} if trainer._results is None else trainer._results
-        own = {result.meta.name: float(result.value) for result in results.values() if result.is_tensor}
+        self._compare({result.meta.name: float(result.value) for result in results.values() if result.is_tensor})
+
+    @override
+    def on_train_epoch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        # What the end of an epoch logs comes after the last callback's hook there.
+        self._check_epoch(trainer)
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._check_epoch(trainer)
+
+    def _check_epoch(self, trainer: pl.Trainer) -> None:
+        if self._replica.size > 1 and self._num_epochs < NUM_CHECKED:
+            self._num_epochs += 1
+            self._compare({name: float(value) for name, value in trainer.callback_metrics.items()})
+
+    def _compare(self, own: dict[str, float]) -> None:
         if lines := differing_values(collectives.gather_objects(own, self._replica), self._replica.ranks):
             # Rank 0 may log nothing that differs: its replica stands for all.
-            self._num_checked = NUM_CHECKED
+            self._num_steps = self._num_epochs = NUM_CHECKED
             rank_zero_warn(
                 f"logged values differ over the ranks that train one model together:\n{bullet_list(lines)}\n"
                 "In a hook a rank sees only the weights and gradients that it holds. The full model's are given by "

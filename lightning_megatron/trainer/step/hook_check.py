@@ -20,8 +20,9 @@ from lightning_megatron.optim.bucket import ModelParam
 from lightning_megatron.optim.gradients import Gradients
 from lightning_megatron.optim.replica_check import bullet_list
 
-# Steps in which hooks have changed something that are compared, and steps in which such changes are looked for.
-_NUM_COMPARED, _NUM_WATCHED = 3, 100
+# Steps in which hooks have changed something that are compared; first steps in each of which such changes are looked
+# for, and how often they are after those: a norm may come above a bound late.
+_NUM_COMPARED, _NUM_WATCHED, _EVERY = 3, 100, 20
 _TOLERANCE = 1e-3
 
 
@@ -83,21 +84,23 @@ class HookCheck:
         self._gradients = gradients
         self._kind = kind
         self._names = ", ".join(names)
-        self._num_compared = self._num_watched = 0
+        self._num_compared = self._num_begun = 0
         # Factors by global rank of the first step in which stages had several.
         self._stage_factors: dict[int, float] | None = None
         # Fingerprints by tensor, from before the hooks to after them; a rank may step none.
         self._before: dict[Tensor, Tensor] | None = None
 
     @property
-    def is_over(self) -> bool:
-        """Whether enough steps were looked at."""
-        return self._num_compared >= _NUM_COMPARED or self._num_watched >= _NUM_WATCHED
+    def is_due(self) -> bool:
+        """Whether what hooks do next is looked at."""
+        is_watched = self._num_begun < _NUM_WATCHED or self._num_begun % _EVERY == 0
+        return is_watched and self._num_compared < _NUM_COMPARED
 
     def begin(self) -> None:
         """Hooks come next."""
-        self._before = None
-        if not self.is_over:
+        self._before, is_due = None, self.is_due
+        self._num_begun += 1
+        if is_due:
             tensors = [tensor for _, tensor, _ in self._kind.listed(self._gradients)]
             # In one tensor: an allocator rounds each up, and those of weights are held through a whole step.
             prints = torch.stack([self._fingerprint(tensor) for tensor in tensors]) if tensors else ()
@@ -115,7 +118,6 @@ class HookCheck:
         mesh, entries = self._gradients.mesh, list(self._own(self._before, stepped))
         if stepped is None:
             self._before = None
-        self._num_watched += 1
         # That any rank's hooks changed something is one number, which all tell each other first.
         is_changed = torch.tensor(any(entry.is_changed for entry in entries), dtype=torch.int32)
         if not collectives.all_reduce(is_changed.to(self._gradients.device), mesh.world, "max").item():

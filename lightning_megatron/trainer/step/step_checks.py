@@ -16,19 +16,23 @@ from lightning_megatron.comm import collectives
 from lightning_megatron.mesh import Axis, Mesh
 from lightning_megatron.trainer.step.first_steps import NUM_CHECKED, all_close
 
+# Steps between two looks at the loss, after the first ones.
+_EVERY = 50
+
 
 class LossCheck:
-    """Check that the ranks of `replica`, which train one model, compute one loss in the first steps."""
+    """Check that the ranks of `replica`, which train one model, compute one loss in the first steps, and now and then
+    after them: a term may be added to a loss late."""
 
     def __init__(self, replica: Axis) -> None:
         self._replica = replica
-        self._num_checked = 0
+        self._num_steps = 0
 
     def check(self, loss: Tensor | None) -> None:
         """Raises RuntimeError, on all ranks of the replica, where they have different losses. Collective over those."""
-        if self._replica.size == 1 or self._num_checked >= NUM_CHECKED:
+        self._num_steps += 1
+        if self._replica.size == 1 or (self._num_steps > NUM_CHECKED and self._num_steps % _EVERY):
             return
-        self._num_checked += 1
         # Manual optimization may return whatever it likes.
         own = float(loss.detach()) if loss is not None and loss.numel() == 1 else None
         losses = collectives.gather_objects(own, self._replica)

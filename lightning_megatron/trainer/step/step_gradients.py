@@ -34,6 +34,8 @@ class StepGradients:
         trainer: pl.Trainer,
         module: pl.LightningModule,
         device: torch.device,
+        *,
+        uses_schedule: bool,
     ) -> None:
         self.dp_comm = dp_comm
         self.weight_gradients = weight_gradients
@@ -50,6 +52,9 @@ class StepGradients:
         self._summed: dict[nn.Parameter, Tensor] = {}
         # Whether the gradients on the parameters are those of global batches.
         self._are_summed = False
+        is_shared = not module.automatic_optimization and dp_comm.gradients.mesh.axis("dp+cp").size > 1
+        if uses_schedule or is_shared or dp_comm.master_weights is not None:
+            dp_comm.gradients.reducer.require_own_backward = self._require_own_backward
 
     @property
     def scale_of_sums(self) -> float:
@@ -129,6 +134,17 @@ class StepGradients:
         """Sets aside gradients of earlier optimizer steps that nobody zeroed, as they are summed already."""
         if self._are_summed:
             self._summed, self._are_summed = self.dp_comm.gradients.take(copied=True), False
+
+    def _require_own_backward(self, name: str) -> None:
+        """Raises RuntimeError where training_step itself ran the backward that made a gradient of the parameter: it is
+        summed over no ranks, and what zeroes the gradients of master weights, or between microbatches, leaves it."""
+        if self._trainer.training and not self.weight_gradients.is_open:
+            raise RuntimeError(
+                f"training_step ran a backward by itself, as loss.backward() does, which made a gradient of {name}: it "
+                "would not be summed over ranks, or would be added to that of the loss. Use "
+                "self.manual_backward(loss) under manual optimization, and torch.autograd.grad(loss, inputs) for "
+                "gradients of inputs"
+            )
 
     def _differentiate(self, loss: Tensor, differentiate: Differentiate) -> None:
         if self.loss_scale is not None:

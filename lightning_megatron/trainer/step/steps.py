@@ -103,7 +103,9 @@ class Steps:
         weight_gradients.share(module, gradient_views)
         self._gradients: StepGradients | None = None
         if dp_comm is not None:
-            self._gradients = StepGradients(dp_comm, gradient_views, loss_scale, trainer, module, device)
+            self._gradients = StepGradients(
+                dp_comm, gradient_views, loss_scale, trainer, module, device, uses_schedule=uses_schedule
+            )
         alternation, mailbox = ForwardBackwardOverlap(device), Mailbox(mesh.pp, lanes, device)
         share_yield_to_peer(module, alternation.yield_to_peer)
         self._runtime = Runtime(mesh.pp, mailbox, alternation)

@@ -4,6 +4,7 @@ import warnings
 from typing import Any
 
 import lightning as L
+import torch
 from lightning.pytorch.utilities import grad_norm as own_grad_norm
 
 from lightning_megatron import grad_norm
@@ -21,10 +22,18 @@ class LogsNorms(L.Callback):
         module.log_dict(grad_norm(module) if self.of_model else own_grad_norm(module, 2))  # type: ignore[arg-type]
 
 
-def warned(layout: Layout, of_model: bool) -> list[str]:
+class LogsAtTheEnd(Small):
+    """Logs a norm of the weights that its rank holds when an epoch has ended."""
+
+    def on_train_epoch_end(self) -> None:
+        self.log("norm", torch.stack([weight.norm() for weight in self.parameters()]).norm())
+
+
+def warned(layout: Layout, of_model: bool, module: type[Small] = Small) -> list[str]:
+    callbacks = [LogsNorms(of_model)] if module is Small else []
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        make_trainer(layout, callbacks=[LogsNorms(of_model)]).fit(Small(), Data())
+        make_trainer(layout, callbacks=callbacks).fit(module(), Data())
     return [str(one.message) for one in found if "logged values differ" in str(one.message)]
 
 
@@ -36,6 +45,11 @@ def test_norms_of_what_a_rank_holds_are_told_once() -> None:
     assert "  - grad_2.0_norm/net.0.weight (rank 1: " in by_stages and ", no other)" in by_stages
     for layout in (tp2, pp2):
         assert run_on_ranks(2, warned, layout, True, init=False) == [[], []]
+
+
+def test_what_the_end_of_an_epoch_logs_is_looked_at_too() -> None:
+    [found], nothing = run_on_ranks(2, warned, Layout(world=2, tp=2), False, LogsAtTheEnd, init=False)
+    assert "  - norm (rank 0: " in found and not nothing
 
 
 def test_values_are_compared_but_for_rounding() -> None:

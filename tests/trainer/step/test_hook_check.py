@@ -1,6 +1,7 @@
 """Hooks that do different things to the model on different ranks end the run; what all do alike goes on."""
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import lightning as L
@@ -49,6 +50,26 @@ class Clips(Small):
                 torch._foreach_mul_([p.grad for p in self.net.parameters()], 0.5 if self.global_rank else 1.0)
 
 
+class ClipsBeforeSteps(Small):
+    """Clips by its own norm in a hook of its optimizer's."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        optimizer.register_step_pre_hook(self.clip)
+        return optimizer
+
+    def clip(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        nn.utils.clip_grad_norm_([weight for group in optimizer.param_groups for weight in group["params"]], 0.01)
+
+
+class ClipsLate(Clips):
+    """Clips from the fourth step on, when copies of weights are not compared any more."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.global_step > 2:
+            super().on_before_optimizer_step(optimizer)
+
+
 class OneWeight(L.LightningModule):
     """Has a weight that one rank steps, and halves the gradient."""
 
@@ -92,12 +113,21 @@ class Projects(Small):
                 torch._foreach_mul_(weights, 0.5)
 
 
-def told(layout: Layout, how: str) -> str:
-    module = OneWeight() if how == "one weight" else Projects(how) if how.startswith("weights") else Clips(how)
+KINDS: dict[str, Callable[[], L.LightningModule]] = {
+    "one weight": OneWeight,
+    "before steps": ClipsBeforeSteps,
+    "late": lambda: ClipsLate("by its own norm"),
+}
+
+
+def told(layout: Layout, how: str, num_rows: int = 24) -> str:
+    module: L.LightningModule = Projects(how) if how.startswith("weights") else Clips(how)
+    if how in KINDS:
+        module = KINDS[how]()
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         try:
-            make_trainer(layout, max_epochs=1, limit_val_batches=0).fit(module, Data(24))
+            make_trainer(layout, max_epochs=1, limit_val_batches=0).fit(module, Data(num_rows))
         except RuntimeError as error:
             return str(error)
     return "".join(str(one.message) for one in found if "changed the " in str(one.message)) or "done"
@@ -128,6 +158,8 @@ def test_a_fingerprint_is_of_every_element_and_its_place(length: int) -> None:
         (DP2, "with noise", HOOK + "differently on the ranks that hold"),
         (TP2, "with noise", HOOK + "differently on the ranks that hold"),
         (TP2, "its chain halved on the last rank", HOOK + "differently on the ranks that hold"),
+        (TP2, "before steps", "SGD.step_pre_hook changed the gradients of step 0 differently on the ranks that hold"),
+        (ZERO, "before steps", "SGD.step_pre_hook changed the gradients of step 0 differently on the ranks that hold"),
     ],
 )
 def test_ranks_that_do_different_things_end_the_run(layout: Layout, how: str, shown: str) -> None:
@@ -158,6 +190,17 @@ def test_ranks_that_do_different_things_end_the_run(layout: Layout, how: str, sh
 def test_weights_that_ranks_change_differently_end_the_run(layout: Layout, how: str, shown: str) -> None:
     for found in run_on_ranks(2, told, layout, how, init=False):
         assert f"Projects.on_train_batch_end changed the {shown}" in found and "weight_norm(self)" in found
+
+
+def told_of_late_clips() -> str:
+    # Looks at every step are over before it clips.
+    hook_check._NUM_WATCHED, hook_check._EVERY = 1, 2
+    return told(TP2, "late", num_rows=40)
+
+
+def test_what_hooks_begin_to_do_late_is_found_when_they_are_looked_at_again() -> None:
+    for found in run_on_ranks(2, told_of_late_clips, init=False):
+        assert "ClipsLate.on_before_optimizer_step changed the gradients of step 4 differently" in found
 
 
 def test_a_factor_of_a_stages_own_is_told_once() -> None:

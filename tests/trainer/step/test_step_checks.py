@@ -6,10 +6,13 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.utilities import grad_norm as named_norms
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lightning_megatron import weight_norm
+from lightning_megatron import grad_norm, weight_norm
+from lightning_megatron.optim.config import OptimizerConfig
+from lightning_megatron.trainer.step import step_checks
 from tests.harness.ranks import RankFailed, run_on_ranks
 from tests.trainer.fits import Case, Trace, difference
 from tests.trainer.layouts import PLAIN, Layout, make_trainer
@@ -18,6 +21,8 @@ from tests.trainer.modules import Data, Small
 TP2, DP2 = Layout(world=2, tp=2), Layout(world=2)
 PP2 = Layout(world=2, pp=2, microbatches=2)
 COLLECTIVE = Layout(world=2, pp=2, microbatches=2, collective=True)
+ZERO = Layout(world=2, optimizer=OptimizerConfig(kind="distributed"))
+DP2_M2 = Layout(world=2, microbatches=2)
 
 
 class Penalised(Small):
@@ -238,15 +243,62 @@ class More(Small):
         return {"loss": loss, "accuracy": loss.detach() * 2, "rows": float(len(batch[0])), "classes": batch[1]}
 
 
-def told(layout: Layout, kind: type[L.LightningModule]) -> list[str]:
+class OwnBackward(Small):
+    """Runs a backward for the gradient of its input, which leaves gradients of weights, too."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        functional.cross_entropy(self.logits(batch[0]), batch[1]).backward()
+        loss: Tensor = super().training_step(batch, batch_idx)
+        return loss
+
+
+class ManualOwnBackward(Manual):
+    """Leaves out the strategy's backward."""
+
+    def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        loss.backward()
+
+
+def norm_of_gradients(module: nn.Module) -> float:
+    return float(sum(p.grad.norm() for p in module.parameters() if p.grad is not None))
+
+
+class ReadsLate(Small):
+    """Looks at gradients when they have been stepped by, itself and by a hook of its optimizer's."""
+
+    def norms(self) -> dict[str, float]:
+        return named_norms(self, 2)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.norms()
+
+    def on_train_epoch_end(self) -> None:
+        grad_norm(self)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        optimizer.register_step_post_hook(lambda *_: norm_of_gradients(self))
+        return optimizer
+
+
+class ReadsParts(Small):
+    """Looks at the gradients of each accumulated batch."""
+
+    def on_after_backward(self) -> None:
+        norm_of_gradients(self)
+
+
+def told(layout: Layout, kind: type[L.LightningModule], num_accumulated: int = 1) -> list[str]:
     """What this package warns of in a fit."""
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        make_trainer(layout, max_epochs=2, limit_val_batches=0).fit(kind(), Data(24))
-    names = ("batch norms", "training_step", "the loss of", "hooks on", "a loss that")
+        options = {"accumulate_grad_batches": num_accumulated}
+        make_trainer(layout, max_epochs=2, limit_val_batches=0, **options).fit(kind(), Data(24))
+    names = ("batch norms", "training_step", "the loss of", "hooks on", "a loss that", "ReadsLate", "ReadsParts")
     return sorted(str(one.message) for one in found if str(one.message).startswith(names))
 
 
+OWN_BACKWARD = "training_step ran a backward by itself, as loss.backward() does, which made a gradient of after.bias: "
 MANUAL = "a loss that {} gives to manual_backward is taken for a mean over the rows of its batch, of which 2 data-"
 ROWS = "the loss of {}.training_step is taken for a mean over the rows of its batch, of which a step has 2 parts"
 
@@ -268,6 +320,10 @@ ROWS = "the loss of {}.training_step is taken for a mean over the rows of its ba
         (DP2, SumByHand, 'returned loss_reduction ("sum") under manual optimization'),
         (PP2, AsksInSchedule, "a norm of weights was called inside training_step while a pipeline schedule runs"),
         (COLLECTIVE, Tied, "again.weight (net.2.weight) of Tied is a weight of its pipelined model"),
+        (ZERO, OwnBackward, OWN_BACKWARD),
+        (DP2_M2, OwnBackward, OWN_BACKWARD),
+        (DP2, ManualOwnBackward, OWN_BACKWARD),
+        (ZERO, ManualOwnBackward, OWN_BACKWARD),
     ],
 )
 def test_what_would_be_wrong_is_refused(layout: Layout, kind: type[L.LightningModule], shown: str) -> None:
@@ -368,3 +424,41 @@ def test_a_loss_is_said_in_one_way() -> None:
         make_trainer(Layout(microbatches=2), max_epochs=1).fit(SaysOther(), Data())
     with pytest.raises(ValueError, match=r"both loss_reduction \('sum'\) and loss_weight"):
         make_trainer(Layout(microbatches=2), max_epochs=1).fit(SaysTwice(), Data())
+
+
+def own_backward(layout: Layout) -> Trace:
+    return Case(module=OwnBackward).run(layout)
+
+
+@pytest.mark.parametrize("layout", [DP2, TP2])
+def test_a_backward_of_its_own_is_that_of_one_device_where_weights_are_stepped_themselves(layout: Layout) -> None:
+    [wanted] = run_on_ranks(1, own_backward, PLAIN, init=False)
+    for trace in run_on_ranks(2, own_backward, layout, init=False):
+        assert difference(trace, wanted) < 1e-12
+
+
+def test_gradients_that_are_gone_or_parts_are_told_of() -> None:
+    [late], nothing = run_on_ranks(2, told, ZERO, ReadsLate, init=False)
+    assert late.startswith("ReadsLate.on_train_batch_end, SGD.step_post_hook reads .grad after the optimizer's step")
+    [parts], _ = run_on_ranks(2, told, DP2, ReadsParts, 3, init=False)
+    assert parts.startswith("ReadsParts.on_after_backward runs after the backward of each accumulated batch")
+    silent = [run_on_ranks(2, told, *one, init=False) for one in ((DP2, ReadsLate), (TP2, ReadsParts, 3))]
+    assert [nothing, *silent] == [[], [[], []], [[], []]]
+
+
+class PenalisedLate(Penalised):
+    """Has the term from the third step on."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        is_late = self.global_step > 1
+        return super().training_step(batch, batch_idx) if is_late else Small.training_step(self, batch, batch_idx)
+
+
+def told_of_late_terms() -> list[str]:
+    step_checks.NUM_CHECKED, step_checks._EVERY = 1, 4
+    return told(TP2, PenalisedLate)
+
+
+def test_a_term_that_comes_late_is_found_when_losses_are_looked_at_again() -> None:
+    with pytest.raises(RankFailed, match="computed different losses"):
+        run_on_ranks(2, told_of_late_terms, init=False)
