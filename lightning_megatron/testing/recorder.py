@@ -108,6 +108,9 @@ class Recorder(pl.Callback):
         # What other optimizers step may have gradients of before, or none.
         stepped = _names_of(optimizer, trainer, pl_module)
         found = gradients_of(pl_module)
+        # Those of master weights are on the parameters only where hooks of a user's read them.
+        shown = {name for name, *_ in found}
+        found += [part for part in stepped_gradients_of(trainer, pl_module) if part[0] not in shown]
         gradients = [(name + which, gradient, box) for name, gradient, box in found if name in stepped]
         self._sink.tensors(GRADIENT, self._step, gradients)
         self._sink.numbers(NORM, self._step, {"norm" + which: grad_norm(trainer, pl_module)})

@@ -507,8 +507,6 @@ class MegatronStrategy(ParallelStrategy):
                 # A run that was interrupted leaves what it had not learnt yet.
                 model.end_step(is_skipped=True)
             hooks = optimizers.gradient_hooks(module, self.optimizers)
-            if has_master_weights:
-                model_checks.warn_of_late_readers(optimizers.late_gradient_readers(module, self.optimizers))
             if self.mesh.dp.size > 1 and trainer.accumulate_grad_batches > 1:
                 model_checks.warn_of_accumulated_parts([name for name in hooks if name.endswith(".on_after_backward")])
             run.dp_comm = optimizers.make_data_parallel_comm(
@@ -557,6 +555,9 @@ class MegatronStrategy(ParallelStrategy):
             prefetch=run.document_prefetch,
             loaders=run.loader_sync,
         )
+        if run.dp_comm is not None and run.dp_comm.master_weights is not None and run.steps.uses_schedule:
+            readers = optimizers.late_gradient_readers(module, self.optimizers)
+            model_checks.warn_of_late_readers([name for name in readers if name.endswith(".on_before_zero_grad")])
         prefetch = run.document_prefetch
         if prefetch is not None and prefetch.cost is None:
             prefetch.cost = measured_cost.of_module(

@@ -139,6 +139,21 @@ class LogsNorm(Right):
         self.log("norm", torch.stack([p.grad.norm() for p in self.parameters() if p.grad is not None]).norm())
 
 
+class LogsLate(Right):
+    """Logs the norm when they have been stepped by."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.log("norm", torch.stack([p.grad.norm() for p in self.parameters() if p.grad is not None]).norm())
+
+
+class LogsHidden(Right):
+    """Logs the norm by code that does not name what it reads."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        gradients = [getattr(p, "gr" + "ad") for p in self.parameters()]
+        self.log("norm", torch.stack([torch.zeros(()), *(one.norm() for one in gradients if one is not None)]).norm())
+
+
 class LogsCount(Right):
     """Logs how many rows a batch has, as a mean."""
 

@@ -207,13 +207,11 @@ def warn_of_gradient_hooks(module: nn.Module, mesh: Mesh) -> None:
 
 
 def warn_of_late_readers(names: Sequence[str]) -> None:
-    """Warns, once, of a user's code, by its names, that reads gradients of weights after a step of master weights."""
+    """Warns, once, of a user's code, by its names, that reads gradients of weights when a schedule has run again."""
     if names:
         rank_zero_warn(
-            f"{', '.join(names)} reads .grad after the optimizer's step, where it is None: master weights have been "
-            "stepped, and a rank has a part of their gradients. Read it in on_before_optimizer_step or "
-            "on_after_backward, where each weight has all of its gradient, or use grad_norm(self) and "
-            "named_gradients(self) of lightning_megatron",
+            f"{', '.join(names)} reads .grad where it is None: with master weights the next schedule has taken the "
+            "memory of the gradients. Read it in on_before_optimizer_step or on_train_batch_end",
             category=UserWarning,
         )
 

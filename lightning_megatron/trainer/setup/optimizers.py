@@ -68,7 +68,8 @@ def make_data_parallel_comm(
     master_weights, hook_gradients = None, None
     if has_master_weights(config, plugin):
         master_weights = MasterWeights(gradients, stepping)
-        hook_gradients = HookGradients(gradients) if gradient_hooks(module, stepping) else None
+        is_read = gradient_hooks(module, stepping) or late_gradient_readers(module, stepping)
+        hook_gradients = HookGradients(gradients) if is_read else None
     parts = parameters_in_parts(module)
     dp_comm = DataParallelComm(gradients, master_weights, parts, hook_gradients)
     if config.overlap_param_gather:

@@ -150,6 +150,11 @@ class Steps:
         return self.gradients.dp_comm
 
     @property
+    def uses_schedule(self) -> bool:
+        """Whether training steps are run by a schedule, and not called once a batch."""
+        return self._scheduled is not None
+
+    @property
     def is_scheduled(self) -> bool:
         """Whether a schedule is running right now."""
         return self._scheduled is not None and self._scheduled.is_running

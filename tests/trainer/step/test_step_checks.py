@@ -1,6 +1,7 @@
 """Steps that one device allows and parts of a model or a batch do not: right, told once, or refused with a way out."""
 
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import lightning as L
@@ -264,21 +265,34 @@ def norm_of_gradients(module: nn.Module) -> float:
 
 
 class ReadsLate(Small):
-    """Looks at gradients when they have been stepped by, itself and by a hook of its optimizer's."""
+    """Keeps norms of gradients when they have been stepped by, of a hook of its optimizer's too."""
 
-    def norms(self) -> dict[str, float]:
-        return named_norms(self, 2)
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[list[float]] = []
+
+    def norms(self) -> list[float]:
+        return [float(norm) for norm in named_norms(self, 2).values()]
 
     def on_train_batch_end(self, *_: Any) -> None:
-        self.norms()
-
-    def on_train_epoch_end(self) -> None:
-        grad_norm(self)
+        self.kept.append(self.norms())
 
     def configure_optimizers(self) -> Any:
         optimizer = super().configure_optimizers()
-        optimizer.register_step_post_hook(lambda *_: norm_of_gradients(self))
+        optimizer.register_step_post_hook(lambda *_: self.kept.append([norm_of_gradients(self)]))
         return optimizer
+
+
+class ReadsBeforeZero(ReadsLate):
+    """Keeps norms before they are zeroed, and none before."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        grad_norm(self)
+
+    def on_before_zero_grad(self, *_: Any) -> None:
+        self.kept.append(self.norms())
+
+    configure_optimizers = Small.configure_optimizers
 
 
 class ReadsParts(Small):
@@ -294,7 +308,7 @@ def told(layout: Layout, kind: type[L.LightningModule], num_accumulated: int = 1
         warnings.simplefilter("always")
         options = {"accumulate_grad_batches": num_accumulated}
         make_trainer(layout, max_epochs=2, limit_val_batches=0, **options).fit(kind(), Data(24))
-    names = ("batch norms", "training_step", "the loss of", "hooks on", "a loss that", "ReadsLate", "ReadsParts")
+    names = ("batch norms", "training_step", "the loss of", "hooks on", "a loss that", "Reads")
     return sorted(str(one.message) for one in found if str(one.message).startswith(names))
 
 
@@ -437,12 +451,26 @@ def test_a_backward_of_its_own_is_that_of_one_device_where_weights_are_stepped_t
         assert difference(trace, wanted) < 1e-12
 
 
+def kept(layout: Layout, kind: type[ReadsLate]) -> list[list[float]]:
+    module = kind()
+    make_trainer(layout, max_epochs=2, limit_val_batches=0).fit(module, Data(24))
+    return module.kept
+
+
+@pytest.mark.parametrize("kind", [ReadsLate, ReadsBeforeZero])
+def test_gradients_are_seen_after_the_step_as_on_one_device(kind: type[ReadsLate]) -> None:
+    [wanted] = run_on_ranks(1, kept, PLAIN, kind, init=False)
+    for found in run_on_ranks(2, kept, ZERO, kind, init=False):
+        assert len(found) == len(wanted) and found[-1]
+        assert all(one == pytest.approx(other, rel=1e-12) for one, other in zip(found, wanted, strict=True))
+
+
 def test_gradients_that_are_gone_or_parts_are_told_of() -> None:
-    [late], nothing = run_on_ranks(2, told, ZERO, ReadsLate, init=False)
-    assert late.startswith("ReadsLate.on_train_batch_end, SGD.step_post_hook reads .grad after the optimizer's step")
+    [gone], nothing = run_on_ranks(2, told, replace(ZERO, microbatches=2), ReadsBeforeZero, init=False)
+    assert gone.startswith("ReadsBeforeZero.on_before_zero_grad reads .grad where it is None")
     [parts], _ = run_on_ranks(2, told, DP2, ReadsParts, 3, init=False)
     assert parts.startswith("ReadsParts.on_after_backward runs after the backward of each accumulated batch")
-    silent = [run_on_ranks(2, told, *one, init=False) for one in ((DP2, ReadsLate), (TP2, ReadsParts, 3))]
+    silent = [run_on_ranks(2, told, *one, init=False) for one in ((DP2_M2, ReadsBeforeZero), (TP2, ReadsParts, 3))]
     assert [nothing, *silent] == [[], [[], []], [[], []]]
 
 
