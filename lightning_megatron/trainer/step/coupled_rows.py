@@ -1,14 +1,15 @@
-"""Finds whether a loss couples the rows of a batch, as in-batch negatives do.
+"""Finds whether a loss or a logged value couples the rows of a batch, as in-batch negatives do.
 
 Where each row has a term of its own in a loss, L(a, b) + L(a', b') = L(a, b') + L(a', b) for any numbers a and a' of
-the first half of the rows and b and b' of the others. The numbers are those that the last weights computed; the loss is
-that of the operations after them, recorded in a step and run again.
+the first half of the rows and b and b' of the others. The numbers are those that the last weights computed, and for
+what is logged those of the batch too, as masks; the loss is that of the operations after them, recorded in a step and
+run again.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from itertools import product
+from itertools import islice, product
 from math import prod
 from typing import Any, TypeVar
 
@@ -17,6 +18,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
+from lightning_megatron.pipeline.microbatches import map_tensors
 from lightning_megatron.trainer.step.operation_record import OperationRecord, Value, history, run_again, widened
 from lightning_megatron.trainer.step.user_step import loss_reduction_of, says_what_it_counts
 
@@ -25,6 +27,7 @@ ROUNDING, EPSILON = 1e-6, 1e-12
 _MAX_ORDERS, _MAX_OPERATIONS = 64, 1000
 # With two rows, a single draw shows that a loss is of the harder one in a third of all cases.
 _NUM_DRAWS = 12
+_ZEROS = 0.25  # part of an integer tensor's other numbers
 
 Numbers = dict[Value, Tensor]
 Name = TypeVar("Name", bound=Hashable)
@@ -33,21 +36,23 @@ Name = TypeVar("Name", bound=Hashable)
 class RowCheck:
     """Warns, once, of a loss and logged values that couple rows where a step runs in several parts of a global batch.
 
-    `own_ranks`: ranks that compute the same rows.
+    `own_ranks`: ranks that compute the same rows. `step`: name of the step.
     """
 
-    def __init__(self, module: LightningModule, own_ranks: tuple[int, ...]) -> None:
-        self._module, self._own_ranks = module, own_ranks
-        self._is_over = not module.automatic_optimization
+    def __init__(self, module: LightningModule, own_ranks: tuple[int, ...], step: str) -> None:
+        self._module, self._own_ranks, self._step = module, own_ranks, step
+        self._is_over = step == "training_step" and not module.automatic_optimization
 
-    def recording(self, num_rows: int, num_parts: int) -> AbstractContextManager[OperationRecord | None]:
-        """Records the step of so many rows that runs inside the block; None where its loss is not looked at."""
+    def recording(self, batch: Any, num_rows: int, num_parts: int) -> AbstractContextManager[OperationRecord | None]:
+        """Records the step of so many rows that runs inside the block; None where it is not looked at."""
         if self._is_over or num_parts == 1 or num_rows < 2:
             return nullcontext()
         # Tokens of prompts and the like, which are attributes of a module.
         attributes = (one for module in self._module.modules() for one in vars(module).values())
         tensors = (one for one in attributes if isinstance(one, Tensor))
-        return OperationRecord(num_rows, (*self._module.buffers(), *tensors), self._own_ranks)
+        rows: list[Tensor] = []
+        map_tensors(batch, lambda one: rows.append(one) or one)  # type: ignore[func-returns-value]
+        return OperationRecord(num_rows, (*self._module.buffers(), *tensors), self._own_ranks, rows)
 
     def check(
         self,
@@ -55,12 +60,13 @@ class RowCheck:
         loss: Tensor | None,
         output: Any,
         logged: Mapping[str, Tensor],
-        num_rows: int,
+        by_rows: Collection[str],
         num_parts: int,
     ) -> None:
         """Warns where the loss, [], or one of the `logged` means and sums of a recorded step couples rows.
 
         A loss is not told of where `output` says what it counts, nor anything where each part may stand for itself.
+        `by_rows`: names of means that count by their rows, as no masked one should.
         """
         if record is None or self._is_over:
             return
@@ -72,7 +78,7 @@ class RowCheck:
         numbers: dict[str | None, Tensor] = dict(logged.items())
         if loss is not None:
             numbers[None] = loss
-        coupling = coupling_rows(record, numbers, num_rows)
+        coupling = coupling_rows(record, numbers, by_rows)
         parts = f"each of the {num_parts} parts of a global batch (microbatches of data-parallel ranks) has its own"
         if None in coupling and not says_what_it_counts(output):
             rank_zero_warn(
@@ -87,45 +93,64 @@ class RowCheck:
         # The loss may be logged too.
         if names := [name for name in others if loss is None or logged[name].data_ptr() != loss.data_ptr()]:
             rank_zero_warn(
-                f"what training_step logs as {', '.join(names)} seems to be no mean over rows (a maximum, a root, an "
-                f"exponential, a ratio, a statistic of the batch), and {parts}: what is logged of the parts' values is "
-                "then not the value of one device. Log what it is computed from, or a torchmetrics.Metric; or give "
-                "reduce_fx",
+                f"what {self._step} logs as {', '.join(names)} seems to be no mean over rows (a maximum, a root, an "
+                f"exponential, a ratio, a mean over a mask, a statistic of the batch), and {parts}: what is logged of "
+                "the parts' values is then not the value of one device. Log what it is computed from, or a "
+                "torchmetrics.Metric; or give reduce_fx, or as batch_size what it is a mean over",
                 category=UserWarning,
             )
 
 
-def coupling_rows(record: OperationRecord, numbers: Mapping[Name, Tensor], num_rows: int) -> list[Name]:
-    """Finds the names of numbers, [] each, that couple rows, as a loss with in-batch negatives does.
+def coupling_rows(
+    record: OperationRecord, numbers: Mapping[Name, Tensor], with_batch: Collection[Name] = ()
+) -> list[Name]:
+    """Finds the names of numbers, [] each, that couple rows, as a loss with in-batch negatives does; those of
+    `with_batch` by what the batch holds too, as a mean over a mask of it does.
 
     A number is left out where this is not known: where the operations after the last weights cannot run again with
     other numbers, or not in double precision, where they have more numbers than a record keeps, and where rows may lie
     in the numbers of a network in more than `_MAX_ORDERS` ways.
     """
-    found: set[Name] = set()
-    by_sources: dict[frozenset[Value], dict[Name, Value]] = {}
-    for name, number in numbers.items():
-        if (value := record.value_of(number)) is not None:
-            sources, _ = history([value])
-            by_sources.setdefault(frozenset(sources), {})[name] = value
-    for values in by_sources.values():
-        together = _coupling(values, num_rows)
-        if together is None and len(values) > 1:
-            # One that cannot run again says nothing of the others.
-            runs = {name: one for name, one in values.items() if _coupling({name: one}, num_rows, 1) is not None}
-            together = _coupling(runs, num_rows)
-        found |= together or set()
+    values = {name: value for name, number in numbers.items() if (value := record.value_of(number)) is not None}
+    found = _all_coupling(partial(_coupling, num_rows=record.num_rows), values)
+    others = {name: value for name, value in values.items() if name in with_batch and name not in found}
+    found |= _all_coupling(partial(_coupling, num_rows=record.num_rows, is_with_batch=True), others)
     return [name for name in numbers if name in found]
 
 
-def _coupling(values: Mapping[Name, Value], num_rows: int, num_draws: int = _NUM_DRAWS) -> set[Name] | None:
+def _all_coupling(coupling: Callable[..., set[Name] | None], values: Mapping[Name, Value]) -> set[Name]:
+    """Finds the names of numbers that couple rows, by the look at some of the same sources."""
+    found: set[Name] = set()
+    by_sources: dict[frozenset[Value], dict[Name, Value]] = {}
+    for name, value in values.items():
+        sources, _ = history([value])
+        by_sources.setdefault(frozenset(one for one in sources if not one.is_given), {})[name] = value
+    for alike in by_sources.values():
+        together = coupling(alike)
+        if together is None and len(alike) > 1:
+            # One that cannot run again says nothing of the others.
+            together = coupling(
+                {name: one for name, one in alike.items() if coupling({name: one}, num_draws=1) is not None}
+            )
+        found |= together or set()
+    return found
+
+
+def _coupling(
+    values: Mapping[Name, Value], *, num_rows: int, is_with_batch: bool = False, num_draws: int = _NUM_DRAWS
+) -> set[Name] | None:
     """Finds the names of numbers that couple rows, all of the same sources; None where not all can run again."""
     sources, operations = history(values.values())
+    if is_with_batch and not any(source.is_given for source in sources):
+        return set()
     if any(source.numbers is None for source in sources) or len(operations) > _MAX_OPERATIONS:
         return None
     try:
         numbers = {source: widened(source.numbers) for source in sources if source.numbers is not None}
-        orders = {source: found for source, own in numbers.items() if (found := list(_first_rows(own, num_rows)))}
+        # In a batch the rows lie in the first dim.
+        num_ways = {source: int(is_with_batch) if source.is_given else None for source in numbers}
+        ways = {source: list(islice(_first_rows(numbers[source], num_rows), most)) for source, most in num_ways.items()}
+        orders = {source: found for source, found in ways.items() if found}
         if not orders or prod(map(len, orders.values())) > _MAX_ORDERS:
             return set()
         run = partial(run_again, list(values.values()), operations)
@@ -161,9 +186,13 @@ def _differ(run: Callable[[Numbers], Tensor], own: Tensor, numbers: Numbers, fir
 
 
 def _others(numbers: Tensor, generator: torch.Generator) -> Tensor:
-    """Numbers of the same size, in other rows and elsewhere."""
+    """Numbers of the same size, in other rows and elsewhere; of integers, as classes and masks, those of other rows,
+    and some zeros."""
     if not numbers.numel():
         return numbers
+    if not (numbers.is_floating_point() or numbers.is_complex()):
+        rows = torch.randint(len(numbers), (len(numbers),), generator=generator)
+        return numbers[rows].masked_fill(torch.rand(numbers.shape, generator=generator) < _ZEROS, 0)
     noise = torch.randn(numbers.shape, dtype=numbers.dtype, device=numbers.device, generator=generator)
     scale = numbers.std(correction=0)
     return numbers + noise * torch.where(scale > 0, scale, 1.0)

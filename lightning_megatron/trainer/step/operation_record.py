@@ -1,6 +1,7 @@
 """A record of torch's operations on what a network's last weights computed, which runs again with other numbers.
 
-Only what follows from that is kept: an operation that applies a weight to numbers of the batch begins anew.
+Only what follows from that, or from the batch alone, is kept: an operation that applies a weight to numbers of the
+batch begins anew.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -51,12 +52,15 @@ class _Kind(Enum):
 
 @dataclass(eq=False)
 class Value:
-    """A tensor that follows from what the last weights computed: an output of an operation on such tensors, or, without
-    one, what they computed themselves; there its `numbers` are None where they are unknown."""
+    """A tensor that follows from what the last weights computed, or from the batch: an output of an operation on such
+    tensors, or, without one, what they computed or the batch holds; there its `numbers` are None where they are
+    unknown."""
 
     numbers: Tensor | None = None
     operation: "Operation | None" = None
     output: int = 0
+    is_given: bool = False
+    """Whether it follows from the batch alone."""
 
 
 @dataclass(eq=False)
@@ -72,6 +76,11 @@ class Operation:
     changed: tuple[int, ...] = ()
     """Places of the arguments that it changes."""
 
+    @property
+    def is_given(self) -> bool:
+        """Whether all values among its arguments follow from the batch alone."""
+        return all(leaf.is_given for leaf in _leaves(self.given) if isinstance(leaf, Value))
+
     def run(self, known: Mapping[Any, Any]) -> list[Tensor]:
         """Its outputs in double precision; no argument is changed."""
         given = [_mapped(one, partial(_taken, known)) for one in self.given]
@@ -83,7 +92,8 @@ class Operation:
 
 
 def history(results: Iterable[Value]) -> tuple[list[Value], list[Operation]]:
-    """Finds what the last weights computed that `results` follow from, and the operations between, in their order."""
+    """Finds what `results` follow from, of what the last weights computed and of the batch, and the operations between,
+    in their order."""
     sources: dict[Value, None] = {}
     operations: dict[Operation, None] = {}
     todo = list(results)
@@ -120,14 +130,21 @@ class OperationRecord(TorchDispatchMode):
     """Inside the block operations are recorded; numbers and gradients are as without it.
 
     `num_rows`: rows of the batch; weights that are applied to fewer numbers begin nothing anew (those of losses).
-    `constants`: tensors that are no part of a batch. `own_ranks`: ranks that compute the same rows; what they send
+    `batch`: its tensors; those of other than `num_rows` rows or of too many numbers count as unchangeable. `constants`:
+    tensors that are no part of a batch. `own_ranks`: ranks that compute the same rows; what they send
     counts as computed by the network, and what others send as unknown. Compiled code and kernels outside of torch are
     not seen: what they return counts as computed by the network.
     """
 
-    def __init__(self, num_rows: int, constants: Iterable[Tensor] = (), own_ranks: Collection[int] = ()) -> None:
+    def __init__(
+        self,
+        num_rows: int,
+        constants: Iterable[Tensor] = (),
+        own_ranks: Collection[int] = (),
+        batch: Iterable[Tensor] = (),
+    ) -> None:
         super().__init__()
-        self._num_rows, self._own_ranks = num_rows, frozenset(own_ranks)
+        self.num_rows, self._own_ranks = num_rows, frozenset(own_ranks)
         self._found = WeakTensorKeyDictionary()
         self._unseen = WeakTensorKeyDictionary()
         # Storages that an operation on values changed.
@@ -137,6 +154,9 @@ class OperationRecord(TorchDispatchMode):
         self._num_operations = 0
         for tensor in constants:
             self._found[tensor] = _Kind.WEIGHTS if tensor.requires_grad else _Kind.CONSTANT
+        for tensor in batch:
+            if _is_plain(tensor) and tensor.shape[:1] == (num_rows,) and tensor.numel() <= MAX_NUMBERS:
+                self._found[tensor] = Value(tensor.detach(), is_given=True)
 
     # Else torch refuses those that have others within them, such as `torch.cond`.
     supports_higher_order_operators = True
@@ -147,7 +167,7 @@ class OperationRecord(TorchDispatchMode):
         return True
 
     def value_of(self, tensor: Tensor) -> Value | None:
-        """What a tensor follows from; None where nothing that a weight computed."""
+        """What a tensor follows from; None where nothing that a weight computed or the batch holds."""
         found = self._read(tensor)
         return found if isinstance(found, Value) else None
 
@@ -214,6 +234,8 @@ class OperationRecord(TorchDispatchMode):
         found: list[_Kind | Value],
     ) -> _Kind:
         """What an operation's results are made of."""
+        is_given = [isinstance(value, Value) and value.is_given for value in found]
+        found = [_Kind.DATA if given else value for given, value in zip(is_given, found, strict=True)]
         values = [value for value in found if isinstance(value, Value)]
         if not values and _Kind.DATA not in found:
             if _Kind.WEIGHTS in found:
@@ -235,18 +257,22 @@ class OperationRecord(TorchDispatchMode):
                 return _Kind.WEIGHTS
             if self._may_hold_rows(tensors, found):
                 return _Kind.COMPUTED
-        if not values:
-            return _Kind.DATA
         # A user's generator is drawn from once.
         has_generator = any(isinstance(one, torch.Generator) for one in by_name.values())
-        return _Kind.FOLLOWS if func.namespace in _REPLAYED and not has_generator else _Kind.COMPUTED
+        runs_again = func.namespace in _REPLAYED and not has_generator
+        if values:
+            return _Kind.FOLLOWS if runs_again else _Kind.COMPUTED
+        # Large tensors of a network, which count as given, would be kept.
+        is_kept = any(is_given) and all(tensor.numel() <= MAX_NUMBERS for tensor in tensors)
+        is_random = torch.Tag.nondeterministic_seeded in func.tags
+        return _Kind.FOLLOWS if runs_again and is_kept and not is_random else _Kind.DATA
 
     def _may_hold_rows(self, tensors: list[Tensor], found: list[_Kind | Value]) -> bool:
         """Whether any of an operation's tensors of a batch has as many numbers as there are rows."""
         of_batch = (
             tensor for tensor, kind in zip(tensors, found, strict=True) if kind is _Kind.DATA or isinstance(kind, Value)
         )
-        return any(tensor.numel() >= self._num_rows for tensor in of_batch)
+        return any(tensor.numel() >= self.num_rows for tensor in of_batch)
 
     def _value(self, kind: _Kind, tensor: Tensor, operation: Operation | None, output: int) -> _Kind | Value:
         """What stands for an output of an operation on values."""
@@ -254,7 +280,7 @@ class OperationRecord(TorchDispatchMode):
             if not _is_plain(tensor):
                 return Value()
             return self._computed(tensor) if tensor.is_floating_point() else _Kind.DATA
-        return Value(operation=operation, output=output)
+        return Value(operation=operation, output=output, is_given=operation is not None and operation.is_given)
 
     def _computed(self, tensor: Tensor) -> _Kind | Value:
         """A new value; the oldest lose their numbers where they are too many."""
@@ -290,7 +316,8 @@ class OperationRecord(TorchDispatchMode):
 
     def _call(self, func: Any, *given: Any) -> Value:
         """The value of an operation that no step ran."""
-        return Value(operation=self._operation(func, list(given)))
+        operation = self._operation(func, list(given))
+        return Value(operation=operation, is_given=operation.is_given)
 
     def _viewed(self, storage: Value, tensor: Tensor) -> Value:
         """A tensor as a part of its storage [N]."""

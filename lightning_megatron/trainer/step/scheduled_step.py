@@ -149,7 +149,7 @@ class ScheduledStep:
         try:
             with (
                 context(),
-                self.row_check.recording(num_recorded, num_parts) as record,
+                self.row_check.recording(part.batch, num_recorded, num_parts) as record,
             ):
                 # A step that changes its batch in place does so once for each stage of this rank.
                 is_shared = len(self.mesh.own_stages) > 1
@@ -164,7 +164,8 @@ class ScheduledStep:
         if loss is None:
             raise no_loss("microbatch")
         weight = user_step.loss_weight(output, rows, self.log.device, num_parts=num_parts)
-        self.row_check.check(record, loss, output, self.log.numbers, num_recorded, num_parts)
+        by_rows = self.log.by_rows if record is not None and user_step.counts_rows(output, rows) else ()
+        self.row_check.check(record, loss, output, self.log.numbers, by_rows, num_parts)
         self.log.end_microbatch(loss, weight, part.rows, is_sum=is_sum)
         # Each of these ranks has the whole loss and their gradients are summed: so each counts for its share.
         share = (torch.ones_like(weight) if is_sum else weight) / part.num_copies

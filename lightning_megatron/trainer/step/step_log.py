@@ -151,6 +151,12 @@ class StepLog:
         means = {name: one.values[-1][1] for name, one in entries.items() if one.reduction in ("mean", "sum")}
         return {name.removeprefix(_OUTPUT): number for name, number in means.items()}
 
+    @property
+    def by_rows(self) -> list[str]:
+        """The names of means that are logged without what they are means over: they count as the loss does."""
+        means = [(name, one) for name, one in self._entries.items() if one.metric is None and one.reduction == "mean"]
+        return [name.removeprefix(_OUTPUT) for name, one in means if not one.is_sized and None in one.counts]
+
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Has `module.log` record inside the block."""

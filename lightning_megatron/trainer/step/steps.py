@@ -41,6 +41,7 @@ from lightning_megatron.trainer.step.batch_checks import BatchChecks
 from lightning_megatron.trainer.step.coupled_rows import RowCheck
 from lightning_megatron.trainer.step.loader_sync import LoaderSync
 from lightning_megatron.trainer.step.microbatches import Cutting
+from lightning_megatron.trainer.step.operation_record import OperationRecord
 from lightning_megatron.trainer.step.scheduled_step import ScheduledStep
 from lightning_megatron.trainer.step.step_batches import StepBatches
 from lightning_megatron.trainer.step.step_checks import HookWatch, LossCheck, StateWatch
@@ -117,7 +118,8 @@ class Steps:
         self._log = StepLog(module, mesh, device, log_dtype, tail_on_last_stage=False)
         self._loss_check = LossCheck(mesh.axis("pp+cp+tp"))
         self._state_watch, self._hook_watch = StateWatch(module, mesh), HookWatch(module, mesh)
-        self._row_check = RowCheck(module, self._mesh.axis("pp+cp+tp").ranks)
+        own_ranks, looked_at = self._mesh.axis("pp+cp+tp").ranks, ("training_step", "validation_step", "test_step")
+        self._row_checks = {name: RowCheck(module, own_ranks, name) for name in looked_at}
         self._scheduled: ScheduledStep | None = None
         if uses_schedule:
             self._scheduled = ScheduledStep(
@@ -131,7 +133,7 @@ class Steps:
                 loss_check=self._loss_check,
                 state_watch=self._state_watch,
                 hook_watch=self._hook_watch,
-                row_check=self._row_check,
+                row_check=self._row_checks["training_step"],
             )
         # Share of this data-parallel rank in the loss of a manual step, [], and its rows.
         self._manual_share: Tensor | None = None
@@ -199,7 +201,7 @@ class Steps:
             context(),
             self._state_watch.watching(num_calls),
             self._hook_watch.watching() if num_calls > 1 else nullcontext(),
-            self._row_check.recording(rows, num_parts) as record,
+            self._row_checks["training_step"].recording(args[:1], rows, num_parts) as record,
         ):
             output = self._module.training_step(*args, **kwargs)
         loss, is_sum = loss_of(output), loss_reduction_of(output) == "sum"
@@ -209,7 +211,7 @@ class Steps:
         self._log.end_microbatch(loss, weight, rows, is_sum=is_sum)
         summary = self._log.replay(self._user_step.whereabouts)
         self._loss_check.check(loss)
-        self._row_check.check(record, loss, output, self._log.numbers, rows, num_parts)
+        self._check_rows("training_step", record, loss, output, rows)
         if loss is None or not self._module.automatic_optimization or dp_cp.size == 1:
             return output
         part = torch.ones_like(weight) if is_sum else weight
@@ -245,12 +247,26 @@ class Steps:
                 return step(*args, **kwargs)
         self._log.num_copies = self._user_step.num_copies
         with self._user_step.counted():
-            with CountedMeans(), self._log.recording(), self._user_step.synced_random(), context():
+            with (
+                CountedMeans(),
+                self._log.recording(),
+                self._user_step.synced_random(),
+                context(),
+                self._row_checks[name].recording(args[:1], rows, self._mesh.dp.size) as record,
+            ):
                 output = step(*args, **kwargs)
             weight, is_sum = self._user_step.loss_weight(output, rows, self._device), loss_reduction_of(output) == "sum"
             self._log.end_microbatch(loss_of(output) if is_sum else None, weight, rows, is_sum=is_sum)
             self._log.replay(self._user_step.whereabouts)
+        self._check_rows(name, record, None, output, rows)
         return output
+
+    def _check_rows(
+        self, name: str, record: OperationRecord | None, loss: Tensor | None, output: Any, rows: int
+    ) -> None:
+        # What is asked of a count waits for the device.
+        by_rows = self._log.by_rows if record is not None and self._user_step.counts_rows(output, rows) else ()
+        self._row_checks[name].check(record, loss, output, self._log.numbers, by_rows, self._mesh.dp.size)
 
     def _check_batch(self, name: str, args: tuple[Any, ...]) -> None:
         self._checks.check(name, args[0] if args else None, self._mesh.axis("pp+cp+tp"))

@@ -152,24 +152,9 @@ class UserStep:
         With several parts of a global batch, `num_parts`, rows that nobody has confirmed are told once. Raises
         ValueError where none of them has one, or several models do.
         """
-        if isinstance(output, dict) and output.get("loss_weight") is not None:
-            return torch.as_tensor(output["loss_weight"], device=device).detach().double().reshape(())
+        if (known := self._known_weight(output)) is not None:
+            return torch.as_tensor(known, device=device).detach().double().reshape(())
         reduction = loss_reduction_of(output)
-        loss = loss_of(output)
-        if reduction is None and loss is not None and (count := mean_count(loss)) is not None:
-            return torch.as_tensor(count, device=device).detach().double().reshape(())
-        own = [
-            model.loss_weight
-            for model in self.models
-            if model.loss_weight is not None and (is_returned(loss) or not isinstance(model, CutModel))
-        ]
-        if len(own) > 1:
-            raise ValueError(
-                f"{len(own)} models computed losses in one step, each a mean over its own tokens; say what the step's "
-                'loss is a mean over: return {"loss": loss, "loss_weight": number of tokens or samples}'
-            )
-        if own:
-            return own[0].detach().double().reshape(())
         if rows is None:
             raise ValueError(
                 "dynamic context parallelism packs documents of any rows, so a mean over rows means nothing; say what "
@@ -188,6 +173,31 @@ class UserStep:
                 category=UserWarning,
             )
         return torch.tensor(rows, device=device).double().reshape(())
+
+    def counts_rows(self, output: Any, rows: float | None) -> bool:
+        """Whether the step's loss is taken for a mean over its rows because nothing says another number."""
+        known = self._known_weight(output)
+        return not says_what_it_counts(output) and (known is None or isinstance(known, int) or float(known) == rows)
+
+    def _known_weight(self, output: Any) -> Tensor | float | None:
+        """What the step's loss is said or known to be a mean over; None where that is neither."""
+        if isinstance(output, dict) and output.get("loss_weight") is not None:
+            said: Tensor | float = output["loss_weight"]
+            return said
+        loss = loss_of(output)
+        if loss_reduction_of(output) is None and loss is not None and (count := mean_count(loss)) is not None:
+            return count
+        own = [
+            model.loss_weight
+            for model in self.models
+            if model.loss_weight is not None and (is_returned(loss) or not isinstance(model, CutModel))
+        ]
+        if len(own) > 1:
+            raise ValueError(
+                f"{len(own)} models computed losses in one step, each a mean over its own tokens; say what the step's "
+                'loss is a mean over: return {"loss": loss, "loss_weight": number of tokens or samples}'
+            )
+        return own[0] if own else None
 
     def ask_of_manual_loss(self, loss: Tensor, rows: int, *, num_parts: int) -> None:
         """Warns, once, of a loss of manual optimization that shows that it is no mean over the rows of its batch."""

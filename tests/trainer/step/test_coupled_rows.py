@@ -8,6 +8,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+import torchmetrics
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.parametrizations import weight_norm
@@ -376,11 +377,12 @@ OF_ROWS += [of_scaled_weights]
 
 
 def recording(network: Network) -> OperationRecord:
-    return RowCheck(Whole(network), own_ranks=()).recording(ROWS, num_parts=2)  # type: ignore[return-value]
+    check = RowCheck(Whole(network), (), "training_step")
+    return check.recording(vars(network.batch), ROWS, num_parts=2)  # type: ignore[return-value]
 
 
 def couples_rows(record: OperationRecord, number: Tensor) -> bool:
-    return bool(coupling_rows(record, {"loss": number}, ROWS))
+    return bool(coupling_rows(record, {"loss": number}))
 
 
 def looked_at(loss: Callable[[Network], Tensor]) -> bool:
@@ -419,6 +421,80 @@ def test_losses_that_couple_rows_are_found(loss: Callable[[Network], Tensor]) ->
 @pytest.mark.parametrize("loss", OF_ROWS)
 def test_losses_of_rows_by_themselves_are_not(loss: Callable[[Network], Tensor]) -> None:
     assert not looked_at(loss)
+
+
+IS_COUNTED, WEIGHTS = torch.tensor([True, True, False, True]), torch.tensor([1.0, 1.0, 1.0, 1.0])
+LABELS = torch.tensor([[0, 1, -100, -100], [2, 3, 4, -100], [1, 2, 3, 4], [0, 1, 2, 3]])
+# Not in the batch.
+OF_CLASSES = torch.tensor([1.0, 5.0, 0.2, 1.0])
+
+
+def by_weights(of: Network) -> Tensor:
+    losses = of.rows.square().mean(1)
+    return (losses * of.batch.weights).sum() / of.batch.weights.sum().clamp(min=1)
+
+
+def counted_rows(of: Network) -> Tensor:
+    return of.rows.square().mean(1)[of.batch.is_counted].mean()
+
+
+def by_shares(of: Network) -> Tensor:
+    return (of.rows.square().mean(1) * (of.batch.weights / of.batch.weights.sum())).sum()
+
+
+def hits_of_labels(of: Network) -> Tensor:
+    is_counted = of.batch.labels != -100
+    return ((of.tokens.argmax(-1) == of.batch.labels) & is_counted).sum() / is_counted.sum()
+
+
+def of_standardised_rows(of: Network) -> Tensor:
+    wanted = of.inputs.mean(1)
+    return functional.mse_loss(of.rows, (wanted - wanted.mean(0)) / wanted.std(0))
+
+
+def by_a_filled_mask(of: Network) -> Tensor:
+    mask = torch.zeros(ROWS)
+    mask[of.batch.is_counted] = 1.0
+    return (of.rows.square().mean(1) * mask).sum() / mask.sum()
+
+
+def hits(of: Network) -> Tensor:
+    return (of.rows.argmax(1) == of.batch.labels[:, 0]).float().mean()
+
+
+def over_all_rows(of: Network) -> Tensor:
+    return (of.rows.square().mean(1) * of.batch.weights).sum() / len(of.batch.weights)
+
+
+def weighted_by_class(of: Network) -> Tensor:
+    return (of.rows.square().mean(1) * OF_CLASSES[of.batch.labels[:, 0]]).mean()
+
+
+def of_rows_own_labels(of: Network) -> Tensor:
+    is_counted = of.batch.labels != -100
+    return ((of.tokens.square().mean(-1) * is_counted).sum(1) / is_counted.sum(1)).mean()
+
+
+def valid_classes(of: Network) -> Tensor:
+    return functional.cross_entropy(of.rows, of.batch.labels[:, 0])
+
+
+MASKED = [by_weights, counted_rows, by_shares, hits_of_labels, of_standardised_rows, by_a_filled_mask]
+MEANS = [hits, over_all_rows, weighted_by_class, of_rows_own_labels, valid_classes]
+
+
+@pytest.mark.parametrize(("value", "is_told"), [*((one, True) for one in MASKED), *((one, False) for one in MEANS)])
+def test_a_mean_over_a_mask_of_the_batch_is_found_and_none_over_rows(
+    value: Callable[[Network], Tensor], is_told: bool
+) -> None:
+    network = Network()
+    vars(network.batch).update(weights=WEIGHTS, is_counted=IS_COUNTED, labels=LABELS)
+    # As a validation runs.
+    with torch.inference_mode():
+        with recording(network) as record:
+            found = value(network)
+        assert coupling_rows(record, {"value": found}) == []
+        assert bool(coupling_rows(record, {"value": found}, ["value"])) == is_told
 
 
 def nested_teacher(of: Network) -> Tensor:
@@ -471,8 +547,8 @@ def test_numbers_of_the_same_rows_are_looked_at_together_and_each_by_itself() ->
         }
         # Other numbers lead it out of the table, with those of the same rows in one run.
         lost = table[places].sum() + rows.std()
-    assert coupling_rows(record, named, ROWS) == ["root", "other rows"]
-    assert coupling_rows(record, {"lost": lost, **named}, ROWS) == ["root", "other rows"]
+    assert coupling_rows(record, named) == ["root", "other rows"]
+    assert coupling_rows(record, {"lost": lost, **named}) == ["root", "other rows"]
 
 
 def test_the_oldest_numbers_are_given_up_where_there_are_too_many() -> None:
@@ -596,6 +672,38 @@ class Shuffled(Negatives):
         return super().training_step(batch, batch_idx)
 
 
+class Evaluated(Small):
+    """Logs means over rows, those that say what they count, and others; its test says what all of them count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hits = torchmetrics.classification.MulticlassAccuracy(4, average="micro")
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        found = self.logits(batch[0])
+        losses = functional.cross_entropy(found, batch[1], reduction="none")
+        is_counted = batch[1] > 1
+        masked = losses[is_counted].mean()
+        is_right = found.argmax(1) == batch[1]
+        self.log_dict({"val_loss": functional.cross_entropy(found, batch[1]), "accuracy": is_right.double().mean()})
+        self.log("hits", self.hits(found, batch[1]))
+        self.log("sized", masked, batch_size=int(is_counted.sum()))
+        self.log_dict({"masked": masked, "perplexity": losses.mean().exp()})
+
+    def test_step(self, batch: Any, batch_idx: int) -> Any:
+        is_counted = batch[1] > 1
+        masked = functional.cross_entropy(self.logits(batch[0]), batch[1], reduction="none")[is_counted].mean()
+        self.log("masked", masked)
+        return {"loss": masked, "loss_weight": is_counted.sum()}
+
+
+class SaysLess(Evaluated):
+    """Does not say what its test counts."""
+
+    def test_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().test_step(batch, batch_idx)["loss"]
+
+
 M2, DP2 = Layout(microbatches=2), Layout(world=2)
 PP2, DP2PP2 = Layout(world=2, pp=2, microbatches=2), Layout(world=4, pp=2, microbatches=2)
 COLLECTIVE = Layout(world=2, pp=2, microbatches=2, collective=True)
@@ -651,6 +759,40 @@ def test_a_run_tells_once(kind: type[L.LightningModule], layout: Layout, shown: 
     *silent, found = sorted(run_on_ranks(layout.world, told, layout, kind, init=False), key=len)
     assert not any(silent)
     assert len(found) == bool(shown) and all(text.startswith(shown) for text in found), found
+
+
+def told_in_evaluation(layout: Layout, kind: type[L.LightningModule]) -> list[str]:
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        trainer, module = make_trainer(layout, max_epochs=2, limit_train_batches=1), kind()
+        trainer.fit(module, Data(24))
+        trainer.test(module, Data(24), verbose=False)
+    return [
+        text.partition(" seems")[0] for one in found if (text := str(one.message)).startswith(("what ", "the loss"))
+    ]
+
+
+VALIDATED, TESTED = "what validation_step logs as masked, perplexity", "what test_step logs as masked"
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout", "shown"),
+    [
+        (Evaluated, DP2, [VALIDATED]),
+        (Evaluated, DP2PP2, [VALIDATED]),
+        (SaysLess, DP2, [VALIDATED, TESTED]),
+        # An evaluation is not cut into microbatches.
+        (SaysLess, PP2, []),
+        (SaysLess, Layout(world=2, tp=2), []),
+    ],
+    ids=str,
+)
+def test_an_evaluation_tells_once_of_what_is_no_mean_over_rows(
+    kind: type[L.LightningModule], layout: Layout, shown: list[str]
+) -> None:
+    *silent, found = sorted(run_on_ranks(layout.world, told_in_evaluation, layout, kind, init=False), key=len)
+    assert not any(silent)
+    assert found == shown
 
 
 def rows_read(layout: Layout) -> list[float]:
