@@ -28,6 +28,7 @@ from lightning_megatron.trainer.checkpointing import last_checkpoint, run_histor
 from lightning_megatron.trainer.checkpointing.contents import MasterSlots
 from lightning_megatron.trainer.checkpointing.local_checkpoint import LocalCheckpoint
 from lightning_megatron.trainer.dynamic_context.prefetch import DynamicContext
+from lightning_megatron.trainer.fault_tolerance.early_end import EarlyEnd
 from lightning_megatron.trainer.fault_tolerance.failure_watch import FailureWatch
 from lightning_megatron.trainer.fault_tolerance.preemption import Preemption
 from lightning_megatron.trainer.resume.run_state import ResumeState
@@ -64,6 +65,8 @@ class ActiveRun:
     """Folders of checkpoints that no other run saves into meanwhile; of the first rank."""
     local_checkpoint: LocalCheckpoint | None = None
     preemption: Preemption | None = None
+    early_end: EarlyEnd | None = None
+    """Check that all ranks end a fit early, or none; None on a single rank."""
     watch: FailureWatch | None = None
     """Watch for failures of other ranks; None on a single rank."""
     has_failed: bool = False
@@ -106,7 +109,7 @@ class ActiveRun:
     @property
     def own_callbacks(self) -> list[pl.Callback]:
         """Callbacks of the strategy's own, which stand after the user's during the run."""
-        found = (self.first_steps, self.local_checkpoint, self.preemption, self.loader_sync)
+        found = (self.early_end, self.first_steps, self.local_checkpoint, self.preemption, self.loader_sync)
         return [callback for callback in found if callback is not None]
 
     def agree_to_load(self, path: str | None) -> None:

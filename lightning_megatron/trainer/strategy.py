@@ -70,6 +70,7 @@ from lightning_megatron.trainer.checkpointing.single_file import FileIO
 from lightning_megatron.trainer.config import ConfigurationError, PipelineConfig
 from lightning_megatron.trainer.dynamic_context import measured_cost
 from lightning_megatron.trainer.dynamic_context.prefetch import DynamicContext
+from lightning_megatron.trainer.fault_tolerance.early_end import EarlyEnd
 from lightning_megatron.trainer.fault_tolerance.failure_watch import FailureWatch, end_none
 from lightning_megatron.trainer.fault_tolerance.preemption import Preemption
 from lightning_megatron.trainer.fault_tolerance.stop_vote import StopVote
@@ -398,6 +399,8 @@ class MegatronStrategy(ParallelStrategy):
             run.local_checkpoint = self._make_local_checkpoint()
         if self.sizes.world > 1 and module is not None and module.trainer.state.fn == TrainerFn.FITTING:
             run.first_steps = FirstSteps(self.mesh.axis("pp+cp+tp"))
+            assert watch is not None
+            run.early_end = EarlyEnd(watch, module.trainer)
         run.preemption = Preemption(self.checkpoint, vote, self._saver, self.cluster_environment)
         initial_sync.sync_seed(self._saver.world)
         if module is not None:

@@ -124,7 +124,7 @@ class FailureServer:
         self._tell_seconds = float("inf")
         self._has_told = False
         self._is_ending = False
-        self._meetings: dict[int, set[int]] = {}
+        self._meetings: dict[str, set[int]] = {}
         self._stops = StopCount(num_ranks)
         self._selector = selectors.DefaultSelector()
         self._wake, self._waking = socket.socketpair()
@@ -301,11 +301,16 @@ class FailureServer:
                 self._reports[process["rank"]] = _Report(
                     process=Process(**process), heard_seconds=now_seconds - seconds, said_seconds=now_seconds
                 )
+        elif "has_passed" in message:
+            self._tell({"met": message["meet"], "absent": rank})
         elif "meet" in message:
             met = self._meetings.setdefault(message["meet"], set())
             met.add(rank)
+            if len(met) == 1:
+                self._tell({"meet": message["meet"]})
             if len(met) == self._num_ranks:
-                self._tell({"met": message["meet"]})
+                del self._meetings[message["meet"]]
+                self._tell({"met": message["meet"], "absent": None})
         elif "stop" in message and (answer := self._stops.hear(rank, message)) is not None:
             self._tell(answer)
 

@@ -22,7 +22,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from typing import NoReturn
 
 from lightning_megatron.comm import collectives
@@ -46,6 +46,15 @@ _MOST_CHARACTERS = 50_000
 _LOOPBACK = ("127.0.0.1", "::1")
 
 EndLost = Callable[[Sequence[int]], None]
+
+
+@dataclass(eq=False)
+class _Meeting:
+    """A place at which a rank waits for all others."""
+
+    is_over: threading.Event = field(default_factory=threading.Event)
+    absent: int | None = None
+    """Rank that will not come."""
 
 
 def end_none(ranks: Sequence[int]) -> None:
@@ -88,7 +97,11 @@ class FailureWatch:
         self._stop = threading.Event()
         # The cause is known, or the server has come to its end.
         self._is_settled = threading.Event()
-        self._meetings: list[threading.Event] = []
+        self.has_passed: Callable[[str], bool] = _comes_to_all
+        self._num_failures = 0
+        self._meetings: dict[str, _Meeting] = {}
+        # Places at which others wait for this rank, by what the server says.
+        self._awaited: set[str] = set()
         self._outbox: deque[Message] = deque()
         self._wake, self._waking = socket.socketpair()
         self._waking.setblocking(False)
@@ -179,13 +192,31 @@ class FailureWatch:
         return cause.text
 
     def meets(self) -> bool:
-        """Whether all ranks come here within seconds of each other."""
+        """Whether all ranks come here, after a failure, within seconds of each other."""
         if self._stop.is_set():
             return False
-        meeting = threading.Event()
-        self._meetings.append(meeting)
-        self._post({"meet": len(self._meetings) - 1})
-        return meeting.wait(_GRACE_SECONDS)
+        self._num_failures += 1
+        return self._begin_meeting(f"failure {self._num_failures}").is_over.wait(_GRACE_SECONDS)
+
+    def absent_at(self, place: str) -> int | None:
+        """A rank that has passed the place, where this one waits for all; None once all have come to it.
+
+        Raises RuntimeError where another failure ends the run meanwhile.
+        """
+        meeting = self._begin_meeting(place)
+        while not meeting.is_over.wait(_POLL_SECONDS):
+            if self._is_settled.is_set():
+                raise RuntimeError("the run ends" if self._cause is None else self._cause.text)
+        if meeting.absent is None:
+            # They may come here again.
+            del self._meetings[place]
+        return meeting.absent
+
+    def _begin_meeting(self, place: str) -> _Meeting:
+        # It may be over, where another rank has waited before.
+        meeting = self._meetings.setdefault(place, _Meeting())
+        self._post({"meet": place})
+        return meeting
 
     def _post(self, message: Message) -> None:
         if self._stop.is_set():
@@ -209,6 +240,9 @@ class FailureWatch:
                 self._channel.send(self._outbox.popleft())
             for message in self._vote.due():
                 self._channel.send(message)
+            for place in [place for place in self._awaited if self.has_passed(place)]:
+                self._awaited.remove(place)
+                self._channel.send({"meet": place, "has_passed": True})
             if now_seconds >= next_beat_seconds:
                 next_beat_seconds = now_seconds + beat_seconds(self._timeout_seconds)
                 self._channel.send({})
@@ -239,8 +273,11 @@ class FailureWatch:
             elif "stop" in message:
                 self._vote.hear(message)
                 self._hand_down(message)
+            elif "meet" in message:
+                self._awaited.add(message["meet"])
+                self._hand_down(message)
             elif "met" in message:
-                self._meetings[message["met"]].set()
+                self._end_meeting(message["met"], message["absent"])
                 self._hand_down(message)
             is_left |= "bye" in message
         if not self._channel.is_open or is_left:
@@ -252,6 +289,12 @@ class FailureWatch:
         elif self._above.rank != self._rank and self._silent_seconds() >= self._timeout_seconds:
             text = silent_sentence([self._above], self._silent_seconds(), self._timeout_seconds)
             self._learn(Cause(text=text, lost=[self._above.rank]))
+
+    def _end_meeting(self, place: str, absent: int | None) -> None:
+        self._awaited.discard(place)
+        meeting = self._meetings.setdefault(place, _Meeting())
+        meeting.absent = absent
+        meeting.is_over.set()
 
     def _silent_seconds(self) -> float:
         return time.monotonic() - self._channel.heard_seconds
@@ -294,6 +337,10 @@ class FailureWatch:
                 pass
         self._channel.close()
         self._selector.close()
+
+
+def _comes_to_all(place: str) -> bool:
+    return False
 
 
 def _families(world: Axis) -> tuple[Axis, Axis]:

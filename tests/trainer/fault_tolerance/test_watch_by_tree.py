@@ -114,6 +114,17 @@ def test_ranks_meet() -> None:
     assert run_on_threads(WORLD, watched, meets, threading.Barrier(WORLD)) == [True] * WORLD
 
 
+@pytest.mark.parametrize("absent", [None, 0, 5])
+def test_ranks_that_wait_hear_of_one_that_has_passed(absent: int | None) -> None:
+    def waits(watch: FailureWatch, vote: StopVote, rank: int) -> int | None:
+        watch.has_passed = lambda place: place == "here" and rank == absent
+        # All are connected after this, as they are before a step.
+        assert watch.meets()
+        return absent if rank == absent else watch.absent_at("here")
+
+    assert run_on_threads(WORLD, watched, waits, threading.Barrier(WORLD)) == [absent] * WORLD
+
+
 def test_a_rank_talks_to_its_parent_and_its_children() -> None:
     def peers(watch: FailureWatch, vote: StopVote, rank: int) -> int:
         until(lambda: watch._server is None or not watch._server._missing)
