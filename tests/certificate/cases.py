@@ -644,8 +644,9 @@ def sampled_cells() -> dict[str, list[Cell]]:
     """The cells that every run of the tests sees, by layout.
 
     Each two settings that a layout sets meet in one of them, where they meet in the table, and so do each family of
-    models and each setting. Each model, precision and size comes. Of sizes a pair knows whether they are above 1;
-    numbers of microbatches differ in whether there are several and whether stages divide them.
+    models and each setting; but rules of optimizers and clipping meet those of `OF_OPTIMIZERS` alone. Each model,
+    precision and size comes. Of sizes a pair knows whether they are above 1; numbers of microbatches differ in whether
+    there are several and whether stages divide them.
     """
     cells = [(layout, cell) for layout in LAYOUTS for cell in cells_of(layout)]
     chosen: dict[str, list[Cell]] = {}
@@ -655,17 +656,30 @@ def sampled_cells() -> dict[str, list[Cell]]:
 
 
 def sampled_half_layouts() -> list[str]:
-    """The layouts in 16 bits that every run of the tests sees: each two settings, as above, and each optimizer."""
-    return sampled(list(HALF_LAYOUTS), lambda name: _pairs_of(HALF_LAYOUTS[name]))
+    """The layouts in 16 bits that every run of the tests sees: each setting and each optimizer comes."""
+    return sampled(list(HALF_LAYOUTS), lambda name: [*_settings_of(HALF_LAYOUTS[name]).items()])
+
+
+# What a step does with gradients that are whole. Their norm, which clipping goes by, is a quantity of each cell.
+OF_OPTIMIZERS = {"rule", "clip", "accumulate", "distributed", "overlap", "dp above 1"}
 
 
 def _pairs(cell: tuple[str, Cell]) -> list[Hashable]:
     layout, (variant, precision) = LAYOUTS[cell[0]], cell[1]
-    return [*_pairs_of(layout, family=_family(variant)), variant, precision]
+    settings = _settings_of(layout) | {"family": _family(variant)}
+    sizes = {axis: getattr(layout, axis) for axis in AXES}
+    all_but_optimizers = {name: value for name, value in settings.items() if name not in ("rule", "clip")}
+    optimizers = {name: value for name, value in settings.items() if name in OF_OPTIMIZERS}
+    met = [*pairs_of(all_but_optimizers), *pairs_of(optimizers)]
+    return [*met, *settings.items(), *sizes.items(), variant, precision]
 
 
-def _pairs_of(layout: Layout, **more: Hashable) -> list[Hashable]:
-    sizes = {axis: getattr(layout, axis) for axis in ("tp", "pp", "cp", "vp", "ep", "etp", "dp")}
+AXES = ("tp", "pp", "cp", "vp", "ep", "etp", "dp")
+
+
+def _settings_of(layout: Layout) -> dict[str, Hashable]:
+    """What a layout sets off its defaults."""
+    sizes = {axis: getattr(layout, axis) for axis in AXES}
     settings: dict[str, Hashable] = {f"{axis} above 1": True for axis, size in sizes.items() if size > 1}
     own = {field.name: getattr(layout, field.name) for field in fields(layout)}
     settings |= {
@@ -679,8 +693,7 @@ def _pairs_of(layout: Layout, **more: Hashable) -> list[Hashable]:
         settings["recompute"] = layout.recompute.granularity
     if layout.dynamic is not None:
         settings["dynamic"] = True
-    settings |= more
-    return [*pairs_of(settings), *settings.items(), *sizes.items()]
+    return settings
 
 
 def _family(variant: str) -> str:
