@@ -20,6 +20,7 @@ from lightning_megatron.pipeline.schedule import Action
 from lightning_megatron.pipeline.schedule_spec import Schedule
 from lightning_megatron.trainer.callbacks import MemoryMonitor, StepTimeline, ThroughputMonitor
 from tests.harness.ranks import run_on_ranks
+from tests.harness.sample import every_nth
 from tests.trainer.callbacks.small_gpt import CONFIG, LAYOUTS, train
 from tests.trainer.layouts import QUIET, Layout
 
@@ -74,7 +75,8 @@ def schedule_of(layout: Layout) -> Schedule:
     return pipeline.schedule_of(pp=layout.pp, vp=layout.vp, microbatches=layout.microbatches)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", every_nth(LAYOUTS, 2))
 def test_losses_are_to_the_bit_those_of_a_run_that_nobody_watches(name: str, run_of: Watched) -> None:
     layout = LAYOUTS[name]
     folder, found = run_of(name)

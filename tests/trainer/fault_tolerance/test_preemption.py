@@ -157,17 +157,17 @@ def whole_and_resumed_are_equal(found: dict[str, Any]) -> None:
     ("name", "point", "rank", "ema"),
     every_nth(
         [
+            ("pp2", "step 2", EVERY_RANK, False),
             ("pp2", "step 2", 1, False),
             ("one", "step 2", 0, False),
+            ("dp2", "validation", 1, True),
             ("dp2", "step 7", 0, False),
             ("dp2", "step 5", 1, False),
-            ("pp2", "step 2", EVERY_RANK, False),
-            ("one", "validation", 0, True),
-            ("dp2", "validation", 1, True),
-            ("one", "between epochs", 0, False),
             ("pp2", "between epochs", 0, False),
+            ("one", "validation", 0, True),
+            ("one", "between epochs", 0, False),
         ],
-        2,
+        3,
     ),
 )
 def test_a_signal_to_any_rank_ends_the_run_after_a_save(

@@ -1,6 +1,6 @@
 """Recomputation under the strategy: losses, gradients and weights are those of keeping all, to the bit.
 
-Each layout recomputes in two ways, and each way runs under at least three layouts; all meet under `pytest --whole`.
+Each layout recomputes in one way, and each way runs under a layout; all meet under `pytest --whole`.
 """
 
 import os
@@ -138,11 +138,8 @@ def fit(world: int, settings: dict[str, Any], config: GPTConfig, way: RecomputeC
 
 
 def ways_of(layout: str) -> list[str]:
-    """How this layout recomputes: in every way, or in a sample in two, the next layout in the next two of the list."""
-    if WHOLE in os.environ:
-        return list(WAYS)
-    place = 2 * list(LAYOUTS).index(layout)
-    return [list(WAYS)[(place + step) % len(WAYS)] for step in (0, 1)]
+    """How this layout recomputes: in every way, or in a sample in one, the next layout in the next of the list."""
+    return list(WAYS) if WHOLE in os.environ else [list(WAYS)[list(LAYOUTS).index(layout) % len(WAYS)]]
 
 
 def fits(layout: str, config: GPTConfig, precision: Any, ways: list[str]) -> list[Any]:
