@@ -100,8 +100,9 @@ class FailureWatch:
         self.has_passed: Callable[[str], bool] = _comes_to_all
         self._num_failures = 0
         self._meetings: dict[str, _Meeting] = {}
-        # Places at which others wait for this rank, by what the server says.
-        self._awaited: set[str] = set()
+        # Places at which others wait for this rank, by what the server says; True where it had passed one at the last
+        # look. A single look may fall between the end of a batch and what is decided after it.
+        self._awaited: dict[str, bool] = {}
         self._outbox: deque[Message] = deque()
         self._wake, self._waking = socket.socketpair()
         self._waking.setblocking(False)
@@ -240,9 +241,11 @@ class FailureWatch:
                 self._channel.send(self._outbox.popleft())
             for message in self._vote.due():
                 self._channel.send(message)
-            for place in [place for place in self._awaited if self.has_passed(place)]:
-                self._awaited.remove(place)
-                self._channel.send({"meet": place, "has_passed": True})
+            for place, was_passed in list(self._awaited.items()):
+                self._awaited[place] = self.has_passed(place)
+                if was_passed and self._awaited[place]:
+                    del self._awaited[place]
+                    self._channel.send({"meet": place, "has_passed": True})
             if now_seconds >= next_beat_seconds:
                 next_beat_seconds = now_seconds + beat_seconds(self._timeout_seconds)
                 self._channel.send({})
@@ -274,7 +277,7 @@ class FailureWatch:
                 self._vote.hear(message)
                 self._hand_down(message)
             elif "meet" in message:
-                self._awaited.add(message["meet"])
+                self._awaited[message["meet"]] = False
                 self._hand_down(message)
             elif "met" in message:
                 self._end_meeting(message["met"], message["absent"])
@@ -291,7 +294,7 @@ class FailureWatch:
             self._learn(Cause(text=text, lost=[self._above.rank]))
 
     def _end_meeting(self, place: str, absent: int | None) -> None:
-        self._awaited.discard(place)
+        self._awaited.pop(place, None)
         meeting = self._meetings.setdefault(place, _Meeting())
         meeting.absent = absent
         meeting.is_over.set()
