@@ -18,8 +18,15 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from lightning_megatron.pipeline.microbatches import map_tensors
-from lightning_megatron.trainer.step.operation_record import OperationRecord, Value, history, run_again, widened
+from lightning_megatron.trainer.step.first_steps import NUM_CHECKED
+from lightning_megatron.trainer.step.operation_record import (
+    OperationRecord,
+    Value,
+    history,
+    run_again,
+    tensors_of_rows,
+    widened,
+)
 from lightning_megatron.trainer.step.user_step import loss_reduction_of, says_what_it_counts
 
 ROUNDING, EPSILON = 1e-6, 1e-12
@@ -27,7 +34,6 @@ ROUNDING, EPSILON = 1e-6, 1e-12
 _MAX_ORDERS, _MAX_OPERATIONS = 64, 1000
 # With two rows, a single draw shows that a loss is of the harder one in a third of all cases.
 _NUM_DRAWS = 12
-_ZEROS = 0.25  # part of an integer tensor's other numbers
 
 Numbers = dict[Value, Tensor]
 Name = TypeVar("Name", bound=Hashable)
@@ -41,18 +47,24 @@ class RowCheck:
 
     def __init__(self, module: LightningModule, own_ranks: tuple[int, ...], step: str) -> None:
         self._module, self._own_ranks, self._step = module, own_ranks, step
-        self._is_over = step == "training_step" and not module.automatic_optimization
+        # Those of the batches that were looked at.
+        self._rows: list[Tensor] = []
+        # What a mask leaves out shows in some batches alone, and in training each look takes of the step's time.
+        self._num_left = NUM_CHECKED if step != "training_step" else int(module.automatic_optimization)
 
     def recording(self, batch: Any, num_rows: int, num_parts: int) -> AbstractContextManager[OperationRecord | None]:
         """Records the step of so many rows that runs inside the block; None where it is not looked at."""
-        if self._is_over or num_parts == 1 or num_rows < 2:
+        if not self._num_left or num_parts == 1 or num_rows < 2:
             return nullcontext()
         # Tokens of prompts and the like, which are attributes of a module.
         attributes = (one for module in self._module.modules() for one in vars(module).values())
         tensors = (one for one in attributes if isinstance(one, Tensor))
-        rows: list[Tensor] = []
-        map_tensors(batch, lambda one: rows.append(one) or one)  # type: ignore[func-returns-value]
-        return OperationRecord(num_rows, (*self._module.buffers(), *tensors), self._own_ranks, rows)
+        own = tensors_of_rows(batch, num_rows)
+        is_alike = [one.shape[1:] for one in own] == [one.shape[1:] for one in self._rows]
+        # One batch may have a mask that is the same in all of its rows.
+        self._rows = [torch.cat(rows) for rows in (zip(own, self._rows, strict=True) if is_alike else zip(own))]
+        given = zip(own, self._rows, strict=True)
+        return OperationRecord(num_rows, (*self._module.buffers(), *tensors), self._own_ranks, given)
 
     def check(
         self,
@@ -68,9 +80,9 @@ class RowCheck:
         A loss is not told of where `output` says what it counts, nor anything where each part may stand for itself.
         `by_rows`: names of means that count by their rows, as no masked one should.
         """
-        if record is None or self._is_over:
+        if record is None or not self._num_left:
             return
-        self._is_over = True
+        self._num_left -= 1
         if loss_reduction_of(output) == "mean":
             # Each part may stand for itself.
             return
@@ -92,6 +104,7 @@ class RowCheck:
         others = [name for name in coupling if name is not None]
         # The loss may be logged too.
         if names := [name for name in others if loss is None or logged[name].data_ptr() != loss.data_ptr()]:
+            self._num_left = 0
             rank_zero_warn(
                 f"what {self._step} logs as {', '.join(names)} seems to be no mean over rows (a maximum, a root, an "
                 f"exponential, a ratio, a mean over a mask, a statistic of the batch), and {parts}: what is logged of "
@@ -177,7 +190,10 @@ def _differ(run: Callable[[Numbers], Tensor], own: Tensor, numbers: Numbers, fir
     the rows and with the others; `own` has the results [N] of the numbers as they are."""
     # Of its own: torch's default generator shuffles the rows of the next epoch, on all ranks alike.
     generator = torch.Generator().manual_seed(draw)
-    others = {one: _others(numbers[one], generator) for one in first_rows}
+    others = {
+        one: _others(numbers[one], generator) if one.rows is None else _other_rows(one.rows, len(numbers[one]), draw)
+        for one in first_rows
+    }
     first = {one: torch.where(mask, others[one], numbers[one]) for one, mask in first_rows.items()}
     rest = {one: torch.where(mask, numbers[one], others[one]) for one, mask in first_rows.items()}
     changes = torch.stack([run(numbers | changed) - own for changed in (others, first, rest)])
@@ -186,16 +202,18 @@ def _differ(run: Callable[[Numbers], Tensor], own: Tensor, numbers: Numbers, fir
 
 
 def _others(numbers: Tensor, generator: torch.Generator) -> Tensor:
-    """Numbers of the same size, in other rows and elsewhere; of integers, as classes and masks, those of other rows,
-    and some zeros."""
+    """Numbers of the same size, in other rows and elsewhere."""
     if not numbers.numel():
         return numbers
-    if not (numbers.is_floating_point() or numbers.is_complex()):
-        rows = torch.randint(len(numbers), (len(numbers),), generator=generator)
-        return numbers[rows].masked_fill(torch.rand(numbers.shape, generator=generator) < _ZEROS, 0)
     noise = torch.randn(numbers.shape, dtype=numbers.dtype, device=numbers.device, generator=generator)
     scale = numbers.std(correction=0)
     return numbers + noise * torch.where(scale > 0, scale, 1.0)
+
+
+def _other_rows(rows: Tensor, num_rows: int, draw: int) -> Tensor:
+    """So many of the rows, of all tensors of a batch the same: where each has as many valid targets, it stays so."""
+    places = torch.randint(len(rows), (num_rows,), generator=torch.Generator().manual_seed(draw))
+    return widened(rows[places.to(rows.device)])
 
 
 def _first_rows(numbers: Tensor, num_rows: int) -> Iterator[Tensor]:

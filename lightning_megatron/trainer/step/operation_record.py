@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_megatron.any_module.loss_count import is_output
+from lightning_megatron.pipeline.microbatches import map_tensors
 
 MAX_NUMBERS = 2**20
 """Numbers of a network of which a record keeps the newest: a look takes several copies of them in double. A tensor of
@@ -61,6 +62,8 @@ class Value:
     output: int = 0
     is_given: bool = False
     """Whether it follows from the batch alone."""
+    rows: Tensor | None = None
+    """Of a tensor of the batch, rows to take in their place."""
 
 
 @dataclass(eq=False)
@@ -121,6 +124,13 @@ def run_again(results: Sequence[Value], operations: Iterable[Operation], sources
     return torch.stack([_taken(known, result).to("cpu", torch.float64).reshape(()) for result in results])
 
 
+def tensors_of_rows(batch: Any, num_rows: int) -> list[Tensor]:
+    """Tensors of a batch whose first dim are its rows, of few enough numbers."""
+    found: list[Tensor] = []
+    map_tensors(batch, lambda one: found.append(one) or one)  # type: ignore[func-returns-value]
+    return [one for one in found if _is_plain(one) and one.shape[:1] == (num_rows,) and one.numel() <= MAX_NUMBERS]
+
+
 def widened(numbers: Tensor) -> Tensor:
     """A copy in host memory and double precision; integers as they are."""
     return numbers.detach().to("cpu", _WIDE.get(numbers.dtype, numbers.dtype), copy=True)
@@ -130,10 +140,10 @@ class OperationRecord(TorchDispatchMode):
     """Inside the block operations are recorded; numbers and gradients are as without it.
 
     `num_rows`: rows of the batch; weights that are applied to fewer numbers begin nothing anew (those of losses).
-    `batch`: its tensors; those of other than `num_rows` rows or of too many numbers count as unchangeable. `constants`:
-    tensors that are no part of a batch. `own_ranks`: ranks that compute the same rows; what they send
-    counts as computed by the network, and what others send as unknown. Compiled code and kernels outside of torch are
-    not seen: what they return counts as computed by the network.
+    `batch`: tensors of its rows, each with rows to take in their place. `constants`: tensors that are no part of a
+    batch. `own_ranks`: ranks that compute the same rows; what they send counts as computed by the network, and what
+    others send as unknown. Compiled code and kernels outside of torch are not seen: what they return counts as computed
+    by the network.
     """
 
     def __init__(
@@ -141,7 +151,7 @@ class OperationRecord(TorchDispatchMode):
         num_rows: int,
         constants: Iterable[Tensor] = (),
         own_ranks: Collection[int] = (),
-        batch: Iterable[Tensor] = (),
+        batch: Iterable[tuple[Tensor, Tensor]] = (),
     ) -> None:
         super().__init__()
         self.num_rows, self._own_ranks = num_rows, frozenset(own_ranks)
@@ -154,9 +164,8 @@ class OperationRecord(TorchDispatchMode):
         self._num_operations = 0
         for tensor in constants:
             self._found[tensor] = _Kind.WEIGHTS if tensor.requires_grad else _Kind.CONSTANT
-        for tensor in batch:
-            if _is_plain(tensor) and tensor.shape[:1] == (num_rows,) and tensor.numel() <= MAX_NUMBERS:
-                self._found[tensor] = Value(tensor.detach(), is_given=True)
+        for tensor, rows in batch:
+            self._found[tensor] = Value(tensor.detach(), is_given=True, rows=rows)
 
     # Else torch refuses those that have others within them, such as `torch.cond`.
     supports_higher_order_operators = True

@@ -176,8 +176,12 @@ class UserStep:
 
     def counts_rows(self, output: Any, rows: float | None) -> bool:
         """Whether the step's loss is taken for a mean over its rows because nothing says another number."""
-        known = self._known_weight(output)
-        return not says_what_it_counts(output) and (known is None or isinstance(known, int) or float(known) == rows)
+        if says_what_it_counts(output):
+            return False
+        loss = loss_of(output)
+        if (count := None if loss is None else mean_count(loss)) is not None:
+            return isinstance(count, int) or float(count) == rows
+        return self._known_weight(output) is None
 
     def _known_weight(self, output: Any) -> Tensor | float | None:
         """What the step's loss is said or known to be a mean over; None where that is neither."""

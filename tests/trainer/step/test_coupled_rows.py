@@ -423,8 +423,9 @@ def test_losses_of_rows_by_themselves_are_not(loss: Callable[[Network], Tensor])
     assert not looked_at(loss)
 
 
-IS_COUNTED, WEIGHTS = torch.tensor([True, True, False, True]), torch.tensor([1.0, 1.0, 1.0, 1.0])
+IS_COUNTED, WEIGHTS = torch.tensor([True, True, False, True]), torch.tensor([1.0, 0.0, 2.0, 1.0])
 LABELS = torch.tensor([[0, 1, -100, -100], [2, 3, 4, -100], [1, 2, 3, 4], [0, 1, 2, 3]])
+EQUAL = torch.tensor([[1, 1, 0, 0], [0, 1, 0, 1], [1, 0, 0, 1], [0, 0, 1, 1]])
 # Not in the batch.
 OF_CLASSES = torch.tensor([1.0, 5.0, 0.2, 1.0])
 
@@ -479,8 +480,13 @@ def valid_classes(of: Network) -> Tensor:
     return functional.cross_entropy(of.rows, of.batch.labels[:, 0])
 
 
+def by_equal_weights(of: Network) -> Tensor:
+    """Of each row as many count as of any other."""
+    return (of.tokens.square().mean(-1) * of.batch.equal).sum() / of.batch.equal.sum()
+
+
 MASKED = [by_weights, counted_rows, by_shares, hits_of_labels, of_standardised_rows, by_a_filled_mask]
-MEANS = [hits, over_all_rows, weighted_by_class, of_rows_own_labels, valid_classes]
+MEANS = [hits, over_all_rows, weighted_by_class, of_rows_own_labels, valid_classes, by_equal_weights]
 
 
 @pytest.mark.parametrize(("value", "is_told"), [*((one, True) for one in MASKED), *((one, False) for one in MEANS)])
@@ -488,13 +494,24 @@ def test_a_mean_over_a_mask_of_the_batch_is_found_and_none_over_rows(
     value: Callable[[Network], Tensor], is_told: bool
 ) -> None:
     network = Network()
-    vars(network.batch).update(weights=WEIGHTS, is_counted=IS_COUNTED, labels=LABELS)
+    vars(network.batch).update(weights=WEIGHTS, is_counted=IS_COUNTED, labels=LABELS, equal=EQUAL)
     # As a validation runs.
     with torch.inference_mode():
         with recording(network) as record:
             found = value(network)
         assert coupling_rows(record, {"value": found}) == []
         assert bool(coupling_rows(record, {"value": found}, ["value"])) == is_told
+
+
+def test_a_mask_that_is_the_same_in_all_rows_of_a_batch_is_found_beside_those_of_another() -> None:
+    network = Network()
+    check = RowCheck(Whole(network), (), "validation_step")
+    for weight in (1.0, 0.0):
+        network.batch.weights = torch.full((ROWS,), weight)
+        with check.recording(vars(network.batch), ROWS, num_parts=2) as record:
+            found = by_weights(network)
+        assert record is not None
+        assert bool(coupling_rows(record, {"value": found}, ["value"])) == (weight == 0)
 
 
 def nested_teacher(of: Network) -> Tensor:
