@@ -9,6 +9,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
@@ -41,12 +42,31 @@ def loader_of(batches: Sequence[Any], *, rank: int = 0, size: int = 1) -> DataLo
     return DataLoader(_Listed(shares), batch_size=None, collate_fn=_as_it_is)
 
 
-def read_global_batches(subject: Subject, trainer: pl.Trainer, *, number: int, rows: int) -> list[Any]:
-    """The first global batches of the subject's data, each of `rows` rows or, where it has no rows, as it is.
+def read_global_batches(
+    subject: Subject, trainer: pl.Trainer, *, number: int, num_validated: int, rows: int
+) -> tuple[list[Any], list[list[Any]]]:
+    """The first global batches of the subject's data, each of `rows` rows or, where it has no rows, as it is, and those
+    of each loader of its validation: of the training where it has none, and no loader without a `validation_step`.
 
-    Small batches are joined and large ones cut. Raises SubjectError where there are too few.
+    Small batches are joined and large ones cut. Raises SubjectError where there are too few of the training.
     """
-    loader = iter(_loader(subject, trainer))
+    batches = _first_batches(_loader(subject, trainer), subject, number=number, rows=rows)
+    if len(batches) < number:
+        raise SubjectError(
+            f"the data ends after {len(batches)} global batches of {rows} rows, and {number} are needed; give more "
+            "data, or ask for fewer steps (steps, --steps) or rows (rows, --rows)"
+        )
+    if not is_overridden("validation_step", subject.module):
+        return batches, []
+    found = [
+        _first_batches(one, subject, number=num_validated, rows=rows) for one in _validation_loaders(subject, trainer)
+    ]
+    return batches, found if found and all(found) else [batches[:num_validated]]
+
+
+def _first_batches(loader: Iterable[Any], subject: Subject, *, number: int, rows: int) -> list[Any]:
+    """The first global batches of a loader, at most so many."""
+    loader = iter(loader)
     batches: list[Any] = []
     while len(batches) < number:
         joined: list[Any] = []
@@ -58,11 +78,6 @@ def read_global_batches(subject: Subject, trainer: pl.Trainer, *, number: int, r
         if not joined or (_rows(joined) or rows) < rows:
             break
         batches.append(_cut(join(joined), rows))
-    if len(batches) < number:
-        raise SubjectError(
-            f"the data ends after {len(batches)} global batches of {rows} rows, and {number} are needed; give more "
-            "data, or ask for fewer steps (steps, --steps) or rows (rows, --rows)"
-        )
     return batches
 
 
@@ -76,17 +91,31 @@ def _loader(subject: Subject, trainer: pl.Trainer) -> Iterable[Any]:
             "(--data module.py:MyData, make_batches=...)"
         )
     if data is None or isinstance(data, pl.LightningDataModule):
-        hooks: Any = module if data is None else data
-        if hooks is not module:
-            hooks.trainer = trainer
-        hooks.prepare_data()
-        hooks.setup("fit")
-        loader: Any = hooks.train_dataloader()
+        loader: Any = _set_up(module if data is None else data, trainer).train_dataloader()
     else:
         loader = data
     if isinstance(loader, Mapping) or not isinstance(loader, Iterable):
         raise SubjectError(f"the training data must be one loader of batches, and is a {type(loader).__name__}")
     return loader
+
+
+def _validation_loaders(subject: Subject, trainer: pl.Trainer) -> list[Any]:
+    """The loaders that Lightning would validate with."""
+    module, data = subject.module, subject.data
+    owners: list[Any] = [data] if isinstance(data, pl.LightningDataModule) else []
+    for owner in (*owners, module):
+        if is_overridden("val_dataloader", owner):
+            is_set_up = owner is data or data is None
+            return CombinedLoader((owner if is_set_up else _set_up(owner, trainer)).val_dataloader()).flattened
+    return []
+
+
+def _set_up(hooks: Any, trainer: pl.Trainer) -> Any:
+    """A module or data module, ready to give its loaders."""
+    hooks.trainer = trainer
+    hooks.prepare_data()
+    hooks.setup("fit")
+    return hooks
 
 
 def _rows(batches: Sequence[Any]) -> int | None:

@@ -23,6 +23,7 @@ from lightning_megatron.testing.quantities import (
     LOGGED,
     LOSS,
     NORM,
+    VALIDATION,
     WEIGHTS,
     Deviation,
 )
@@ -260,8 +261,9 @@ def _logged(of: Evidence) -> Found:
     if not of.divides_weights:
         return (
             f"{name!r} is of the rows of one rank (logged in a hook, or of a list that steps fill), or no mean of "
-            "values of single rows (a root of a mean, a score)",
-            "log a torchmetrics.Metric, or in a hook of an epoch self.log(..., sync_dist=True)",
+            "values of single rows (a root of a mean, a mean over a mask, a score)",
+            "log a torchmetrics.Metric; or self.log(..., batch_size=number) with what it is a mean over, and in a hook "
+            "of an epoch self.log(..., sync_dist=True)",
         )
     return _of_a_part(of)
 
@@ -386,5 +388,6 @@ _CAUSES = {
     CLIPPED: _clipped,
     BUFFERS: _buffers,
     WEIGHTS: _weights,
+    VALIDATION: _logged,
     CALLBACK: _logged,
 }

@@ -15,24 +15,26 @@ NORM = "norm"
 CLIPPED = "stepped by"
 BUFFERS = "buffers"
 WEIGHTS = "weights"
+VALIDATION = "validation"
 CALLBACK = "callbacks"
 
-QUANTITIES = (INITIAL, BATCH, LOSS, LOGGED, GRADIENT, NORM, CLIPPED, BUFFERS, WEIGHTS, CALLBACK)
+QUANTITIES = (INITIAL, BATCH, LOSS, LOGGED, GRADIENT, NORM, CLIPPED, BUFFERS, WEIGHTS, VALIDATION, CALLBACK)
 """Quantities in the order of a step."""
 
-NUMBERS = frozenset({LOSS, LOGGED, NORM, CALLBACK})
+NUMBERS = frozenset({LOSS, LOGGED, NORM, VALIDATION, CALLBACK})
 """Quantities that are numbers, which every rank has."""
 
 MEANINGS = {
     INITIAL: "weights and buffers before the first step",
     BATCH: "the batch that reaches training_step",
     LOSS: "the loss of the step",
-    LOGGED: "what loggers and the progress bar get",
+    LOGGED: "what loggers and the progress bar get in training",
     GRADIENT: "the gradient of every parameter, before hooks and clipping",
     NORM: "the norm of the whole gradient",
     CLIPPED: "every gradient that the optimizer steps by, after hooks and clipping",
     BUFFERS: "the buffers after the step and its hooks",
     WEIGHTS: "the weights after the step and its hooks",
+    VALIDATION: "what loggers get in validation",
     CALLBACK: "trainer.callback_metrics, which callbacks see",
 }
 """What each is, for a reader."""

@@ -28,6 +28,7 @@ from lightning_megatron.testing.quantities import (
     LOGGED,
     LOSS,
     NORM,
+    VALIDATION,
     WEIGHTS,
 )
 from lightning_megatron.trainer.strategy import MegatronStrategy
@@ -54,6 +55,7 @@ class SinkLogger(Logger):
     def __init__(self, sink: Sink) -> None:
         super().__init__()
         self._sink = sink
+        self.quantity = LOGGED
 
     @property
     def name(self) -> str:
@@ -65,17 +67,19 @@ class SinkLogger(Logger):
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         numbers = {name: float(value) for name, value in metrics.items() if name != "epoch"}
-        self._sink.numbers(LOGGED, (step or 0) + 1, numbers)
+        self._sink.numbers(self.quantity, (step or 0) + 1, numbers)
 
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
         """Nothing is kept of these."""
 
 
 class Recorder(pl.Callback):
-    """Gives all that a run does to a sink. `begin` is called once the module is complete and on its device."""
+    """Gives all that a run does to a sink, beside its logger. `begin` is called once the module is complete and on its
+    device."""
 
-    def __init__(self, sink: Sink, begin: Callable[[pl.Trainer, pl.LightningModule], None]) -> None:
+    def __init__(self, sink: Sink, logger: SinkLogger, begin: Callable[[pl.Trainer, pl.LightningModule], None]) -> None:
         self._sink = sink
+        self._logger = logger
         self._begin = begin
         self._num_stepped = 0
         # Optimizer steps of the batch at hand.
@@ -126,6 +130,12 @@ class Recorder(pl.Callback):
             self._num_stepped = trainer.global_step
             self._sink.tensors(CLIPPED, step, stepped_gradients_of(trainer, pl_module))
         self._sink.numbers(CALLBACK, step, _metrics(trainer))
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._logger.quantity = VALIDATION
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._logger.quantity = LOGGED
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         at_end = {f"{name} (epoch)": value for name, value in _metrics(trainer).items()}

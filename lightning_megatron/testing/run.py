@@ -35,7 +35,9 @@ from lightning_megatron.trainer.step.microbatches import rows_of
 
 SEED = 0
 BATCHES, REFERENCE = "batches.pt", "reference.pt"
-"""Files in the folder of a certificate: its global batches, and what one device did."""
+"""Files in the folder of a certificate: its global batches with those of validation, and what one device did."""
+NUM_VALIDATED = 2
+"""Global batches of a validation, of each loader."""
 # Of waiting for another rank in a collective.
 _COLLECTIVE_SECONDS = 60.0
 
@@ -144,9 +146,10 @@ class _Fit:
     seed: int = SEED
     begin: Callable[[pl.Trainer, pl.LightningModule], None] = lambda trainer, module: None
 
-    def run(self, subject: Subject, batches: Sequence[Any], sink: Sink) -> Recorder:
-        """Trains the module on its share of the batches, one epoch."""
-        recorder = Recorder(sink, self.begin)
+    def run(self, subject: Subject, batches: Sequence[Any], validated: Sequence[Sequence[Any]], sink: Sink) -> Recorder:
+        """Trains the module on its share of the batches, one epoch, and validates it with those of each loader."""
+        logger = SinkLogger(sink)
+        recorder = Recorder(sink, logger, self.begin)
         trainer = pl.Trainer(
             accelerator="cpu",
             devices=1 if self.place is None else self.place.world,
@@ -154,26 +157,28 @@ class _Fit:
             plugins=[] if self.place is None else [_RankEnvironment(self.place)],
             precision=self.precision,  # type: ignore[arg-type]
             max_epochs=1,
-            limit_val_batches=0,
+            limit_val_batches=1.0 if validated else 0,
             num_sanity_val_steps=0,
             use_distributed_sampler=False,
             log_every_n_steps=1,
-            logger=[SinkLogger(sink)],
+            logger=[logger],
             callbacks=[recorder],
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
             **subject.trainer,
         )
-        loader, data = loader_of(batches, rank=self.dp_rank, size=self.dp_size), subject.data
+        data = subject.data
+        loader, *others = (loader_of(one, rank=self.dp_rank, size=self.dp_size) for one in (batches, *validated))
         pl.seed_everything(self.seed, workers=True, verbose=False)
         with LiftedIslands() if self.precision == "64-true" else nullcontext():
             if isinstance(data, pl.LightningDataModule):
                 # Its hooks and attributes are what a step may use; its batches are those that every run has.
                 data.train_dataloader = lambda: loader  # type: ignore[method-assign]
+                data.val_dataloader = lambda: others  # type: ignore[method-assign]
                 trainer.fit(subject.module, datamodule=data)
             else:
-                trainer.fit(subject.module, train_dataloaders=loader)
+                trainer.fit(subject.module, train_dataloaders=loader, val_dataloaders=others)
         return recorder
 
 
@@ -183,11 +188,11 @@ def _made(plan: Plan) -> Subject:
 
 
 def _on_one_device(
-    plan: Plan, batches: Sequence[Any], **settings: Any
+    plan: Plan, batches: Sequence[Any], validated: Sequence[Sequence[Any]], **settings: Any
 ) -> tuple[pl.LightningModule, Recorder, Reference]:
     """The module, trained; its recorder, and what was recorded."""
     subject, sink = _made(plan), ReferenceSink()
-    recorder = _Fit(strategy=SingleDeviceStrategy("cpu"), **settings).run(subject, batches, sink)
+    recorder = _Fit(strategy=SingleDeviceStrategy("cpu"), **settings).run(subject, batches, validated, sink)
     return subject.module, recorder, sink.reference
 
 
@@ -202,14 +207,14 @@ def run_one_device(plan: Plan) -> Facts:
     if faults := memory_faults(architecture, Sizes(), num_processes=4, precision="64-true"):
         raise SubjectError(f"{'; '.join(faults)}; --tiny trains its small twin")
     with telling("the module does not train on one device"):
-        batches = _read_batches(plan)
-        torch.save(batches, plan.folder / BATCHES)
+        batches, validated = _read_batches(plan)
+        torch.save((batches, validated), plan.folder / BATCHES)
         try:
             precision, float64_error = "64-true", ""
-            module, recorder, reference = _on_one_device(plan, batches, precision=precision)
+            module, recorder, reference = _on_one_device(plan, batches, validated, precision=precision)
         except Exception as error:
             precision, float64_error = "32-true", told(error)
-            module, recorder, reference = _on_one_device(plan, batches, precision=precision)
+            module, recorder, reference = _on_one_device(plan, batches, validated, precision=precision)
         if module.automatic_optimization and not any(quantity == LOSS for quantity, _ in reference.numbers):
             raise SubjectError(
                 f"training_step of {type(module).__name__} returns no loss in any step, so nothing trains; return the "
@@ -226,14 +231,14 @@ def run_one_device(plan: Plan) -> Facts:
             dropouts=tuple(recorder.dropouts),
             has_experts=architecture is not None and architecture.moe is not None,
             float64_error=float64_error,
-            halves=_halves(plan, batches[0], precision),
-            is_random=_is_random(plan, batches[0], precision, reference),
+            halves=_halves(plan, batches[0], validated, precision),
+            is_random=_is_random(plan, batches[0], validated, precision, reference),
             held=reference.held,
             notes=_made(plan).notes,
         )
 
 
-def _read_batches(plan: Plan) -> list[Any]:
+def _read_batches(plan: Plan) -> tuple[list[Any], list[list[Any]]]:
     subject = _made(plan)
     trainer = pl.Trainer(
         accelerator="cpu",
@@ -245,10 +250,13 @@ def _read_batches(plan: Plan) -> list[Any]:
         enable_model_summary=False,
     )
     accumulated = int(subject.trainer.get("accumulate_grad_batches", 1))
-    return read_global_batches(subject, trainer, number=plan.steps * accumulated, rows=plan.rows)
+    number = plan.steps * accumulated
+    return read_global_batches(subject, trainer, number=number, num_validated=NUM_VALIDATED, rows=plan.rows)
 
 
-def _halves(plan: Plan, batch: Any, precision: str) -> dict[tuple[str, str], tuple[float, float]]:
+def _halves(
+    plan: Plan, batch: Any, validated: Sequence[Sequence[Any]], precision: str
+) -> dict[tuple[str, str], tuple[float, float]]:
     """The numbers of the first step on each half of its rows: what the rows of a mean or a sum are is seen by them."""
     halves = split(batch, 2) if rows_of(batch) > 1 else []
     if len(halves) < 2:
@@ -256,7 +264,7 @@ def _halves(plan: Plan, batch: Any, precision: str) -> dict[tuple[str, str], tup
     found = []
     for half in halves:
         try:
-            found.append(_on_one_device(plan, [half], precision=precision)[2].numbers)
+            found.append(_on_one_device(plan, [half], validated, precision=precision)[2].numbers)
         except Exception:
             # A module that takes batches of one size alone: its causes are told with less certainty.
             return {}
@@ -270,18 +278,20 @@ def _halves(plan: Plan, batch: Any, precision: str) -> dict[tuple[str, str], tup
     }
 
 
-def _is_random(plan: Plan, batch: Any, precision: str, reference: Reference) -> bool:
+def _is_random(
+    plan: Plan, batch: Any, validated: Sequence[Sequence[Any]], precision: str, reference: Reference
+) -> bool:
     """Whether the first loss depends on the seed, with one device's initial weights."""
     wanted = reference.numbers.get((LOSS, 1), {})
     full = reference.tensors[INITIAL, 0]
     settings = {"precision": precision, "seed": SEED + 1, "begin": lambda _, module: load_parts(module, full)}
-    found = _on_one_device(plan, [batch], **settings)[2].numbers.get((LOSS, 1), {})
+    found = _on_one_device(plan, [batch], validated, **settings)[2].numbers.get((LOSS, 1), {})
     return any(abs(found[name] - wanted[name]) > 1e-6 * abs(wanted[name]) for name in found.keys() & wanted.keys())
 
 
 def run_rank(plan: Plan, layout: Layout, precision: str, place: Place) -> RankReport:
     """Runs the module as one rank of a layout, beside what one device did."""
-    batches = torch.load(plan.folder / BATCHES, weights_only=False)
+    batches, validated = torch.load(plan.folder / BATCHES, weights_only=False)
     reference = Reference(*torch.load(plan.folder / REFERENCE, weights_only=True, mmap=True))
     dp_rank = place.rank // (layout.tp * layout.cp) % layout.dp
     sink = ComparisonSink(reference, place.rank, dp_rank=dp_rank, dp_size=layout.dp)
@@ -297,7 +307,7 @@ def run_rank(plan: Plan, layout: Layout, precision: str, place: Place) -> RankRe
                 dp_rank=dp_rank,
                 dp_size=layout.dp,
                 begin=lambda _, module: load_parts(module, full),
-            ).run(_made(plan), batches, sink)
+            ).run(_made(plan), batches, validated, sink)
         except (Exception, SystemExit) as raised:
             error = raised
     ended_seconds = time.monotonic()

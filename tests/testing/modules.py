@@ -411,3 +411,28 @@ class LogsMetric(Right):
         self.error(self.net(batch[0]).softmax(-1)[:, 0], (batch[1] == 0).to(batch[0].dtype))
         self.log("error", self.error)
         return super().training_step(batch, batch_idx)
+
+
+class Validates(Right):
+    """Validates by means over rows, and a scheduler and a callback wait for what it logs."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        found = self.net(batch[0])
+        self.log("val_loss", functional.cross_entropy(found, batch[1]))
+        self.log("hits", (found.argmax(1) == batch[1]).double().mean())
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
+
+
+class ValidatesSome(Validates):
+    """Validates by a mean over some classes, of data of its own."""
+
+    def val_dataloader(self) -> list[DataLoader[Any]]:
+        return [rows()]
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        losses = functional.cross_entropy(self.net(batch[0]), batch[1], reduction="none")
+        self.log("val_loss", losses[batch[1] > 0].mean())

@@ -39,6 +39,17 @@ def test_several_optimizer_steps_a_batch_and_metrics_are_no_difference(module: C
     certificate_of(module, "dp2").assert_equal()
 
 
+def test_a_validation_is_compared_too() -> None:
+    right = certificate_of(modules.Validates, "dp2", "pp2")
+    right.assert_equal()
+    assert all(result.largest["validation"] < 1e-12 for result in right.results)
+    found = certificate_of(modules.ValidatesSome, "dp2", "m2")
+    assert verdicts(found) == {"dp2": "differs", "m2": "equal"}
+    [(first, cause)] = causes_of(found, "dp2")
+    assert first == "validation" and "a mean over a mask" in cause
+    assert "what validation_step logs as val_loss seems to be no mean over rows" in found.text
+
+
 def test_a_certificate_of_which_no_layout_ran_is_none() -> None:
     found = certificate_of(modules.Right, "tp2")
     assert not found and set(verdicts(found).values()) == {"refused"}
