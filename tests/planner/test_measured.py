@@ -21,23 +21,23 @@ from lightning_megatron.precision.fp8 import Fp8Config
 from lightning_megatron.transformer.lora import LoraConfig
 from lightning_megatron.transformer.recompute import RecomputeConfig
 
-GPT = GPTConfig(num_layers=16, hidden_size=64, num_attention_heads=4, vocab_size=256, max_sequence_length=64)
+GPT = GPTConfig(num_layers=12, hidden_size=64, num_attention_heads=4, vocab_size=256, max_sequence_length=64)
 OVERLAPPED = OptimizerConfig(kind="distributed", overlap_grad_reduce=True, overlap_param_gather=True)
 EVEN = Run(
     model=GPT,
     lengths=SequenceLengths(sequence=64),
     sizes=Sizes(world=8, tp=2, pp=2, sequence_parallel=True),
-    global_batch_size=18,
+    global_batch_size=12,
     optimizer=OVERLAPPED,
 )
-INTERLEAVED = replace(EVEN, sizes=Sizes(world=4, pp=2, vp=2), global_batch_size=24)
+INTERLEAVED = replace(EVEN, sizes=Sizes(world=4, pp=2, vp=2), global_batch_size=16)
 RUNS = {
     "1f1b": EVEN,
     "interleaved": INTERLEAVED,
     "blocks recomputed": replace(
         INTERLEAVED, recompute=RecomputeConfig(granularity="full", method="block", num_layers=4)
     ),
-    "adapters": replace(EVEN, trained=Trainable(lora=LoraConfig(rank=4)), num_accumulated=3),
+    "adapters": replace(EVEN, trained=Trainable(lora=LoraConfig(rank=4)), num_accumulated=2),
     "a tower": replace(
         EVEN,
         model=LlavaConfig.of(
@@ -50,7 +50,7 @@ RUNS = {
     ),
     "layers out of FP8": replace(EVEN, fp8=Fp8Config(num_first_layers_bf16=3, num_last_layers_bf16=1)),
     "windows by turns": replace(
-        EVEN, model=replace(GPT, position="rotary", sliding_window=16, full_attention_layers=tuple(range(0, 16, 2)))
+        EVEN, model=replace(GPT, position="rotary", sliding_window=16, full_attention_layers=tuple(range(0, 12, 2)))
     ),
 }
 

@@ -126,7 +126,7 @@ def test_long_sequences_are_cut_and_short_ones_are_not() -> None:
 
 def test_where_nothing_fits_more_gpus_may_do() -> None:
     # Few GPUs have few layouts.
-    memory_bytes = 30 * GIGA
+    memory_bytes = 50 * GIGA
     run = run_of("llama3_8b", 1)
     assert not search(run, H100, memory_bytes=memory_bytes).confirmed
     more = fewest_gpus(run, H100, memory_bytes=memory_bytes)
