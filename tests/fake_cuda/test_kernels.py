@@ -18,8 +18,12 @@ from tests.harness import fake_cuda
 from tests.harness.ranks import on_ranks, run_on_ranks
 from tests.harness.sample import WHOLE
 
+# Others of these models drop features, or have several documents in a row.
+PLAINER = ("Llama 3 8B", "GPT-2 124M")
 
-@pytest.mark.parametrize("name", CASES)
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", [name for name in CASES if WHOLE in os.environ or name not in PLAINER])
 def test_a_microbatch_asks_of_a_gpu_what_the_page_shows(name: str) -> None:
     [found] = run_on_ranks(1, counted_row, name, init=False)
     assert found == shown_row(name), f"if this is a change for the better, write the page: {COMMAND}"

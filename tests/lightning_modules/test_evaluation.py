@@ -13,6 +13,7 @@ from lightning_megatron.lightning_modules import AdamWConfig, GPTModule
 from lightning_megatron.metrics.token_means import Perplexity, TokenMean
 from lightning_megatron.moe.config import MoEConfig, RouterConfig
 from tests.harness.ranks import run_on_ranks
+from tests.harness.sample import every_nth
 from tests.lightning_modules.corpus import config, data
 from tests.trainer.layouts import PLAIN, QUIET, Layout, make_trainer
 
@@ -127,7 +128,8 @@ def followed_on_one_device(folder: Path) -> dict[str, Any]:
     return followed(PLAIN, folder, folder / "plain")
 
 
-@pytest.mark.parametrize("name", ["pp2 vp2", "dp2"])
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", every_nth(["pp2 vp2", "dp2"], 2))
 def test_checkpoints_and_early_stopping_follow_the_means(name: str, folder: Path, tmp_path: Path) -> None:
     wanted = followed_on_one_device(folder)
     assert 6 < wanted["stopped"] < 40, "it gets worse and is stopped"

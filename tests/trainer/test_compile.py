@@ -60,9 +60,9 @@ def test_compiled_code_computes_the_same(layout: str) -> None:
 
 # Every kind of layer of the package, each under one of the layouts.
 STEPS = {
+    "pp2": ("bert", "moe"),
     "tp2": ("llava", "qwen-mistral"),
     "tp2+sp": ("dropout", "t5"),
-    "pp2": ("bert", "moe"),
     "cp2": ("packed",),
 }
 

@@ -14,6 +14,7 @@ from lightning_megatron.comm.tree_axis import TreeAxis
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.optim.config import OptimizerConfig
 from tests.harness.ranks import run_on_ranks
+from tests.harness.sample import every_nth
 from tests.trainer.layouts import Layout, make_trainer
 from tests.trainer.modules import Data, Small
 from tests.trainer.trees import talk_by_tree
@@ -60,7 +61,8 @@ def _flatten(value: Any, name: str, flat: dict[str, Tensor]) -> None:
             _flatten(one, f"{name}.{key}", flat)
 
 
-@pytest.mark.parametrize("kind", ["directory", "file"])
+@pytest.mark.matrix
+@pytest.mark.parametrize("kind", every_nth(["directory", "file"], 2))
 def test_a_run_by_tree_saves_and_goes_on_as_one_by_a_group(kind: Kind, tmp_path: Path) -> None:
     assert run_on_ranks(4, trained, tmp_path / "group", kind, ONE_GROUP, init=False) == [False] * 4
     # A chain of four.

@@ -15,6 +15,7 @@ from lightning_megatron.models import GPTConfig, GPTModel
 from lightning_megatron.moe.config import AuxLoss, MoEConfig, RouterConfig
 from lightning_megatron.trainer.step.uneven_inputs import join_uneven
 from tests.harness.ranks import run_on_ranks
+from tests.harness.sample import every_nth
 from tests.harness.threads import run_on_threads
 from tests.trainer.fits import Parts, parts_apart, weights
 from tests.trainer.layouts import Layout, make_trainer, replica_of
@@ -30,9 +31,9 @@ CONFIG = GPTConfig(
 )
 SIZES = {
     "one": {},
+    "ep2 pp2": {"expert_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "num_microbatches": 4},
     "ep2": {"expert_model_parallel_size": 2},
     "ep2, 4 microbatches": {"expert_model_parallel_size": 2, "num_microbatches": 4},
-    "ep2 pp2": {"expert_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "num_microbatches": 4},
     "ep2 pp2 collective": {
         "expert_model_parallel_size": 2,
         "pipeline_model_parallel_size": 2,
@@ -134,7 +135,8 @@ def fitted_on_one() -> tuple[Parts, float]:
     return found
 
 
-@pytest.mark.parametrize("layout", [layout for layout in SIZES if layout != "one"])
+@pytest.mark.matrix
+@pytest.mark.parametrize("layout", every_nth([layout for layout in SIZES if layout != "one"], 2))
 def test_dp_ranks_with_batches_of_different_rows_train_and_validate_as_one_device(layout: str) -> None:
     full, loss = fitted_on_one()
     for parts, own in run_on_ranks(WORLDS[layout], fitted, layout, init=False, timeout=120):
