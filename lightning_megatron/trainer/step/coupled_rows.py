@@ -125,27 +125,29 @@ def coupling_rows(
     in the numbers of a network in more than `_MAX_ORDERS` ways.
     """
     values = {name: value for name, number in numbers.items() if (value := record.value_of(number)) is not None}
-    found = _all_coupling(partial(_coupling, num_rows=record.num_rows), values)
-    others = {name: value for name, value in values.items() if name in with_batch and name not in found}
-    found |= _all_coupling(partial(_coupling, num_rows=record.num_rows, is_with_batch=True), others)
-    return [name for name in numbers if name in found]
+    look = partial(_coupling, num_rows=record.num_rows)
+    counted = {name: value for name, value in values.items() if name in with_batch}
+    looked_at = _looked_at(counted, partial(look, is_with_batch=True))
+    # What cannot run with other rows may with other numbers of the network.
+    looked_at |= _looked_at({name: value for name, value in values.items() if name not in looked_at}, look)
+    return [name for name in numbers if looked_at.get(name)]
 
 
-def _all_coupling(coupling: Callable[..., set[Name] | None], values: Mapping[Name, Value]) -> set[Name]:
-    """Finds the names of numbers that couple rows, by the look at some of the same sources."""
-    found: set[Name] = set()
+def _looked_at(values: Mapping[Name, Value], look: Callable[..., set[Name] | None]) -> dict[Name, bool]:
+    """Whether numbers couple rows, by the look at several of the same sources; without those that cannot run again."""
+    found: dict[Name, bool] = {}
     by_sources: dict[frozenset[Value], dict[Name, Value]] = {}
     for name, value in values.items():
         sources, _ = history([value])
         by_sources.setdefault(frozenset(one for one in sources if not one.is_given), {})[name] = value
     for alike in by_sources.values():
-        together = coupling(alike)
+        together, runs = look(alike), alike
         if together is None and len(alike) > 1:
             # One that cannot run again says nothing of the others.
-            together = coupling(
-                {name: one for name, one in alike.items() if coupling({name: one}, num_draws=1) is not None}
-            )
-        found |= together or set()
+            runs = {name: one for name, one in alike.items() if look({name: one}, num_draws=1) is not None}
+            together = look(runs)
+        if together is not None:
+            found |= {name: name in together for name in runs}
     return found
 
 
@@ -154,8 +156,6 @@ def _coupling(
 ) -> set[Name] | None:
     """Finds the names of numbers that couple rows, all of the same sources; None where not all can run again."""
     sources, operations = history(values.values())
-    if is_with_batch and not any(source.is_given for source in sources):
-        return set()
     if any(source.numbers is None for source in sources) or len(operations) > _MAX_OPERATIONS:
         return None
     try:
