@@ -119,7 +119,8 @@ def rebuild_optimizer(
         if strangers := sorted({slot.name for slot in slots} - set(saved["params"])):
             raise ValueError(
                 f"param group {number} of optimizer {index} did not hold {_some(strangers)} when the checkpoint was "
-                "saved; make the groups that it was saved with"
+                "saved; make the groups that it was saved with. Where on_load_checkpoint renames trained weights, "
+                "go on from the file that `lightning-megatron checkpoint consolidate` writes: it numbers their states"
             )
         positions = []
         for stepped, slot in zip(group["params"], slots, strict=True):

@@ -56,6 +56,7 @@ from lightning_megatron.tensor.whole_linear import lend
 from lightning_megatron.trainer.checkpointing import (
     checkpoint_dict,
     contents,
+    hook_dictionary,
     hyper_parameters,
     last_checkpoint,
     owned_folders,
@@ -64,6 +65,7 @@ from lightning_megatron.trainer.checkpointing import (
 )
 from lightning_megatron.trainer.checkpointing.checkpoint_saver import CheckpointSaver
 from lightning_megatron.trainer.checkpointing.contents import MasterSlots
+from lightning_megatron.trainer.checkpointing.hook_dictionary import SavedOptimizers
 from lightning_megatron.trainer.checkpointing.local_checkpoint import LocalCheckpoint
 from lightning_megatron.trainer.checkpointing.local_state import LocalState
 from lightning_megatron.trainer.checkpointing.single_file import FileIO
@@ -818,6 +820,7 @@ class MegatronStrategy(ParallelStrategy):
                 "MegatronStrategy.save_checkpoint takes no storage_options for a directory, which its path alone says "
                 'where to write; a CheckpointIO plugin takes them for files: CheckpointConfig(kind="file")'
             )
+        hook_dictionary.require_unchanged_optimizers(checkpoint, len(self.optimizers))
         self._refuse_to_save_alone()
         if self._dp_comm is not None:
             self._dp_comm.synchronize()
@@ -913,6 +916,10 @@ class MegatronStrategy(ParallelStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        module = self._require_module()
+        if hook_dictionary.has_load_hook(module):
+            weights = hook_dictionary.fitted(checkpoint["state_dict"], module, self._saver.world, strict=strict)
+            checkpoint = {**checkpoint, "state_dict": weights}
         super().load_model_state_dict(checkpoint, strict)
         if self._dp_comm is not None and self._dp_comm.master_weights is not None:
             self._dp_comm.master_weights.load(checkpoint["state_dict"])
@@ -920,15 +927,16 @@ class MegatronStrategy(ParallelStrategy):
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         module, world = self._require_module(), self._saver.world
-        if isinstance(local := checkpoint["optimizer_states"], LocalState):
-            local.load_optimizers(module, self.optimizers, self._master_slots)
+        saved = checkpoint["optimizer_states"]
+        if isinstance(saved, SavedOptimizers) and isinstance(saved.source, LocalState):
+            saved.source.load_optimizers(saved.rests, module, self.optimizers, self._master_slots)
             return
         checkpoint_dict.load_optimizers(checkpoint, module, self.optimizers, self._master_slots, self.mesh, world)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         # Taken from the optimizer itself in `save_checkpoint`, slice by slice; nothing is gathered here.
-        return {}
+        return hook_dictionary.unread_optimizer()
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:

@@ -3,13 +3,15 @@
 Tensors go into the directory slice by slice; the rest is the first rank's plain data.
 """
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, is_dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import is_dataclass
 from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.fabric.plugins import CheckpointIO
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_megatron import checkpoint as directory
@@ -33,16 +35,9 @@ from lightning_megatron.trainer.checkpointing.contents import (
     require_as_many,
     warn_of_misfits,
 )
+from lightning_megatron.trainer.checkpointing.hook_dictionary import SavedOptimizers, has_load_hook, show_misfits
 from lightning_megatron.trainer.checkpointing.hyper_parameters import plain, plain_hyper_parameters
 from lightning_megatron.trainer.config import ConfigurationError
-
-
-@dataclass(frozen=True)
-class SavedOptimizers:
-    """Stands for the optimizer states in a loaded dictionary; they are read once the optimizers exist."""
-
-    path: str
-    rests: list[dict[str, Any]]
 
 
 def save(
@@ -73,7 +68,7 @@ def load(
 ) -> dict[str, Any]:
     """Lightning's dictionary for this rank's slices. Collective over the world.
 
-    With `strict`, the weights must be those of the module.
+    With `strict`, the weights must be those of the module; where it has a hook, once that has run (`fitted`).
     """
     if single_file.is_file(path, world):
         return single_file.load(path, module, master_slots, mesh, world, checkpoint_io, weights_only, strict=strict)
@@ -84,14 +79,18 @@ def load(
     checkpoint = {key: value for key, value in meta.items() if key not in OWN_KEYS}
     checkpoint[WEIGHTS] = state
     others = tuple(f"{key}." for key in meta.get(OTHER_STATES, ()))
+    has_hook = has_load_hook(module)
     report = directory.load(
         path,
         pieces,
         world=world,
-        strict=strict,
+        strict=strict and not has_hook,
         among=lambda name: directory.is_module_name(name) and not (bool(others) and name.startswith(others)),
     )
-    warn_of_misfits(report, path)
+    if strict and has_hook:
+        show_misfits(state, report, partial(_read_unsharded, path, world))
+    else:
+        warn_of_misfits(report, path)
     for key in meta.get(OTHER_STATES, ()):
         extra = {name: tensor.detach().clone() for name, tensor in live.items()}
         more = {f"{key}.{name}": Piece.all_like(live[name], tensor) for name, tensor in extra.items()}
@@ -127,13 +126,21 @@ def load_optimizers(
         single_file.load_optimizers(saved, module, optimizers, master_slots, mesh, world)
         return
     names = names_of(module, master_slots)
-    entries = read_on_first_rank(partial(directory.read_entries, saved.path), world)
+    path, rests = saved.source, saved.rests
+    entries = read_on_first_rank(partial(directory.read_entries, path), world)
     optimizers = list(optimizers)
-    require_as_many(saved.rests, optimizers)
-    for index, (optimizer, rest) in enumerate(zip(optimizers, saved.rests, strict=True)):
+    require_as_many(rests, optimizers)
+    for index, (optimizer, rest) in enumerate(zip(optimizers, rests, strict=True)):
         moments = directory.rebuild_optimizer(optimizer, names, rest, entries, index)
         prefix = f"optimizer.{index}."
-        directory.load(saved.path, moments, world=world, among=partial(_begins_with, prefix))
+        directory.load(path, moments, world=world, among=partial(_begins_with, prefix))
+
+
+def _read_unsharded(path: str, world: Axis, names: Collection[str]) -> dict[str, Tensor]:
+    entries = read_on_first_rank(partial(directory.read_entries, path), world)
+    tensors = {name: torch.empty(entries[name].shape, dtype=entries[name].dtype) for name in names}
+    directory.load(path, tensors, world=world, among=lambda name: False)
+    return tensors
 
 
 def _begins_with(prefix: str, name: str) -> bool:

@@ -138,7 +138,7 @@ def require_as_many(saved: Sequence[Any], optimizers: Sequence[Optimizer]) -> No
     if len(optimizers) != len(saved):
         raise ValueError(
             f"the checkpoint has {len(saved)} optimizers, the module has {len(optimizers)}; "
-            "return the optimizers that it was saved with"
+            "return the optimizers that it was saved with, and leave all of its optimizer_states in on_load_checkpoint"
         )
 
 

@@ -17,6 +17,7 @@ from lightning_megatron.comm.raise_on_all_ranks import read_on_first_rank
 from lightning_megatron.mesh import Mesh, ambient, ambient_mesh
 from lightning_megatron.trainer.checkpointing import checkpoint_dict, single_file
 from lightning_megatron.trainer.checkpointing.contents import MasterSlots
+from lightning_megatron.trainer.checkpointing.hook_dictionary import fitted, has_load_hook
 from lightning_megatron.trainer.checkpointing.hyper_parameters import rebuilt
 from lightning_megatron.trainer.checkpointing.single_file import FileIO
 from lightning_megatron.trainer.setup import model_checks, pipelined_models
@@ -70,7 +71,10 @@ def load_from_checkpoint(
             path, module, MasterSlots(), mesh, mesh.world, io, weights_only, strict=strict
         )
         module.on_load_checkpoint(checkpoint)
-        module.load_state_dict(checkpoint["state_dict"], strict=strict)
+        weights = checkpoint["state_dict"]
+        if has_load_hook(module):
+            weights = fitted(weights, module, mesh.world, strict=strict)
+        module.load_state_dict(weights, strict=strict)
     return module
 
 

@@ -8,7 +8,7 @@
 No tensor is gathered, and none is cut.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from lightning_megatron import checkpoint as directory
 from lightning_megatron.checkpoint import Slot, TensorEntry
+from lightning_megatron.checkpoint.optimizer import Rest
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.trainer.checkpointing.contents import (
     OPTIMIZER_STATES,
@@ -29,6 +30,7 @@ from lightning_megatron.trainer.checkpointing.contents import (
     live_of,
     names_of,
 )
+from lightning_megatron.trainer.checkpointing.hook_dictionary import SavedOptimizers
 from lightning_megatron.trainer.checkpointing.hyper_parameters import plain_hyper_parameters
 
 # Keys of the metadata.
@@ -95,22 +97,26 @@ class LocalState:
             checkpoint[key] = {name: one.to(live.get(name, one).dtype) for name, one in self._set(key).items()}
         # A tensor without elements is never written.
         checkpoint[WEIGHTS] |= {name: tensor.detach() for name, tensor in live.items() if not tensor.numel()}
-        checkpoint[OPTIMIZER_STATES] = self
+        checkpoint[OPTIMIZER_STATES] = SavedOptimizers(self, self.meta[_RESTS])
         return checkpoint
 
     def load_optimizers(
-        self, module: pl.LightningModule, optimizers: Iterable[Optimizer], master_slots: MasterSlots
+        self,
+        rests: Sequence[Rest],
+        module: pl.LightningModule,
+        optimizers: Iterable[Optimizer],
+        master_slots: MasterSlots,
     ) -> None:
-        """Fills the optimizers, and the master weights, which are there by now too."""
+        """Fills the optimizers, with the param groups of `rests`, and the master weights, which are there by now."""
         names, optimizers = names_of(module, master_slots), list(optimizers)
-        if len(optimizers) != len(self.meta[_RESTS]):
+        if len(optimizers) != len(rests):
             raise ValueError(
-                f"the local checkpoint has {len(self.meta[_RESTS])} optimizers, the module has {len(optimizers)}; "
+                f"the local checkpoint has {len(rests)} optimizers, the module has {len(optimizers)}; "
                 "return the optimizers that it was saved with"
             )
         entries = {name: TensorEntry(tuple(one.shape), one.dtype, ()) for name, one in self.tensors.items()}
         with torch.no_grad():
-            for index, (optimizer, rest) in enumerate(zip(optimizers, self.meta[_RESTS], strict=True)):
+            for index, (optimizer, rest) in enumerate(zip(optimizers, rests, strict=True)):
                 directory.rebuild_optimizer(optimizer, names, rest, entries, index)
                 self._fill(_states(optimizer, names, index))
             self._fill(_master_weights(master_slots))

@@ -42,6 +42,7 @@ from lightning_megatron.trainer.checkpointing.contents import (
     require_as_many,
     warn_of_misfits,
 )
+from lightning_megatron.trainer.checkpointing.hook_dictionary import has_load_hook, show_misfits
 from lightning_megatron.trainer.checkpointing.parameter_order import in_module_order, names_on_ranks
 
 _SHOWN = 20
@@ -128,8 +129,11 @@ def load(
             tensors = {name: tensor for name, tensor in value.items() if isinstance(tensor, Tensor)}
             own = copies_of(live, master_slots)
             pieces = {name: Piece.all_like(live[name], tensor) for name, tensor in own.items()}
-            report = fill(path, tensors, pieces, world=world, strict=strict and key == WEIGHTS)
-            if key == WEIGHTS:
+            is_shown = strict and key == WEIGHTS and has_load_hook(module)
+            report = fill(path, tensors, pieces, world=world, strict=strict and key == WEIGHTS and not is_shown)
+            if is_shown:
+                show_misfits(own, report, lambda names: {name: full[name] for name in names})
+            elif key == WEIGHTS:
                 warn_of_misfits(report, path)
             checkpoint[key] = own | {name: other for name, other in value.items() if name not in tensors}
     return checkpoint
