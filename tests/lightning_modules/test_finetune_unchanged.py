@@ -184,9 +184,10 @@ def refusal(layout: Layout, folder: Path, name: str) -> str:
 
 
 LOOKS = [(name, "one") for name in SEEING] + [("bert-generation", "tp=2 sp"), ("bert-generation", "pp=2")]
-LOOKS += [("bert-generation", "cp=2"), ("gemma2", "tp=2 sp"), ("gemma2", "pp=2"), ("olmoe", "ep=2")]
+LOOKS += [("gemma2", "pp=2"), ("bert-generation", "cp=2"), ("gemma2", "tp=2 sp"), ("olmoe", "ep=2")]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("name", "layout"), LOOKS)
 def test_a_model_whose_tokens_see_later_ones_is_refused_before_the_first_step(
     folder: Path, name: str, layout: str

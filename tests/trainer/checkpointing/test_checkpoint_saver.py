@@ -470,7 +470,7 @@ def test_a_save_begins_when_the_one_before_is_in_place(tmp_path: Path) -> None:
 
 # Of a run with a save every so many steps; whole, the run of a day in small.
 SAVE_EVERY = 25
-NUM_STEPS = 2300 if os.environ.get(WHOLE) else 300
+NUM_STEPS = 2300 if os.environ.get(WHOLE) else 200
 MOST_GROWTH_BYTES = 4 * 2**20
 
 
