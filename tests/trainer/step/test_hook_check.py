@@ -7,12 +7,13 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import LambdaCallback
 from torch import nn
 
 from lightning_megatron import clip_grad_norm_, weight_norm
 from lightning_megatron.optim.config import OptimizerConfig
 from lightning_megatron.trainer.step import hook_check
-from tests.harness.ranks import run_on_ranks
+from tests.harness.ranks import RankFailed, run_on_ranks
 from tests.trainer.layouts import Layout, make_trainer
 from tests.trainer.modules import Data, Small
 
@@ -201,6 +202,20 @@ def told_of_late_clips() -> str:
 def test_what_hooks_begin_to_do_late_is_found_when_they_are_looked_at_again() -> None:
     for found in run_on_ranks(2, told_of_late_clips, init=False):
         assert "ClipsLate.on_before_optimizer_step changed the gradients of step 4 differently" in found
+
+
+def clips(trainer: L.Trainer, module: L.LightningModule, optimizer: Any) -> None:
+    nn.utils.clip_grad_norm_(module.parameters(), 0.01)
+
+
+def fit_with_a_function() -> None:
+    callback = LambdaCallback(on_before_optimizer_step=clips)
+    make_trainer(TP2, max_epochs=1, limit_val_batches=0, callbacks=[callback]).fit(Small(), Data(24))
+
+
+def test_a_function_in_a_callback_of_lightnings_is_a_user_s() -> None:
+    with pytest.raises(RankFailed, match=r"LambdaCallback\.on_before_optimizer_step changed the gradients of step 0"):
+        run_on_ranks(2, fit_with_a_function, init=False)
 
 
 def test_a_factor_of_a_stages_own_is_told_once() -> None:
