@@ -277,6 +277,31 @@ FAULTS = (
         "is_matrix = parameter.dim() > 1",
         ("lightning_modules/test_gpt.py",),
     ),
+    # What a user's code does beside a step.
+    Fault(
+        "trainer/step/step_gradients.py",
+        "if self._trainer.training and not self.weight_gradients.is_open:",
+        "if self._trainer.training and self.weight_gradients is None:",
+        ("trainer/step/test_step_checks.py",),
+    ),
+    Fault(
+        "trainer/setup/optimizers.py",
+        "gradient_hooks(module, stepping) or late_gradient_readers(module, stepping)",
+        "gradient_hooks(module, stepping)",
+        ("trainer/step/test_step_checks.py",),
+    ),
+    Fault(
+        "trainer/step/hook_check.py",
+        "self._num_begun < _NUM_WATCHED or self._num_begun % _EVERY == 0",
+        "self._num_begun < _NUM_WATCHED",
+        ("trainer/step/test_hook_check.py",),
+    ),
+    Fault(
+        "trainer/fault_tolerance/early_end.py",
+        "return bool(self._epochs.total.ready > int(number))",
+        "return bool(self._epochs.total.ready >= int(number))",
+        ("trainer/fault_tolerance/test_early_end.py",),
+    ),
     Fault(
         "trainer/step/reduction.py",
         "return summed / axis.size",

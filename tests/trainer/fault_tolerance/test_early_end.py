@@ -24,18 +24,21 @@ class Ends(Small):
     def _is_asked(self, what: str) -> bool:
         return self.what == what and self.global_rank in self.ranks
 
+    def _stop(self) -> None:
+        # The other rank waits for longer than two looks of the watches take.
+        time.sleep(2.5 * failure_watch._POLL_SECONDS * (self.global_rank == 1))
+        self.trainer.should_stop = True
+
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
         return -1 if self._is_asked("skip") and batch_idx == 1 else None
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self._is_asked("stop") and batch_idx == 1:
-            # The others wait for longer than their watches take to look.
-            time.sleep(1.5 * failure_watch._POLL_SECONDS * (self.global_rank == 1))
-            self.trainer.should_stop = True
+            self._stop()
 
     def on_train_epoch_end(self) -> None:
         if self._is_asked("end"):
-            self.trainer.should_stop = True
+            self._stop()
 
 
 def ended(layout: Layout, what: str, ranks: list[int], options: dict[str, Any]) -> tuple[int, int]:
