@@ -131,17 +131,23 @@ def _users_of(owner: pl.LightningModule | pl.Callback, names: Iterable[str]) -> 
     ]
 
 
-def _reads_gradients(function: Any, owner: object, seen: frozenset[object] = frozenset()) -> bool:
+def _reads_gradients(hook: Any, owner: object) -> bool:
     """Whether `.grad` is named in the code of a function, or in what that calls of its owner's or of its own file."""
-    function = inspect.unwrap(getattr(function, "__func__", function))
-    code = getattr(function, "__code__", None)
-    if code is None or code in seen or function.__module__.partition(".")[0] == __name__.partition(".")[0]:
-        return False
-    names = set(_names_in(code))
-    if not names.isdisjoint(_READERS):
-        return True
-    called = [getattr(type(owner), name, function.__globals__.get(name)) for name in names]
-    return any(_reads_gradients(one, owner, seen | {code}) for one in called if inspect.isfunction(one))
+    todo, seen = [hook], set()
+    while todo:
+        function = todo.pop()
+        function = inspect.unwrap(getattr(function, "__func__", function))
+        code = getattr(function, "__code__", None)
+        is_own = str(getattr(function, "__module__", "")).partition(".")[0] == __name__.partition(".")[0]
+        if code is None or code in seen or is_own:
+            continue
+        seen.add(code)
+        names = set(_names_in(code))
+        if not names.isdisjoint(_READERS):
+            return True
+        called = (getattr(type(owner), name, function.__globals__.get(name)) for name in names)
+        todo += filter(inspect.isfunction, called)
+    return False
 
 
 def _names_in(code: CodeType) -> Iterator[str]:
