@@ -5,6 +5,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
 from typing_extensions import override
 
 from lightning_megatron.comm import collectives
@@ -46,7 +47,10 @@ class FirstSteps(pl.Callback):
     def _check_epoch(self, trainer: pl.Trainer) -> None:
         if self._replica.size > 1 and self._num_epochs < NUM_CHECKED:
             self._num_epochs += 1
-            self._compare({name: float(value) for name, value in trainer.callback_metrics.items()})
+            metrics = trainer.callback_metrics.items()
+            # A metric may have a value for each class.
+            numbers = {name: one for name, one in metrics if isinstance(one, Tensor) and one.numel() == 1}
+            self._compare({name: float(one) for name, one in numbers.items()})
 
     def _compare(self, own: dict[str, float]) -> None:
         if lines := differing_values(collectives.gather_objects(own, self._replica), self._replica.ranks):

@@ -136,12 +136,14 @@ class StepGradients:
             self._summed, self._are_summed = self.dp_comm.gradients.take(copied=True), False
 
     def _require_own_backward(self, name: str) -> None:
-        """Raises RuntimeError where training_step itself ran the backward that made a gradient of the parameter: it is
-        summed over no ranks, and what zeroes the gradients of master weights, or between microbatches, leaves it."""
+        """Raises RuntimeError where training_step or a hook ran the backward that made a gradient of the parameter.
+
+        It is summed over no ranks, and what zeroes gradients of master weights, or between microbatches, leaves it.
+        """
         if self._trainer.training and not self.weight_gradients.is_open:
             raise RuntimeError(
-                f"training_step ran a backward by itself, as loss.backward() does, which made a gradient of {name}: it "
-                "would not be summed over ranks, or would be added to that of the loss. Use "
+                "training_step ran a backward by itself, or a hook, as loss.backward() does, which made a gradient of "
+                f"{name}: it would not be summed over ranks, or would be added to that of the loss. Use "
                 "self.manual_backward(loss) under manual optimization, and torch.autograd.grad(loss, inputs) for "
                 "gradients of inputs"
             )

@@ -312,7 +312,9 @@ def told(layout: Layout, kind: type[L.LightningModule], num_accumulated: int = 1
     return sorted(str(one.message) for one in found if str(one.message).startswith(names))
 
 
-OWN_BACKWARD = "training_step ran a backward by itself, as loss.backward() does, which made a gradient of after.bias: "
+OWN_BACKWARD = (
+    "training_step ran a backward by itself, or a hook, as loss.backward() does, which made a gradient of after.bias: "
+)
 MANUAL = "a loss that {} gives to manual_backward is taken for a mean over the rows of its batch, of which 2 data-"
 ROWS = "the loss of {}.training_step is taken for a mean over the rows of its batch, of which a step has 2 parts"
 
