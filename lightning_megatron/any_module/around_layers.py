@@ -94,7 +94,7 @@ def readers_of(
 def removable(
     network: nn.Module, layers: Sequence[str], readers: Mapping[str, Collection[int]], cut: Collection[str]
 ) -> dict[str, Collection[int]]:
-    """Those of the `readers` without whose module a stage can do that does not read it.
+    """Filters `readers`: keeps modules that a stage which does not read them can do without.
 
     It still runs, on the meta device, to give the shapes of what it returns. So those stay that hold experts, whose
     shapes are known to the device alone, and a linear that is `cut` over tp with those beside it; unless the head alone

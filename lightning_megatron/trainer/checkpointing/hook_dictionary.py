@@ -59,7 +59,10 @@ def require_unchanged_optimizers(checkpoint: Mapping[str, Any], num_optimizers: 
     states = checkpoint.get(OPTIMIZER_STATES)
     if states is None:
         return
-    is_own = all(isinstance(one.get(key), UnreadStates) for one in states for key in ("state", "param_groups"))
+    is_list = isinstance(states, list) and all(isinstance(one, dict) for one in states)
+    is_own = is_list and all(
+        isinstance(one.get(key), UnreadStates) for one in states for key in ("state", "param_groups")
+    )
     if is_own and len(states) == num_optimizers:
         return
     raise ValueError(
@@ -112,14 +115,15 @@ def fitted(weights: Mapping[str, Any], module: pl.LightningModule, world: Axis, 
         # A stage has only some of the names.
         if name in own or name not in of_any
     }
-    missing = merge_objects(live.keys() - found.keys(), world, _union)
     shapes = {n: (tuple(one.shape), tuple(live[n].shape)) for n, one in found.items() if n in live}
+    misshapen = {n: f"{there} there, {here} asked for" for n, (there, here) in shapes.items() if there != here}
+    # Each stage knows its own, and all raise together.
+    all_misfits = merge_objects((live.keys() - found.keys(), found.keys() - own, misshapen), world, _merged)
+    missing, unexpected, misshapen = all_misfits
     report = LoadReport(
         missing=tuple(sorted(missing)),
-        unexpected=tuple(sorted(found.keys() - own)),
-        misshapen={
-            n: f"{there} there, {here} asked for" for n, (there, here) in sorted(shapes.items()) if there != here
-        },
+        unexpected=tuple(sorted(unexpected)),
+        misshapen=dict(sorted(misshapen.items())),
     )
     if strict and (faults := report.faults()):
         head = f"on_load_checkpoint of {type(module).__name__} left weights that are not those of the module:"
@@ -135,6 +139,12 @@ def _cut(value: Tensor, live: Tensor) -> Tensor:
     for piece in Piece.all_like(live, part):
         piece.tensor.copy_(piece.box.of(value))
     return part
+
+
+def _merged(found: list[tuple[set[str], set[str], dict[str, str]]]) -> tuple[set[str], set[str], dict[str, str]]:
+    """What any rank misses, has beyond its own, and has in another shape."""
+    shapes = {name: text for *_, misshapen in found for name, text in misshapen.items()}
+    return _union([missing for missing, *_ in found]), _union([unexpected for _, unexpected, _ in found]), shapes
 
 
 def _union(sets: list[set[str]]) -> set[str]:

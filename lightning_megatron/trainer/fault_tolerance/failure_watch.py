@@ -100,8 +100,8 @@ class FailureWatch:
         self.has_passed: Callable[[str], bool] = _comes_to_all
         self._num_failures = 0
         self._meetings: dict[str, _Meeting] = {}
-        # Places at which others wait for this rank, by what the server says; True where it had passed one at the last
-        # look. A single look may fall between the end of a batch and what is decided after it.
+        # Places at which others wait for this rank, and whether the last look found it past them. A single look may
+        # fall between the end of a batch and what is decided after it.
         self._awaited: dict[str, bool] = {}
         self._outbox: deque[Message] = deque()
         self._wake, self._waking = socket.socketpair()

@@ -47,7 +47,7 @@ class RowCheck:
 
     def __init__(self, module: LightningModule, own_ranks: tuple[int, ...], step: str) -> None:
         self._module, self._own_ranks, self._step = module, own_ranks, step
-        # Those of the batches that were looked at.
+        # Rows of the batches that were looked at; none once no look is left.
         self._rows: list[Tensor] = []
         # What a mask leaves out shows in some batches alone, and in training each look takes of the step's time.
         self._num_left = NUM_CHECKED if step != "training_step" else int(module.automatic_optimization)
@@ -83,6 +83,8 @@ class RowCheck:
         if record is None or not self._num_left:
             return
         self._num_left -= 1
+        if not self._num_left:
+            self._rows = []
         if loss_reduction_of(output) == "mean":
             # Each part may stand for itself.
             return
@@ -104,7 +106,7 @@ class RowCheck:
         others = [name for name in coupling if name is not None]
         # The loss may be logged too.
         if names := [name for name in others if loss is None or logged[name].data_ptr() != loss.data_ptr()]:
-            self._num_left = 0
+            self._num_left, self._rows = 0, []
             rank_zero_warn(
                 f"what {self._step} logs as {', '.join(names)} seems to be no mean over rows (a maximum, a root, an "
                 f"exponential, a ratio, a mean over a mask, a statistic of the batch), and {parts}: what is logged of "

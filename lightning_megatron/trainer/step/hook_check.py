@@ -20,8 +20,8 @@ from lightning_megatron.optim.bucket import ModelParam
 from lightning_megatron.optim.gradients import Gradients
 from lightning_megatron.optim.replica_check import bullet_list
 
-# Steps in which hooks have changed something that are compared; first steps in each of which such changes are looked
-# for, and how often they are after those: a norm may come above a bound late.
+# Number of changed steps that are compared, number of first steps that are all looked at, and interval of the looks
+# after those: hooks may begin late, as a norm that comes above a bound does.
 _NUM_COMPARED, _NUM_WATCHED, _EVERY = 3, 100, 20
 _TOLERANCE = 1e-3
 

@@ -63,7 +63,7 @@ class Value:
     is_given: bool = False
     """Whether it follows from the batch alone."""
     rows: Tensor | None = None
-    """Of a tensor of the batch, rows to take in their place."""
+    """Rows that a tensor of the batch may have in place of its own; None of any other tensor."""
 
 
 @dataclass(eq=False)

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 from lightning_megatron import MegatronStrategy
@@ -90,6 +91,19 @@ class SavesNoStates(Small):
         checkpoint["optimizer_states"] = []
 
 
+class SavesOthers(Small):
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["optimizer_states"] = {"state": 1}
+
+
+class Shrinks(Small):
+    """Leaves a weight of another shape, of the first stage."""
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if "net.0.weight" in checkpoint["state_dict"]:
+            checkpoint["state_dict"]["net.0.weight"] = torch.zeros(1, 1)
+
+
 def trainer_of(layout: Layout, kind: Any, **options: Any) -> Any:
     strategy = layout.strategy()
     if isinstance(strategy, MegatronStrategy):
@@ -158,7 +172,7 @@ def refused(kind: Any, folder: Path) -> list[str]:
 
     for loading in (LeavesNames, ReadsStates, DropsStates, *([Renames] if kind == "directory" else [])):
         take(resumed, TP2, loading, path)
-    for saving in (SavesStates, SavesNoStates):
+    for saving in (SavesStates, SavesNoStates, SavesOthers):
         take(save, TP2, kind, saving, folder / "other.ckpt")
     return messages
 
@@ -171,8 +185,21 @@ def test_what_a_hook_cannot_do_is_refused_in_words(kind: str, tmp_path: Path) ->
             "leave all of its optimizer_states in on_load_checkpoint",
             "on_save_checkpoint cannot read checkpoint['optimizer_states']",
             "on_save_checkpoint changed checkpoint['optimizer_states']",
+            "on_save_checkpoint changed checkpoint['optimizer_states']",
         ]
         if kind == "directory":
             words.insert(1, "on_load_checkpoint cannot read the 'state' of checkpoint['optimizer_states']")
             words.insert(3, "go on from the file that `lightning-megatron checkpoint consolidate` writes")
         assert [word in message for word, message in zip(words, messages, strict=True)] == [True] * len(words), messages
+
+
+def misfit(path: Path) -> str:
+    save(PP2, "directory", Small, path)
+    with pytest.raises(ValueError, match="on_load_checkpoint of Shrinks left weights") as raised:
+        resumed(PP2, Shrinks, path)
+    return str(raised.value)
+
+
+def test_a_misfit_of_one_stage_is_an_error_on_all(tmp_path: Path) -> None:
+    for message in run_on_ranks(2, misfit, tmp_path / "small.ckpt", init=False):
+        assert "1 of another shape: net.0.weight: (1, 1) there, " in message
