@@ -22,6 +22,7 @@ from lightning_megatron.cli.plan_request import PlanRequest
 from lightning_megatron.cli.plan_run import add_model_options, add_run_options, count_faults, read_run
 from lightning_megatron.cli.target import require_writable
 from lightning_megatron.cli.usage import UsageError
+from lightning_megatron.planner.comparison import comparison_text
 from lightning_megatron.planner.estimate import Estimate, estimate
 from lightning_megatron.planner.hardware import GIGA, Gpu, gpu_of
 from lightning_megatron.planner.measured import Measure, UnmeasuredError
@@ -51,6 +52,7 @@ folder the config.json is enough: every layout is measured, which takes seconds 
 example:  lightning-megatron plan llama3_70b --gpu h100 --num-gpus 64
           lightning-megatron plan recipes/configs/hf_toy.yaml --model Qwen3-0.6B --gpu h100 --layout tp=2,pp=2
           lightning-megatron plan recipes/configs/gpt_1t.yaml --gpu a100-80gb --layout recipe --tokens 450e9
+          lightning-megatron plan --compare recipes/configs/bert_base.yaml recipes/configs/bert_large.yaml --gpu h100
 """
 # Families with units for float8 that read no scales of blocks.
 _WITHOUT_BLOCK_SCALES = ("ada", "hopper")
@@ -77,6 +79,11 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     run.add_argument("--tokens", type=float, metavar="NUMBER", help="print the days that so many tokens take")
     output = parser.add_argument_group("the output")
     output.add_argument("--top", type=int, metavar="NUMBER", help=f"number of layouts to show (default: {_SHOWN})")
+    output.add_argument(
+        "--compare",
+        metavar="CONFIG",
+        help="print CONFIG beside this one, each on its own layout or on --layout",
+    )
     output.add_argument("--json", action="store_true", help="print everything as JSON")
     output.add_argument(
         "--cache", type=Path, metavar="FOLDER", help="of measurements (default: ~/.cache/lightning_megatron/plans)"
@@ -95,20 +102,32 @@ def run_plan(options: argparse.Namespace) -> None:
         if value is not None and not (math.isfinite(value) and value > 0)
     ]:
         raise UsageError(bad)
-    if options.layout is not None and options.top is not None:
-        raise UsageError([f"--top ({options.top}) is for a search, and --layout explains one layout; leave one out"])
-    cache = PlanCache(_cache_of(options), _announce)
-    request, measure, size = _read(options, cache)
-    if request.run.fp8 is not None and not gpu.fp8_tflops:
-        raise UsageError([f"GPU {options.gpu!r} has no units for FP8; leave FP8 out, or plan for another"])
-    if request.run.fp8 is not None and request.run.fp8.scaling == "mxfp8" and gpu.family in _WITHOUT_BLOCK_SCALES:
-        raise UsageError([f"GPU {options.gpu!r} has no units for MXFP8; use scaling 'current', or plan for another"])
+    if bad := _unused(options):
+        raise UsageError(bad)
     if faults := out_faults(options.out):
         raise UsageError(faults)
+    cache = PlanCache(_cache_of(options), _announce)
     try:
-        (_search if options.layout is None else _explain)(options, request, gpu, measure, size)
+        if options.compare is not None:
+            _compare(options, gpu, cache)
+        else:
+            (_search if options.layout is None else _explain)(options, gpu, *_read(options, gpu, cache))
     except UnmeasuredError as error:
         raise UsageError(str(error).splitlines()) from error
+
+
+def _unused(options: argparse.Namespace) -> list[str]:
+    """Errors about options that another one leaves without effect."""
+    if options.compare is not None:
+        given = {"--top": options.top, "--out": options.out}
+        return [
+            f"{name} ({value}) has no effect with --compare, which prints a table of two runs; leave one out"
+            for name, value in given.items()
+            if value is not None
+        ]
+    if options.layout is not None and options.top is not None:
+        return [f"--top ({options.top}) is for a search, and --layout explains one layout; leave one out"]
+    return []
 
 
 def _announce(run: RunSettings) -> None:
@@ -117,8 +136,22 @@ def _announce(run: RunSettings) -> None:
         print(f"measuring {layout_text(run)}", file=sys.stderr)
 
 
-def _read(options: argparse.Namespace, cache: PlanCache) -> tuple[PlanRequest[Any], Measure, ModelSize | None]:
-    """The run to plan, what measures it, and the model's size where it is not one of the package's."""
+def _read(
+    options: argparse.Namespace, gpu: Gpu, cache: PlanCache
+) -> tuple[PlanRequest[Any], Measure, ModelSize | None]:
+    """The run to plan, what measures it, and the model's size where it is not one of the package's.
+
+    Raises UsageError where the GPU has no units for its precision.
+    """
+    request, measure, size = _read_request(options, cache)
+    if request.run.fp8 is not None and not gpu.fp8_tflops:
+        raise UsageError([f"GPU {options.gpu!r} has no units for FP8; leave FP8 out, or plan for another"])
+    if request.run.fp8 is not None and request.run.fp8.scaling == "mxfp8" and gpu.family in _WITHOUT_BLOCK_SCALES:
+        raise UsageError([f"GPU {options.gpu!r} has no units for MXFP8; use scaling 'current', or plan for another"])
+    return request, measure, size
+
+
+def _read_request(options: argparse.Namespace, cache: PlanCache) -> tuple[PlanRequest[Any], Measure, ModelSize | None]:
     try:
         is_causal = is_causal_recipe(Path(options.config))
     except ValueError as error:
@@ -139,23 +172,48 @@ def _cache_of(options: argparse.Namespace) -> Path:
     return folder
 
 
-def _explain(
-    options: argparse.Namespace, request: PlanRequest[Any], gpu: Gpu, measure: Measure, size: ModelSize | None
-) -> None:
+def _explained(
+    options: argparse.Namespace, gpu: Gpu, request: PlanRequest[Any], measure: Measure, size: ModelSize | None
+) -> tuple[Estimate, list[str]]:
+    """The estimate of one layout, and notes for a reader of its numbers."""
     if size is None:
         request = with_balanced_batch(request, options.document_lengths, gpu, is_own=options.layout == OF_RECIPE)
     run, notes = explained(request, options), _notes(request, gpu, options.layout)
-    found = estimate(run, gpu, measure=measure, size=size)
+    return estimate(run, gpu, measure=measure, size=size), notes
+
+
+def _explain(
+    options: argparse.Namespace, gpu: Gpu, request: PlanRequest[Any], measure: Measure, size: ModelSize | None
+) -> None:
+    found, notes = _explained(options, gpu, request, measure, size)
     if options.out is not None:
         _draw(found, options.out)
     if options.json:
         print(json.dumps(record_of(found, num_tokens=options.tokens) | {"notes": notes}))
     else:
-        print("\n".join([model_text(run, found.size), *notes, "", estimate_text(found, num_tokens=options.tokens)]))
+        print(
+            "\n".join([model_text(found.run, found.size), *notes, "", estimate_text(found, num_tokens=options.tokens)])
+        )
+
+
+def _compare(options: argparse.Namespace, gpu: Gpu, cache: PlanCache) -> None:
+    names, found, records, lines = (options.compare, options.config), [], [], []
+    for name in names:
+        own = argparse.Namespace(**vars(options) | {"config": name, "layout": options.layout or OF_RECIPE})
+        try:
+            one, notes = _explained(own, gpu, *_read(own, gpu, cache))
+        except UnmeasuredError as error:
+            raise UsageError([f"{name}: {line}" for line in str(error).splitlines()]) from error
+        found.append(one)
+        records.append({"config": name} | record_of(one, num_tokens=options.tokens) | {"notes": notes})
+        lines += [f"{name}: {line}" for line in (model_text(one.run, one.size), *notes)]
+        if options.tokens:
+            lines.append(f"{name}: {one.days(options.tokens):,.1f} days for {options.tokens:.4g} tokens")
+    print(json.dumps(records) if options.json else "\n".join([*lines, "", comparison_text(names, found)]))
 
 
 def _search(
-    options: argparse.Namespace, request: PlanRequest[Any], gpu: Gpu, measure: Measure, size: ModelSize | None
+    options: argparse.Namespace, gpu: Gpu, request: PlanRequest[Any], measure: Measure, size: ModelSize | None
 ) -> None:
     if size is None:
         request = with_balanced_batch(request, options.document_lengths, gpu, is_own=False)

@@ -54,6 +54,37 @@ def test_a_search_shows_what_fits_best_first_and_explains_the_best(capsys: pytes
     assert "causal attention half" in text and "master weights" in text
 
 
+def test_two_runs_are_printed_beside_each_other(capsys: pytest.CaptureFixture[str]) -> None:
+    args = ("--gpu", "h100", "--num-gpus", "8", "--layout", "tp=8,mbs=1", "--global-batch-size", "8")
+    both = record(capsys, "llama3_70b", "--compare", "llama3_8b", *args)
+    alone = {name: record(capsys, name, *args) for name in ("llama3_8b", "llama3_70b")}
+    assert [one.pop("config") for one in both] == list(alone) and both == list(alone.values())
+    rows = {
+        cells[0]: cells[1:]
+        for line in printed(capsys, "llama3_70b", "--compare", "llama3_8b", *args).splitlines()
+        if len(cells := re.split(r"  +", line.strip())) > 2
+    }
+    seconds = [one["step_seconds"] for one in both]
+    assert rows["run"] == list(alone) and rows["fits"] == ["yes, of 80 GB", "no, of 80 GB"]
+    assert rows["step, s"] == [*(f"{one:.4g}" for one in seconds), f"x {seconds[1] / seconds[0]:.3g}"]
+    assert rows["fullest rank, GB"][:2] == [f"{one['memory_bytes'][0]['total'] / 1e9:.2f}" for one in both]
+
+
+def test_a_comparison_takes_the_layouts_of_recipes_and_says_whose_mistake_it_is(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    recipe = str(CONFIGS / "gpt2_124m.yaml")
+    both = record(capsys, str(CONFIGS / "bert_base.yaml"), "--compare", recipe, "--gpu", "h100")
+    assert [one["sizes"]["world"] for one in both] == [
+        record(capsys, one["config"], "--gpu", "h100", "--layout", "recipe")["sizes"]["world"] for one in both
+    ]
+    args = ("--compare", "llama3_8b", "--gpu", "h100")
+    assert "llama3_8b has no layout of its own" in shown(capsys, recipe, *args, "--num-gpus", "8")
+    assert "no_such" in shown(capsys, "no_such.yaml", "--compare", recipe, "--gpu", "h100")
+    for option, value in (("--top", "3"), ("--out", "plan.svg")):
+        assert f"{option} ({value}) has no effect with --compare" in shown(capsys, recipe, *args, option, value)
+
+
 def test_the_recipe_of_a_trillion_parameters_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
     told_of = record(capsys, GPT_1T, "--gpu", "a100", "--layout", "recipe", "--tokens", "450e9")
     assert told_of["parameters"] == pytest.approx(1008e9, rel=0.001)
