@@ -2,6 +2,7 @@
 
     python -m benchmarks.fit_planner             fit, and write lightning_megatron/planner/constants.json
     python -m benchmarks.fit_planner --check     the errors of the constants that are there
+    python -m benchmarks.fit_planner --ratios    no fit: writes stated over predicted times into that file
 
 A hash of a row's text decides its half. The fit is a pattern search over the logarithms of the constants: one
 at a time up and down by a step that shrinks. It is deterministic, and needs neither a GPU nor anything beyond Python.
@@ -21,6 +22,7 @@ from typing import Any
 from benchmarks.published import Planned, Row, later_rows, rows, run_of, step_seconds, why_untimed
 from lightning_megatron.planner.constants import GIVEN, Constants, fitted
 from lightning_megatron.planner.step_time import step_time
+from lightning_megatron.planner.time_range import ALL_FAMILIES
 
 PATH = Path(__file__).resolve().parents[1] / "lightning_megatron" / "planner" / "constants.json"
 _HUBER = 0.08
@@ -152,8 +154,31 @@ def table(timed: Sequence[Timed], found: Sequence[float]) -> list[tuple[str, str
 
 
 def _quantiles(values: Sequence[float]) -> tuple[float, float]:
-    ordered = sorted(values)
-    return statistics.median(ordered), ordered[min(math.ceil(0.9 * len(ordered)) - 1, len(ordered) - 1)]
+    return statistics.median(values), _quantile(values, 0.9)
+
+
+def _quantile(values: Sequence[float], share: float) -> float:
+    return sorted(values)[min(math.ceil(share * len(values)) - 1, len(values) - 1)]
+
+
+def ratios(timed: Sequence[Timed], constants: Constants) -> list[dict[str, Any]]:
+    """Stated over predicted step times: their 10th and 90th percentile by family, precision and experts, and of all."""
+    groups: dict[tuple[str, str, bool], list[float]] = defaultdict(list)
+    for row, error in zip(timed, errors(timed, constants), strict=True):
+        has_experts = row.planned.run.model.moe is not None
+        for family, precision in ((row.planned.gpu.family, row.group[1]), (ALL_FAMILIES, "any")):
+            groups[family, precision, has_experts].append(math.exp(-error))
+    return [
+        {
+            "family": family,
+            "precision": precision,
+            "has_experts": has_experts,
+            "num_rows": len(found),
+            "low": round(_quantile(found, 0.1), 3),
+            "high": round(_quantile(found, 0.9), 3),
+        }
+        for (family, precision, has_experts), found in sorted(groups.items(), key=lambda item: item[0][::-1])
+    ]
 
 
 def show(title: str, timed: Sequence[Timed], constants: Constants) -> None:
@@ -166,11 +191,13 @@ def show(title: str, timed: Sequence[Timed], constants: Constants) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="fit nothing, and print the errors")
+    parser.add_argument("--ratios", action="store_true", help="fit nothing, and write the ratios into the file")
     parser.add_argument("--by-source", action="store_true", help="fit without each publication in turn")
     options = parser.parse_args()
     timed = timed_rows()
     learned, held_out = [row for row in timed if row.is_learned_from], [row for row in timed if not row.is_learned_from]
-    if not options.check:
+    later = timed_rows(later_rows())
+    if not (options.check or options.ratios):
         constants = fit(learned)
         record = {
             "what": "constants of the time model, fitted by benchmarks/fit_planner.py",
@@ -180,9 +207,12 @@ def main() -> None:
         PATH.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
         fitted.cache_clear()
     constants = fitted()
+    if not options.check:
+        record = json.loads(PATH.read_text(encoding="utf-8"))
+        record["published_over_predicted"] = ratios([*held_out, *later], constants)
+        PATH.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     show("Rows that were learned from", learned, constants)
     show("Rows that were held out", held_out, constants)
-    later = timed_rows(later_rows())
     show("A later release, dense models", [row for row in later if row.planned.run.model.moe is None], constants)
     show("A later release, experts", [row for row in later if row.planned.run.model.moe is not None], constants)
     if options.by_source:

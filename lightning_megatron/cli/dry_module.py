@@ -11,6 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_megatron.any_module.cut_error import CutError
 from lightning_megatron.any_module.cut_experts import token_dispatchers
@@ -188,7 +189,8 @@ class DryModule:
     def _stages(self) -> tuple[list[list[str]], dict[int, TensorMeta]]:
         """The names of all ranks of pp and what stages send, from a forward through one after the other."""
         run, sizes, metas = self._run, self._run.sizes, {}
-        with ExitStack() as stack, MemoryTracker(META), torch.no_grad():
+        # A graph that a look at a module keeps for a backward, which does not come here, is no memory of a rank.
+        with ExitStack() as stack, _disable_current_modes(), MemoryTracker(META), torch.no_grad():
             meshes = [stack.enter_context(fake_mesh(sizes, global_rank(run, i, 0)))[0] for i in range(sizes.pp)]
             modules = [self.build(mesh, META) for mesh in meshes]
             payload: Payload | None = None

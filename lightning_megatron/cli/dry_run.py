@@ -6,7 +6,7 @@ fake tensors, which have shapes and no numbers; its allocations, FLOPs and messa
 
 import argparse
 import json
-from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,9 @@ from lightning_megatron.cli.plan_run import (
 from lightning_megatron.cli.usage import UsageError
 from lightning_megatron.planner.dry_rank import FullModel, Trained
 from lightning_megatron.planner.dry_report import dry_record, dry_text
-from lightning_megatron.planner.dry_run import DryRun, dry_run, shown_ranks
+from lightning_megatron.planner.dry_run import dry_run, shown_ranks
 from lightning_megatron.planner.hardware import gpu_of
+from lightning_megatron.planner.held_tensors import held_tensors
 from lightning_megatron.planner.run import RunSettings
 from lightning_megatron.rules.limits import limit_faults
 
@@ -43,6 +44,7 @@ folder the config.json is enough.
 example:  lightning-megatron dry-run recipes/configs/gpt_1t.yaml
           lightning-megatron dry-run llama3_70b --world-size 64 --layout tp=8,pp=4 --rank 0 --json
           lightning-megatron dry-run recipes/configs/hf_toy.yaml --model Qwen3-0.6B
+          lightning-megatron dry-run llama3_8b --world-size 8 --layout tp=8 --rank 0 --explain
 """
 
 
@@ -67,6 +69,11 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     )
     run.add_argument("--layout", metavar="SIZES", help="layout, as in tp=8,pp=64,mbs=1 (default: the recipe's)")
     add_run_options(run, default_recompute="the recipe's")
+    parser.add_argument(
+        "--explain",
+        action="store_true",
+        help="print the tensors that are held at the peak of memory, by the module and the line of code that made them",
+    )
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.set_defaults(world_option="--world-size")
 
@@ -80,21 +87,26 @@ def run_dry_run(options: argparse.Namespace) -> None:
     if options.rank is not None and not 0 <= options.rank < world:
         raise UsageError([f"--rank ({options.rank}) must be from 0 to world size - 1 ({world - 1})"])
     ranks = shown_ranks(run) if options.rank is None else (options.rank,)
+    if options.explain and run.balanced is not None:
+        raise UsageError(
+            ["--explain takes microbatches that are alike, and those of dynamic_context differ; leave it out"]
+        )
     try:
-        found = _found(run, ranks, trained)
+        with _telling(trained):
+            found = [dry_run(run, rank, full_model=trained) for rank in ranks]
+            held = {rank: held_tensors(run, rank, trained) for rank in ranks} if options.explain else None
     except (CutError, NotImplementedError) as error:
         raise UsageError(str(error).splitlines()) from error
-    print(json.dumps(dry_record(found, notes)) if options.json else dry_text(found, notes))
+    print(json.dumps(dry_record(found, notes, held)) if options.json else dry_text(found, notes, held))
 
 
-def _found(run: RunSettings, ranks: Sequence[int], trained: Trained) -> list[DryRun]:
-    """What ranks do in a step, which runs code of transformers where the model is not the package's own."""
+def _telling(trained: Trained) -> AbstractContextManager[None]:
+    """A block that tells which model does not run, where it is not the package's own."""
     if isinstance(trained, FullModel):
-        return [dry_run(run, rank, full_model=trained) for rank in ranks]
+        return nullcontext()
     from lightning_megatron.cli.dry_module import telling_model
 
-    with telling_model("does not run on tensors without numbers"):
-        return [dry_run(run, rank, full_model=trained) for rank in ranks]
+    return telling_model("does not run on tensors without numbers")
 
 
 def _read(options: argparse.Namespace) -> tuple[RunSettings, Trained, list[str]]:

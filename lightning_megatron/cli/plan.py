@@ -189,11 +189,18 @@ def _explain(
     if options.out is not None:
         _draw(found, options.out)
     if options.json:
-        print(json.dumps(record_of(found, num_tokens=options.tokens) | {"notes": notes}))
+        print(json.dumps(_record(found, notes, options)))
     else:
         print(
             "\n".join([model_text(found.run, found.size), *notes, "", estimate_text(found, num_tokens=options.tokens)])
         )
+
+
+def _record(found: Estimate, notes: list[str], options: argparse.Namespace) -> dict[str, Any]:
+    """The estimate of one layout as JSON, with what its time hangs on."""
+    effects = {effect.constant: effect.ratio for effect in found.effects}
+    more = {"step_with_constant_a_tenth_higher": effects, "notes": notes}
+    return record_of(found, num_tokens=options.tokens) | more
 
 
 def _compare(options: argparse.Namespace, gpu: Gpu, cache: PlanCache) -> None:
@@ -205,7 +212,7 @@ def _compare(options: argparse.Namespace, gpu: Gpu, cache: PlanCache) -> None:
         except UnmeasuredError as error:
             raise UsageError([f"{name}: {line}" for line in str(error).splitlines()]) from error
         found.append(one)
-        records.append({"config": name} | record_of(one, num_tokens=options.tokens) | {"notes": notes})
+        records.append({"config": name} | _record(one, notes, options))
         lines += [f"{name}: {line}" for line in (model_text(one.run, one.size), *notes)]
         if options.tokens:
             lines.append(f"{name}: {one.days(options.tokens):,.1f} days for {options.tokens:.4g} tokens")

@@ -1,21 +1,44 @@
 """Reports of dry runs, as text and as JSON."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from lightning_megatron.planner.dry_run import DryRun
 from lightning_megatron.planner.hardware import GIGA, TERA
+from lightning_megatron.planner.held_tensors import HeldTensors
+from lightning_megatron.planner.memory_tracker import OTHERS
 from lightning_megatron.planner.report import EXECUTED, cut_record, cut_text, layout_text, sizes_record
 
+Held = Mapping[int, Sequence[HeldTensors]]
+"""What ranks hold at their peaks, by global rank."""
 
-def dry_text(found: Sequence[DryRun], notes: Sequence[str] = ()) -> str:
+# Lines of code of a rank in a text.
+_MOST_LINES = 20
+
+
+def dry_text(found: Sequence[DryRun], notes: Sequence[str] = (), held: Held | None = None) -> str:
     """Report of dry runs of a run's ranks as text."""
     run = found[0].run
     lines = [f"{layout_text(run)}  on {run.sizes.world} ranks: {cut_text(run)}", *notes]
     for one in found:
         lines += ["", *_rank_lines(one)]
+        if held is not None:
+            lines += _held_lines(held[one.rank])
     return "\n".join(lines)
+
+
+def _held_lines(held: Sequence[HeldTensors]) -> list[str]:
+    """The tensors at the peak that no kind of memory names, with the lines that made them."""
+    others = [one for one in held if one.kind == OTHERS]
+    lines = [f"  {OTHERS} at the peak, by module and line"]
+    for one in others[:_MOST_LINES]:
+        shape = " x ".join(map(str, one.shape))
+        lines.append(f"    {one.num_bytes / GIGA:9.3f} GB  {one.number:,} of [{shape}] {one.dtype}")
+        lines.append(f"    {'':9}     {f'{one.module}, ' if one.module else ''}{one.line}")
+    if rest := others[_MOST_LINES:]:
+        lines.append(f"    {sum(one.num_bytes for one in rest) / GIGA:9.3f} GB  in {len(rest):,} more lines")
+    return lines
 
 
 def _rank_lines(one: DryRun) -> list[str]:
@@ -36,7 +59,7 @@ def _rank_lines(one: DryRun) -> list[str]:
     return lines
 
 
-def dry_record(found: Sequence[DryRun], notes: Sequence[str] = ()) -> dict[str, Any]:
+def dry_record(found: Sequence[DryRun], notes: Sequence[str] = (), held: Held | None = None) -> dict[str, Any]:
     """Report of dry runs of a run's ranks as JSON."""
     run = found[0].run
     return {
@@ -61,6 +84,7 @@ def dry_record(found: Sequence[DryRun], notes: Sequence[str] = ()) -> dict[str, 
                     for (axis, kind), messages in sorted(one.messages.items())
                 ],
                 "microbatches_run": one.num_run,
+                **({} if held is None else {"held_at_peak": [asdict(tensors) for tensors in held[one.rank]]}),
             }
             for one in found
         ],

@@ -130,7 +130,7 @@ class DryRuns:
             known = next((one for one in alike if one.stand_ins.keys() >= set(kinds.values())), None)
             if known is None:
                 tracker = MemoryTracker(self._device)
-                with tracker, _own_garbage():
+                with tracker, own_garbage():
                     stand_ins = {kind: cell for cell, kind in reversed(kinds.items())}
                     # No name holds the rank, which is garbage as soon as it is measured.
                     known = self._measured(
@@ -193,15 +193,15 @@ class DryRuns:
         # Deferred weight gradients are not those of a layer at a time.
         can_be_shallow = parts is not None and not spec_of(run.schedule.name).splits_backward
         kinds = [] if parts is None else _kinds_by_module(own, parts)
-        step = DryStep(own, _meta_of(own), tracker, ledger, kinds, is_shallow=can_be_shallow)
-        _name_tensors(tracker, own)
+        step = DryStep(own, meta_of(own), tracker, ledger, kinds, is_shallow=can_be_shallow)
+        name_tensors(tracker, own)
         cells = frozenset(stand_ins.values())
         first = training_plan(replace(run.schedule, microbatches=1))
-        step.take(_with_only(first, own.mesh, {(stage, 0) for stage, _ in cells}), 1)
-        _name_tensors(tracker, own)
+        step.take(program_of(first, own.mesh, {(stage, 0) for stage, _ in cells}), 1)
+        name_tensors(tracker, own)
         # What cycles of the first step still hold, a longer run would not.
         gc.collect()
-        trace = step.take(_with_only(self._program, own.mesh, cells), self._count)
+        trace = step.take(program_of(self._program, own.mesh, cells), self._count)
         parameters = sum(parameter.numel() for parameter in own.module.parameters())
         dense, experts = 0, 0
         for param in own.gradients.params:
@@ -225,7 +225,7 @@ class DryRuns:
 
 
 @contextmanager
-def _own_garbage() -> Iterator[None]:
+def own_garbage() -> Iterator[None]:
     """Within it, garbage is looked for only among what is made there, and gone at its end: among all that is alive it
     takes long."""
     # What somebody else has frozen stays so.
@@ -252,7 +252,7 @@ def dry_run(
     return DryRuns(run, full_model, device=device, is_whole=is_whole).of(rank)
 
 
-def _meta_of(own: Rank) -> Callable[[int, int], TensorMeta]:
+def meta_of(own: Rank) -> Callable[[int, int], TensorMeta]:
     """Returns a function of stage and microbatch that describes the tensors which the stage sends to the next."""
     run, mesh = own.run, own.mesh
     metas = own.trained.output_metas(own.module) if mesh.pp.size > 1 else {}
@@ -283,7 +283,7 @@ def global_rank(run: RunSettings, pp_rank: int, line: int) -> int:
     return (sizes.pp - 1 - pp_rank) * (sizes.world // sizes.pp) + line * sizes.tp
 
 
-def _name_tensors(tracker: MemoryTracker, own: Rank) -> None:
+def name_tensors(tracker: MemoryTracker, own: Rank) -> None:
     """Names the tensors that are held from step to step."""
     gradients = own.gradients
     tracker.name("weights", (param.parameter.data for param in gradients.params))
@@ -292,7 +292,7 @@ def _name_tensors(tracker: MemoryTracker, own: Rank) -> None:
     tracker.name("moments", own.moments())
 
 
-def _with_only(program: ScheduledProgram, mesh: Mesh, cells: Container[Cell]) -> ScheduledProgram:
+def program_of(program: ScheduledProgram, mesh: Mesh, cells: Container[Cell]) -> ScheduledProgram:
     """The program of these cells of a rank, which need no others."""
     steps = with_only(program.plan[mesh.pp.rank], mesh.own_stages, cells)
     return replace(program, plan=tuple(steps if rank == mesh.pp.rank else () for rank in range(mesh.pp.size)))

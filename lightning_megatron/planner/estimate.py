@@ -11,12 +11,13 @@ from lightning_megatron.planner.constants import Constants, fitted
 from lightning_megatron.planner.flops import step_flops
 from lightning_megatron.planner.framework_profile import OURS
 from lightning_megatron.planner.hardware import Gpu, Products
-from lightning_megatron.planner.measured import Measure, Measured, measured
+from lightning_megatron.planner.measured import Measure, Measured, RankWork, measured
 from lightning_megatron.planner.measured_time import measured_time
 from lightning_megatron.planner.memory import Memory, memory_of
 from lightning_megatron.planner.model_size import ModelSize, size_of
 from lightning_megatron.planner.run import Run, RunSettings
 from lightning_megatron.planner.step_time import StepTime, step_time
+from lightning_megatron.planner.time_range import Effect, Ratios, largest_effects, ratios_like
 
 _SECONDS_PER_DAY = 86_400
 
@@ -30,11 +31,40 @@ class Estimate:
     gpu: Gpu
     memory: tuple[Memory, ...]
     """Memory by pipeline rank, first stage first."""
-    layers: tuple[int, ...]
-    """Number of layers of each pipeline rank; empty where not measured."""
+    ranks: tuple[RankWork, ...]
+    """What each pipeline rank does; empty where not measured."""
     executed_flops: float | None
     """FLOPs of a step on all GPUs as the package's own code executes them, needed or not; None where not measured."""
-    time: StepTime
+    constants: Constants
+    """Constants of the time model."""
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Number of layers of each pipeline rank; empty where not measured."""
+        return tuple(rank.num_layers for rank in self.ranks)
+
+    @cached_property
+    def time(self) -> StepTime:
+        """Time of a step, by what takes it."""
+        return self._time_of(self.constants)
+
+    def _time_of(self, constants: Constants) -> StepTime:
+        run = self.run
+        if not isinstance(run, Run):
+            return measured_time(run, self.ranks, self.gpu, constants)
+        return (step_time if run.balanced is None else balanced_time)(run, self.gpu, constants)
+
+    @property
+    def ratios(self) -> Ratios:
+        """Stated over predicted step times of published runs like this one."""
+        precision = "FP8" if self.timed_as == "fp8" else "16 bits" if self.timed_as == "half" else "float32"
+        has_experts = bool(self.size.active) or any(rank.trained[1] for rank in self.ranks)
+        return ratios_like(self.gpu.family, precision, has_experts=has_experts)
+
+    @cached_property
+    def effects(self) -> list[Effect]:
+        """The constants of the time model that the step's time depends on most."""
+        return largest_effects(lambda constants: self._time_of(constants).total, self.constants)
 
     @property
     def peak_bytes(self) -> float:
@@ -91,21 +121,18 @@ def estimate(
 ) -> Estimate:
     """Estimate of a run without errors. A `Run` has its own `size`. Memory of frameworks other than this package is
     that of the closed form."""
-    constants = fitted() if constants is None else constants
-    if not isinstance(run, Run):
+    if isinstance(run, Run):
+        size = size_of(run)
+        found = measure(run) if run.framework == OURS else Measured(memory=memory_of(run), flops=None)
+    else:
         assert size is not None, "settings alone do not say what is trained"
         found = measure(run)
-        time = measured_time(run, found.ranks, gpu, constants)
-    else:
-        size = size_of(run)
-        time = (step_time if run.balanced is None else balanced_time)(run, gpu, constants)
-        found = measure(run) if run.framework == OURS else Measured(memory=memory_of(run), flops=None)
     return Estimate(
         run=run,
         size=size,
         gpu=gpu,
         memory=found.memory,
-        layers=tuple(rank.num_layers for rank in found.ranks),
+        ranks=found.ranks,
         executed_flops=found.flops,
-        time=time,
+        constants=fitted() if constants is None else constants,
     )

@@ -13,7 +13,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -45,11 +45,24 @@ def allocated_bytes(storage: torch.UntypedStorage) -> int:
     return -(-storage.nbytes() // _BLOCK_BYTES) * _BLOCK_BYTES
 
 
+class StorageWatch(Protocol):
+    """Whoever is told of every storage that comes and goes."""
+
+    def made(self, key: int, tensor: Tensor, size: int) -> None:
+        """A storage is there, of so many bytes, which a tensor is the first to use."""
+        ...
+
+    def freed(self, key: int, size: int) -> None:
+        """A storage of so many bytes is gone."""
+        ...
+
+
 class MemoryTracker(TorchDispatchMode):
     """A dispatch mode that tracks every tensor of one type of device."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, watch: StorageWatch | None = None) -> None:
         super().__init__()
+        self._watch = watch
         self._type = device.type
         # By address of the storage.
         self._sizes: dict[int, int] = {}
@@ -83,6 +96,10 @@ class MemoryTracker(TorchDispatchMode):
             if key in self._sizes and key not in self._kinds:
                 self._kinds[key] = kind
                 self._add_named(kind, self._sizes[key])
+
+    def kind_of(self, key: int) -> str:
+        """The kind that a storage has been named as."""
+        return self._kinds.get(key, OTHERS)
 
     @property
     def held(self) -> dict[str, int]:
@@ -119,6 +136,8 @@ class MemoryTracker(TorchDispatchMode):
         if self.owner is not None:
             self._owners[key] = self.owner
             self.owned[self.owner] += size
+        if self._watch is not None:
+            self._watch.made(key, tensor, size)
         if self._live_bytes > self._peak_bytes:
             self._note_peak()
 
@@ -131,6 +150,8 @@ class MemoryTracker(TorchDispatchMode):
             self.owned[owner] -= size
         if (kind := self._kinds.pop(key, None)) is not None:
             self._add_named(kind, -size)
+        if self._watch is not None:
+            self._watch.freed(key, size)
 
     def _add_named(self, kind: str, size: int) -> None:
         self._named = {**self._named, kind: self._named.get(kind, 0) + size}

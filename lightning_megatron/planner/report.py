@@ -1,6 +1,7 @@
 """Reports of an estimate and of a search, as text and as JSON."""
 
 from collections import Counter
+from dataclasses import asdict
 from typing import Any
 
 from lightning_megatron.mesh import StageLayout
@@ -158,7 +159,7 @@ def estimate_text(found: Estimate, *, num_tokens: float | None = None) -> str:
     if found.executed_flops is not None:
         each = found.executed_flops / sizes.world
         lines.append(f"{'FLOPs':<12} {each / TERA:,.4g} TFLOP a step on each GPU in the mean ({EXECUTED})")
-    lines += ["", *_time_lines(found), "", *_memory_lines(found)]
+    lines += ["", *_time_lines(found), *_range_lines(found), "", *_memory_lines(found)]
     lines += ["", f"fits         {fits}: {found.peak_bytes / GIGA:.1f} GB of {peak:g} GB"]
     lines.append(f"checkpoint   {found.checkpoint_bytes / GIGA:,.1f} GB, weights, and two moments of what is trained")
     if num_tokens:
@@ -174,6 +175,16 @@ def _time_lines(found: Estimate) -> list[str]:
     rows += [(f"exposed {axis}", seconds) for axis, seconds in sorted(time.exposed.items()) if seconds > 0]
     rows += [("bubble", time.bubble), ("optimizer", time.optimizer), ("other", time.other)]
     return [f"{name:<12} {seconds:9.4g} s  {seconds / time.total:6.1%}" for name, seconds in rows]
+
+
+def _range_lines(found: Estimate) -> list[str]:
+    ratios, seconds = found.ratios, found.step_seconds
+    effects = ", ".join(f"{effect.constant} {effect.ratio - 1:+.1%}" for effect in found.effects)
+    return [
+        f"{'how sure':<12} {ratios.low * seconds:.4g} to {ratios.high * seconds:.4g} s: four of five of {ratios.of} "
+        f"took {ratios.low:.2f} to {ratios.high:.2f} times their prediction",
+        f"{'hangs on':<12} {effects}: the step with that constant a tenth higher",
+    ]
 
 
 def _memory_lines(found: Estimate) -> list[str]:
@@ -252,6 +263,7 @@ def record_of(found: Estimate, *, num_tokens: float | None = None) -> dict[str, 
             "optimizer": time.optimizer,
             "other": time.other,
         },
+        "published_over_predicted": asdict(found.ratios),
         "memory_bytes": [memory.by_kind() | {"total": memory.total} for memory in found.memory],
         "layers": list(found.layers),
         "fits": found.peak_bytes <= found.gpu.memory_bytes,

@@ -3,9 +3,9 @@
 import json
 from dataclasses import fields, replace
 
-from benchmarks.fit_planner import PATH, errors, fit, is_learned_from, table, timed_rows
-from benchmarks.published import rows
-from lightning_megatron.planner.constants import GIVEN, Constants
+from benchmarks.fit_planner import PATH, errors, fit, is_learned_from, ratios, table, timed_rows
+from benchmarks.published import later_rows, rows
+from lightning_megatron.planner.constants import GIVEN, Constants, fitted
 from lightning_megatron.planner.step_time import step_time
 
 
@@ -31,3 +31,14 @@ def test_the_file_has_a_value_for_every_fitted_constant_and_says_what_it_is_of()
     record = json.loads(PATH.read_text())
     assert set(record["values"]) == {field.name for field in fields(Constants)} - set(GIVEN)
     assert record["rows"].startswith(f"{sum(row.is_learned_from for row in timed_rows())} of {len(timed_rows())} rows")
+
+
+def test_the_file_has_the_ratios_of_the_rows_that_were_not_fitted() -> None:
+    unseen = [row for row in timed_rows() if not row.is_learned_from] + timed_rows(later_rows())
+    found = ratios(unseen, fitted())
+    assert json.loads(PATH.read_text())["published_over_predicted"] == found
+    assert sum(one["num_rows"] for one in found) == 2 * len(unseen)
+    # Twice the time is twice the ratio.
+    doubled = ratios([replace(row, seconds=2 * row.seconds) for row in unseen], fitted())
+    for one, twice in zip(found, doubled, strict=True):
+        assert abs(twice["low"] - 2 * one["low"]) < 0.002 and abs(twice["high"] - 2 * one["high"]) < 0.002

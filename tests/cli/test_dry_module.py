@@ -358,6 +358,17 @@ def test_a_recipe_runs_dry_from_a_configuration_alone(tmp_path: Path, capsys: py
     assert {one["kind"] for one in first["messages"]} >= {"send", "all-gather", "reduce-scatter"}
 
 
+def test_what_an_unchanged_model_holds_is_told_by_its_own_lines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = ["--model", folder_of(QWEN, tmp_path), "--rank", "0", "--explain"]
+    assert main(["dry-run", RECIPE, *args, "--json"]) == 0
+    [one] = json.loads(capsys.readouterr().out)["ranks"]
+    assert sum(tensors["num_bytes"] for tensors in one["held_at_peak"]) == one["peak_bytes"]
+    lines = {tensors["line"].partition(":")[0] for tensors in one["held_at_peak"] if ".layers.*" in tensors["module"]}
+    assert "transformers/models/qwen3/modeling_qwen3.py" in lines
+
+
 @pytest.mark.parametrize(
     ("config", "args", "words"),
     [

@@ -49,6 +49,19 @@ def test_one_rank_as_json_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
     assert sends == {"send": 4}
 
 
+def test_what_is_held_at_the_peak_is_told_by_module_and_line(capsys: pytest.CaptureFixture[str]) -> None:
+    args = (*SMALL, "--global-batch-size", "4", "--rank", "0")
+    [one] = record(capsys, *args, "--explain")["ranks"]
+    assert sum(tensors["num_bytes"] for tensors in one["held_at_peak"]) == one["peak_bytes"]
+    assert "held_at_peak" not in record(capsys, *args)["ranks"][0]
+    assert main(["dry-run", *args, "--explain"]) == 0
+    text = capsys.readouterr().out
+    largest = next(tensors for tensors in one["held_at_peak"] if tensors["kind"] == "activations and others")
+    shape = " x ".join(map(str, largest["shape"]))
+    assert f"{largest['number']:,} of [{shape}] {largest['dtype']}" in text
+    assert f"{largest['line']}\n" in text and ".py:" in largest["line"]
+
+
 def test_a_plan_shows_what_all_ranks_execute(capsys: pytest.CaptureFixture[str]) -> None:
     preset, _, world, *layout = SMALL
     found = record(capsys, *SMALL, "--global-batch-size", "4")
@@ -128,6 +141,8 @@ def test_documents_that_are_balanced_run_dry_on_the_fullest_ranks(
     assert sum(found["packs_by_group_size"].values()) <= 2 * found["num_microbatches"]
     assert [one["stages"] for one in found["ranks"]] == [[0], [1]]
     assert all(one["microbatches_run"] == found["num_microbatches"] for one in found["ranks"])
+    args = (str(file), "--document-lengths", "median=60,sigma=1", "--explain")
+    assert "--explain takes microbatches that are alike, and those of dynamic_context differ" in shown(capsys, *args)
     words = ("drawn by seed 0 of median=60,sigma=1", "longer than a row", "planned to cost on h100")
     assert all(word in note for word, note in zip(words, found["notes"][1:], strict=True))
     # On another layout, without.
