@@ -74,7 +74,7 @@ def _end_bytes(run: Run, part: ModelPart) -> float:
         # Ids, the dropout mask, and the input of a BERT's norm.
         tokens = run.micro_batch_size * part.embedded_tokens / run.sizes.cp
         is_normed = isinstance(run.model, BertConfig) and run.model.embedding_norm
-        return tokens * (8 + hidden / run.sp * ((run.model.hidden_dropout > 0) + is_normed * norm_input_width(run)))
+        return tokens * (8 + hidden / run.sp * ((run.model.hidden_dropout > 0) + is_normed * width))
     if part.products:
         return sum(
             run.micro_batch_size * product.tokens * (product.inputs + product.outputs) * width
@@ -83,14 +83,8 @@ def _end_bytes(run: Run, part: ModelPart) -> float:
     if part.component == "vision":
         # The rank holds the tower's last norm and does not run it.
         return 0.0
-    is_norm = part.symbol != "L" and part.replicated == cost.norm_parameters(run.model)
     # Sequence parallelism saves a shard of the head's input and regathers it.
-    return tokens * hidden * (norm_input_width(run) if is_norm else width) / run.sp
-
-
-def norm_input_width(run: Run) -> int:
-    """Bytes of each element of the input that a norm saves."""
-    return 4 if run.framework.widens_norms and run.is_mixed else run.bytes_per_element
+    return tokens * hidden * width / run.sp
 
 
 @lru_cache(maxsize=4096)
@@ -117,7 +111,6 @@ def layer_bytes(run: Run, part: ModelPart, recompute: RecomputeConfig) -> float:
     )
     if recompute.granularity == "full":
         return saved
-    saved += _wider_norms(run, layer, streams * sequence)
     if config.activation == "relu" and not layer.has_experts:
         # A squared ReLU saves its input.
         saved += framework.squares_relu * streams * sequence * config.ffn_hidden_size / tp * width
@@ -133,16 +126,6 @@ def layer_bytes(run: Run, part: ModelPart, recompute: RecomputeConfig) -> float:
             pairs = streams * sequence * layer.memory / sizes.cp * config.num_attention_heads / tp
             saved += pairs * (framework.pair_bytes - 5 - width)
     return saved - (_fp8_saving(run, layer, recompute) if run.saves_float8 else 0.0)
-
-
-def _wider_norms(run: Run, layer: Layer, tokens: int) -> float:
-    """Bytes beyond the formula where norms save their input wider than activations are, besides the activation."""
-    more, config = norm_input_width(run) - run.bytes_per_element, layer.config
-    if not more:
-        return 0.0
-    heads = (config.num_attention_heads + config.num_query_groups) * config.qk_norm
-    norms = (3 if layer.memory else 2) * tokens / run.sp * config.hidden_size * more
-    return norms + tokens * heads / run.sizes.tp * config.head_dim * more
 
 
 def _fp8_saving(run: Run, layer: Layer, recompute: RecomputeConfig) -> float:

@@ -34,8 +34,6 @@ class FrameworkProfile:
     """Bytes saved for each pair of tokens and head of materialised attention: softmax, mask, dropped weights."""
     logit_bytes: int = 6
     """Bytes for each logit at the peak: the logit in half precision, and its exponential in float32."""
-    widens_norms: bool = False
-    """Whether norms save their input in float32 under mixed precision."""
     squares_relu: bool = False
     """Whether ReLU stands for squared ReLU, whose backward reads its input."""
     ring_gradient_bytes: int = 4
@@ -54,7 +52,7 @@ class FrameworkProfile:
     """Whether experts clamp the inputs of gates and add biases expert by expert, in kernels of their own."""
 
 
-OURS = FrameworkProfile(name="lightning_megatron", widens_norms=True)
+OURS = FrameworkProfile(name="lightning_megatron")
 
 MEGATRON = FrameworkProfile(
     name="Megatron Core",

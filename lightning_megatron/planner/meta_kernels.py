@@ -1,8 +1,9 @@
-"""What devices do for torch's products and meta tensors do not: autocast, fused attention, grouped products.
+"""What devices do and meta tensors do not: autocast of products, fused attention, grouped products, fused norms.
 
-torch's autocast passes meta tensors by, its `scaled_dot_product_attention` materialises their scores, and its grouped
-product takes bfloat16 alone. A library adds the rest, for meta tensors alone and as long as it is there. A mode for
-functions of torch would not do: it is off within backwards, where layers are computed once more.
+torch's autocast passes meta tensors by, its `scaled_dot_product_attention` materialises scores, its RMS norm takes
+several operations, and its grouped product takes bfloat16 alone. A library adds the rest, for meta tensors alone and as
+long as it is there. A mode for functions of torch would not do: it is off within backwards, where layers are computed
+once more.
 """
 
 from collections.abc import Callable
@@ -72,10 +73,17 @@ def _attention(
     return output
 
 
+def _rms_normed(x: Tensor, shape: list[int], weight: Tensor | None, eps: float | None) -> tuple[Tensor, Tensor]:
+    # A layer norm's kernel reads and writes as much, besides a mean.
+    normed, _, rstd = torch.native_layer_norm(x, shape, weight, None, eps or 0.0)
+    return normed, rstd
+
+
 KERNELS = torch.library.Library("aten", "IMPL")
 for _name in ("linear", "matmul", "conv1d", "conv2d", "conv3d"):
     KERNELS.impl(_name, partial(_composed, getattr(_ATEN, _name).default), "AutogradMeta")
 KERNELS.impl("addmm", partial(_added, torch.mm), "AutogradMeta")
 KERNELS.impl("baddbmm", partial(_added, torch.bmm), "AutogradMeta")
 KERNELS.impl("scaled_dot_product_attention", _attention, "AutogradMeta")
+KERNELS.impl("_fused_rms_norm", _rms_normed, "AutogradMeta")
 KERNELS.impl(GROUPED_PRODUCT, grouped_shape, "Meta", allow_override=True)

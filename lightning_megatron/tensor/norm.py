@@ -1,17 +1,22 @@
 """Layer norm and RMS norm over the hidden dim, on activations that may be cut over `sp`.
 
 The parameters are replicated over `tp`; under sequence parallelism each rank sees its T/sp tokens alone, so
-their gradients are partial sums. torch's kernels work in float32 on half inputs and round the result once; they want
-input and parameters in one dtype, the wider of the two. Dims: H hidden.
+their gradients are partial sums. Half inputs are normed in float32, in which the parameters are held, and the result is
+rounded once. For the backward the input is saved as it is given, and not the wider copy of it. Dims: H hidden.
 Source: Ba et al., arXiv 1607.06450; Zhang and Sennrich, arXiv 1910.07467.
 """
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from lightning_megatron.mesh import Axis
 from lightning_megatron.sharding import Initial, shard_parameter
+
+_ATEN = torch.ops.aten
 
 
 class LayerNorm(nn.Module):
@@ -24,9 +29,11 @@ class LayerNorm(nn.Module):
         self.bias = shard_parameter((hidden_size,), initial=Initial(), replicas=(tp,), partial=sp)
 
     def forward(self, x: Tensor) -> Tensor:
-        dtype = torch.promote_types(x.dtype, self.weight.dtype)
-        weight, bias = self.weight.to(dtype), self.bias.to(dtype)
-        return F.layer_norm(x.to(dtype), weight.shape, weight, bias, self.eps).to(x.dtype)
+        if x.dtype == self.weight.dtype:
+            # Torch saves the same, with less time on the host.
+            return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+        y: Tensor = _LayerNorm.apply(x, self.weight, self.bias, self.eps)
+        return y
 
 
 class RMSNorm(nn.Module):
@@ -38,9 +45,71 @@ class RMSNorm(nn.Module):
         self.weight = shard_parameter((hidden_size,), initial=Initial(mean=1.0), replicas=(tp,), partial=sp)
 
     def forward(self, x: Tensor) -> Tensor:
-        dtype = torch.promote_types(x.dtype, self.weight.dtype)
-        wide, weight = x.to(dtype), self.weight.to(dtype)
-        if x.is_meta:
-            # A GPU runs one kernel that saves its input alone, as the layer norm kernel does here (and a mean).
-            return F.layer_norm(wide, weight.shape, weight, None, self.eps).to(x.dtype)
-        return F.rms_norm(wide, weight.shape, weight, self.eps).to(x.dtype)
+        y: Tensor = _RMSNorm.apply(x, self.weight, self.eps)
+        return y
+
+
+class _LayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        wide = torch.promote_types(x.dtype, weight.dtype)
+        y, mean, rstd = torch.native_layer_norm(x.to(wide), weight.shape, weight.to(wide), bias.to(wide), eps)
+        ctx.save_for_backward(x, mean, rstd, weight, bias)
+        return y.to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, mean, rstd, weight, bias = ctx.saved_tensors
+        wide = torch.promote_types(x.dtype, weight.dtype)
+        grad_x, grad_weight, grad_bias = _ATEN.native_layer_norm_backward(
+            grad.to(wide),
+            x.to(wide),
+            weight.shape,
+            mean,
+            rstd,
+            weight.to(wide),
+            bias.to(wide),
+            ctx.needs_input_grad[:3],
+        )
+        return _to(grad_x, x), _to(grad_weight, weight), _to(grad_bias, bias), None
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = torch.promote_types(x.dtype, weight.dtype)
+        y, rstd = _ATEN._fused_rms_norm(x.to(wide), weight.shape, weight.to(wide), eps)
+        ctx.save_for_backward(x, rstd, weight)
+        rounded: Tensor = y.to(x.dtype)
+        return rounded
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, rstd, weight = ctx.saved_tensors
+        wide = torch.promote_types(x.dtype, weight.dtype)
+        # Torch has no such kernel on a CPU.
+        gradients = _rms_gradients if x.device.type == "cpu" else _ATEN._fused_rms_norm_backward
+        grad_x, grad_weight = gradients(
+            grad.to(wide), x.to(wide), weight.shape, rstd, weight.to(wide), ctx.needs_input_grad[:2]
+        )
+        return _to(grad_x, x), _to(grad_weight, weight), None
+
+
+def _rms_gradients(
+    grad: Tensor, x: Tensor, shape: torch.Size, rstd: Tensor, weight: Tensor, needed: tuple[bool, bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of the input [..., H] and of the weight [H] of an RMS norm y = weight x rstd."""
+    normed = x * rstd
+    grad_weight = (grad * normed).flatten(0, -2).sum(0) if needed[1] else None
+    if not needed[0]:
+        return None, grad_weight
+    grad_normed = grad * weight
+    inner = (grad_normed * normed).mean(-1, keepdim=True)
+    return grad_normed.addcmul_(normed, inner, value=-1).mul_(rstd), grad_weight
+
+
+def _to(gradient: Tensor | None, of: Tensor) -> Tensor | None:
+    """The gradient of a tensor, in its dtype."""
+    return None if gradient is None else gradient.to(of.dtype)

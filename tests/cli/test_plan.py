@@ -43,7 +43,7 @@ def record(capsys: pytest.CaptureFixture[str], *args: str) -> Any:
 
 
 # Layers that its stages do not divide, of a batch so small that there are few layouts.
-UNEVEN = ("llama3_8b", "--gpu", "h100", "--num-gpus", "6", "--global-batch-size", "6")
+UNEVEN = ("llama3_8b", "--gpu", "h100", "--num-gpus", "6", "--global-batch-size", "6", "--memory-gb", "72")
 
 
 def test_a_search_shows_what_fits_best_first_and_explains_the_best(capsys: pytest.CaptureFixture[str]) -> None:

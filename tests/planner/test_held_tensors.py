@@ -101,8 +101,5 @@ def test_what_a_module_keeps_for_nothing_is_found(monkeypatch: pytest.MonkeyPatc
 
 
 def test_what_torch_makes_in_its_backwards_has_no_line() -> None:
-    run = run_of(
-        sizes=Sizes(world=1), global_batch_size=16, micro_batch_size=16, recompute=RecomputeConfig(granularity="full")
-    )
-    found = [one for one in held_tensors(run, 0) if one.kind == OTHERS]
+    found = [one for one in held_tensors(RUNS["accumulated"], 0) if one.kind == OTHERS]
     assert all(one.line for one in found) and any(one.line == IN_BACKWARD for one in found)

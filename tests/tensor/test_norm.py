@@ -97,3 +97,49 @@ def test_a_wide_input_is_not_rounded_to_the_dtype_of_the_parameters(kind: Any) -
     norm = F.layer_norm(x, (H,), eps=EPS) if kind is LayerNorm else F.rms_norm(x, (H,), eps=EPS)
     assert_close(layer(x), norm, rtol=0, atol=1e-6)
     assert distance(norm.bfloat16().float(), norm) > 1e-4
+
+
+@pytest.mark.parametrize("kind", [LayerNorm, RMSNorm])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_norm_saves_its_input_as_it_is_given(kind: Any, dtype: torch.dtype) -> None:
+    mesh = Mesh.single()
+    layer = kind(H, eps=EPS, tp=mesh.tp, sp=mesh.axis("sp"))
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter)
+    x = torch.randn(T, H, dtype=dtype, requires_grad=True)
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: saved.append(one) or one, lambda one: one):
+        out = layer(x)
+    assert {one.dtype for one in saved if one.numel() == x.numel()} == {dtype}
+    # The gradients are those of the norm in float32, rounded once.
+    out_grad = torch.randn(T, H).to(dtype)
+    out.backward(out_grad)
+    exact = x.detach().double().requires_grad_()
+    names = {name: one.detach().double().requires_grad_() for name, one in layer.named_parameters()}
+    plain_norm(kind, exact, names["weight"], names.get("bias", torch.zeros(H))).backward(out_grad.double())
+    assert x.grad is not None and x.grad.dtype == dtype
+    assert_close(x.grad.double(), gradient(exact), rtol=2**-8 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
+    for name, parameter in layer.named_parameters():
+        assert gradient(parameter).dtype == torch.float32
+        assert_close(gradient(parameter).double(), gradient(names[name]), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [LayerNorm, RMSNorm])
+@pytest.mark.parametrize("frozen", ["input", "parameters"])
+def test_gradients_that_nobody_needs_are_not_computed(kind: Any, frozen: str) -> None:
+    mesh = Mesh.single()
+    layer = kind(H, eps=EPS, tp=mesh.tp, sp=mesh.axis("sp")).double()
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter)
+    x = torch.randn(T, H, dtype=torch.float64, requires_grad=True)
+    layer(x).square().sum().backward()
+    expected = {name: gradient(one).clone() for name, one in [("x", x), *layer.named_parameters()]}
+    layer.zero_grad()
+    x.grad = None
+    (layer if frozen == "parameters" else x).requires_grad_(False)
+    layer(x).square().sum().backward()
+    for name, one in [("x", x), *layer.named_parameters()]:
+        if (name == "x") == (frozen == "input"):
+            assert one.grad is None
+        else:
+            assert_close(gradient(one), expected[name], rtol=0, atol=0)
