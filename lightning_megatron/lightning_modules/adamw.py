@@ -1,4 +1,4 @@
-"""AdamW with the usual curve of a pre-training run: linear warm-up, then half a cosine down.
+"""AdamW with the usual curves of a pre-training run: linear warm-up, then half a cosine or another curve down.
 
 What `configure_optimizers` of the ready modules returns. Weight decay acts on matrices alone: not on biases, not on
 the weights of norms.
@@ -11,10 +11,10 @@ from typing import Any
 import lightning as L
 from torch import nn
 from torch.optim import AdamW
-from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_megatron.config_dataclass import config_dataclass
-from lightning_megatron.optim.rates import WarmupCosine
+from lightning_megatron.optim.param_scheduler import ParamScheduler
+from lightning_megatron.optim.rates import DecayStyle, IncrStyle, RateCurve, WeightDecayRamp, WsdDecayStyle
 from lightning_megatron.trainer.config import ConfigurationError
 
 
@@ -25,27 +25,49 @@ class AdamWConfig:
     lr: float = 3e-4
     """Learning rate at the peak."""
     weight_decay: float = 0.1
-    """Weight decay of matrices; biases and norms have none."""
+    """Weight decay of matrices; biases and norms have none. Where it rises, that of the first step."""
+    weight_decay_incr_style: IncrStyle = "constant"
+    """Curve on which the weight decay rises until the end of the run."""
+    end_weight_decay: float = 0.0
+    """Weight decay at the end of the run, where it rises."""
     betas: tuple[float, float] = (0.9, 0.95)
     """Decay of the running means of the gradient and of its square, per step."""
     epsilon: float = 1e-8
     """Term added to the denominator, the root of the mean square."""
     warmup_steps: int = 0
-    """Optimizer steps of linear rise to the peak, the first at 1/warmup_steps of it."""
+    """Optimizer steps of linear rise to the peak, of which the first has the initial fraction of it."""
+    initial_fraction: float = 0.0
+    """Fraction of the peak rate in the first step of the warm-up: at 0 that step changes no weight, as in Megatron."""
+    decay_style: DecayStyle = "cosine"
+    """Curve of the rate after the warm-up. WSD: constant, and down in the last wsd_decay_steps."""
+    wsd_decay_style: WsdDecayStyle = "exponential"
+    """Curve of the last steps of a WSD."""
+    wsd_decay_steps: int = 0
+    """Number of the last steps of a WSD, in which the rate goes down."""
     minimum_fraction: float = 0.1
-    """Fraction of the peak rate that is left at the end."""
+    """Fraction of the peak rate that is left at the end; a constant curve keeps all of it."""
     total_steps: int = 0
     """Optimizer steps until the end of the curve; 0: as many as the Trainer will run."""
 
     def __post_init__(self) -> None:
         faults = [
             f"{name} ({value}) must be at least 0, and finite"
-            for name, value in (("lr", self.lr), ("weight_decay", self.weight_decay), ("total_steps", self.total_steps))
+            for name, value in (
+                ("lr", self.lr),
+                ("weight_decay", self.weight_decay),
+                ("end_weight_decay", self.end_weight_decay),
+                ("total_steps", self.total_steps),
+            )
             if not 0 <= value < math.inf
         ]
         faults += [f"betas ({beta}) must be at least 0 and below 1" for beta in self.betas if not 0 <= beta < 1]
         if not 0 < self.epsilon < math.inf:
             faults.append(f"epsilon ({self.epsilon}) must be above 0, and finite")
+        if self.weight_decay_incr_style == "constant" and self.end_weight_decay:
+            faults.append(
+                f"end_weight_decay ({self.end_weight_decay}) has no effect where weight_decay_incr_style is constant; "
+                "set that to linear or cosine, or leave it out"
+            )
         if faults:
             raise ValueError("\n".join(faults))
 
@@ -56,20 +78,37 @@ def adamw_with_warmup(module: L.LightningModule, config: AdamWConfig) -> dict[st
     Raises ConfigurationError where the curve does not fit the steps of the run.
     """
     optimizer = AdamW(
-        _groups(module.named_parameters(), config.weight_decay), lr=config.lr, betas=config.betas, eps=config.epsilon
+        _groups(module.named_parameters(), max(config.weight_decay, config.end_weight_decay)),
+        lr=config.lr,
+        betas=config.betas,
+        eps=config.epsilon,
     )
     total_steps = config.total_steps or module.trainer.estimated_stepping_batches
     if math.isinf(total_steps):
         raise ConfigurationError("training has no end, and its learning rate no curve; give max_steps or total_steps")
     try:
-        curve = WarmupCosine(
-            warmup_steps=config.warmup_steps, total_steps=int(total_steps), minimum=config.minimum_fraction
-        )
+        rate, ramp = _curves(config, int(total_steps))
     except ValueError as error:
         raise ConfigurationError(str(error)) from error
-    # A function, because LambdaLR saves the fields of an object and, on resuming, overwrites the configured ones.
-    scheduler = LambdaLR(optimizer, lambda step: curve(step))
+    scheduler = ParamScheduler(optimizer, rate, ramp)
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def _curves(config: AdamWConfig, total_steps: int) -> tuple[RateCurve, WeightDecayRamp | None]:
+    """The curves of the learning rate and, where it rises, of the weight decay."""
+    rate = RateCurve(
+        total_steps=total_steps,
+        warmup_steps=config.warmup_steps,
+        initial=config.initial_fraction,
+        minimum=config.minimum_fraction,
+        decay_style=config.decay_style,
+        wsd_decay_style=config.wsd_decay_style,
+        wsd_decay_steps=config.wsd_decay_steps,
+    )
+    if config.weight_decay_incr_style == "constant":
+        return rate, None
+    start, end = config.weight_decay, config.end_weight_decay
+    return rate, WeightDecayRamp(start=start, end=end, total_steps=total_steps, style=config.weight_decay_incr_style)
 
 
 def _groups(named: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> list[dict[str, Any]]:

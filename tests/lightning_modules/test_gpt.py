@@ -200,16 +200,44 @@ def test_the_rate_rises_over_the_warm_up_and_falls_to_its_minimum_at_the_end() -
         rates.append(made["optimizer"].param_groups[0]["lr"])
         made["optimizer"].step()
         made["lr_scheduler"]["scheduler"].step()
-    assert rates[:5] == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0])
+    assert rates[:5] == pytest.approx([0.0, 0.25, 0.5, 0.75, 1.0])
     assert rates[4] > rates[7] > rates[9] > 0.2
     assert rates[10:] == pytest.approx([0.2, 0.2])
+
+
+def test_the_curve_of_megatron_and_a_rising_weight_decay_are_settings() -> None:
+    settings = AdamWConfig(
+        lr=1.0,
+        warmup_steps=2,
+        initial_fraction=0.5,
+        decay_style="WSD",
+        wsd_decay_style="linear",
+        wsd_decay_steps=4,
+        minimum_fraction=0.2,
+        weight_decay=0.0,
+        weight_decay_incr_style="linear",
+        end_weight_decay=0.1,
+    )
+    made = optimizer_of(GPTModule(config(), settings), max_steps=10)
+    rates, decays = [], []
+    for _ in range(11):
+        matrices, others = made["optimizer"].param_groups
+        rates.append(matrices["lr"])
+        decays.append(matrices["weight_decay"])
+        assert others["weight_decay"] == 0.0 and others["lr"] == matrices["lr"]
+        made["optimizer"].step()
+        made["lr_scheduler"]["scheduler"].step()
+    assert rates == pytest.approx([0.5, 0.75, 1, 1, 1, 1, 1, 0.8, 0.6, 0.4, 0.2])
+    assert decays == pytest.approx([0.01 * step for step in range(11)])
 
 
 def test_a_resumed_curve_is_the_one_now_configured() -> None:
     short = optimizer_of(gpt(), max_steps=5)["lr_scheduler"]["scheduler"]
     longer = optimizer_of(gpt(), max_steps=50)["lr_scheduler"]["scheduler"]
     longer.load_state_dict(short.state_dict())
-    assert longer.lr_lambdas[0](5) > 0.9
+    longer.optimizer.step()
+    longer.step()
+    assert longer.get_last_lr()[0] > 0.9 * 3e-4
 
 
 def test_a_warm_up_that_outlasts_the_run_is_refused() -> None:
@@ -227,6 +255,7 @@ def test_a_run_without_an_end_is_refused() -> None:
     [
         (lambda: AdamWConfig(lr=-1.0, betas=(0.9, 1.0)), r"lr \(-1.0\).*\n.*betas \(1.0\)"),
         (lambda: AdamWConfig(epsilon=0.0), "epsilon"),
+        (lambda: AdamWConfig(end_weight_decay=0.2), r"end_weight_decay \(0.2\) has no effect"),
         (lambda: GenerationConfig(temperature=-1.0), "temperature"),
     ],
 )
