@@ -39,6 +39,19 @@ class Initial:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Fused:
+    """Matrices that lie between each other in the rows of one weight.
+
+    Along `dim` of the rows, which have this `shape`, lie `sizes` of each: gate and up are (2, F), dim 0 and sizes
+    (1, 1); queries, keys and values of G groups with R heads each are (G, R + 2, D), dim 1 and sizes (R, 1, 1).
+    """
+
+    shape: tuple[int, ...]
+    dim: int
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Shard:
     """The shape of a parameter in the unsplit model, and the slice of it that this rank holds."""
 
@@ -62,6 +75,8 @@ class Shard:
     """Data-parallel axis: its ranks hold the same slice and see other samples. None: dp+cp (experts have edp)."""
     initial: Initial = Initial()
     """Initial distribution of the parameter."""
+    fused: Fused | None = None
+    """Matrices that the unsplit parameter consists of, where it is not one."""
 
     @property
     def boxes(self) -> list[Box]:
@@ -167,6 +182,7 @@ def shard_parameter(
     partial: Axis | None = None,
     data: Axis | None = None,
     leading: Axis | None = None,
+    fused: Fused | None = None,
 ) -> nn.Parameter:
     """An unfilled parameter of this rank's slice that carries its `Shard`; `initialise` fills it.
 
@@ -197,6 +213,7 @@ def shard_parameter(
         data=data,
         leading=leading,
         initial=initial,
+        fused=fused,
     )
     return parameter
 

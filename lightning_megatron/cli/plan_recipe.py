@@ -183,7 +183,7 @@ def _request(
         has_layout=arguments is not None,
         faults=tuple(fault for fault in rule_faults(cut) if fault not in sizes.faults()),
         notes=(*notes, *([ONE_A_ROW] if is_packed else [])),
-        unplanned=_unplanned(pipeline, settings["kernels"]),
+        unplanned=_unplanned(pipeline, settings["kernels"]) | _unplanned_optimizer(config),
         dynamic=settings["dynamic_context"],
         plan=settings["plan"],
         cut=cut,
@@ -386,6 +386,15 @@ def _is_packed(config: Namespace) -> bool:
     """Whether rows hold documents that do not attend to each other."""
     data = config.get("data") or Namespace()
     return data.get("packing") == "documents" or bool(data.get("separates_documents"))
+
+
+def _unplanned_optimizer(config: Namespace) -> dict[str, str]:
+    """An optimizer of the module that is planned as AdamW, and what it does."""
+    optimizer = (config.get("model") or Namespace()).get("optimizer") or Namespace()
+    name = optimizer.get("matrix_optimizer", "adamw")
+    if name == "adamw":
+        return {}
+    return {f"model.optimizer matrix_optimizer ({name!r})": "holds one moment of a matrix and not two"}
 
 
 def _unplanned(pipeline: PipelineConfig, kernels: KernelConfig) -> dict[str, str]:

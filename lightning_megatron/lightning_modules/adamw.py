@@ -6,13 +6,14 @@ the weights of norms.
 
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 import lightning as L
 from torch import nn
-from torch.optim import AdamW
+from torch.optim import AdamW, Optimizer
 
 from lightning_megatron.config_dataclass import config_dataclass
+from lightning_megatron.optim.muon import Muon, muon_groups
 from lightning_megatron.optim.param_scheduler import ParamScheduler
 from lightning_megatron.optim.rates import DecayStyle, IncrStyle, RateCurve, WeightDecayRamp, WsdDecayStyle
 from lightning_megatron.trainer.config import ConfigurationError
@@ -20,7 +21,8 @@ from lightning_megatron.trainer.config import ConfigurationError
 
 @config_dataclass
 class AdamWConfig:
-    """AdamW and its learning-rate curve. Source of the defaults: Brown et al., arXiv 2005.14165, appendix B."""
+    """AdamW, or Muon beside it, and its learning-rate curve. Source of the defaults: Brown et al., arXiv 2005.14165,
+    appendix B."""
 
     lr: float = 3e-4
     """Learning rate at the peak."""
@@ -34,6 +36,11 @@ class AdamWConfig:
     """Decay of the running means of the gradient and of its square, per step."""
     epsilon: float = 1e-8
     """Term added to the denominator, the root of the mean square."""
+    matrix_optimizer: Literal["adamw", "muon"] = "adamw"
+    """Optimizer of the matrices of layers. muon: Muon, whose steps are as large as AdamW's, by the same rate and weight
+    decay; embeddings, output heads and all else have AdamW."""
+    muon_momentum: float = 0.95
+    """Decay of Muon's running mean of the gradient, per step."""
     warmup_steps: int = 0
     """Optimizer steps of linear rise to the peak, of which the first has the initial fraction of it."""
     initial_fraction: float = 0.0
@@ -61,6 +68,8 @@ class AdamWConfig:
             if not 0 <= value < math.inf
         ]
         faults += [f"betas ({beta}) must be at least 0 and below 1" for beta in self.betas if not 0 <= beta < 1]
+        if not 0 <= self.muon_momentum < 1:
+            faults.append(f"muon_momentum ({self.muon_momentum}) must be at least 0 and below 1")
         if not 0 < self.epsilon < math.inf:
             faults.append(f"epsilon ({self.epsilon}) must be above 0, and finite")
         if self.weight_decay_incr_style == "constant" and self.end_weight_decay:
@@ -73,16 +82,11 @@ class AdamWConfig:
 
 
 def adamw_with_warmup(module: L.LightningModule, config: AdamWConfig) -> dict[str, Any]:
-    """The return value of `configure_optimizers`: AdamW, and its learning-rate curve stepped once per optimizer step.
+    """The return value of `configure_optimizers`: AdamW or Muon, and its curves stepped once per optimizer step.
 
     Raises ConfigurationError where the curve does not fit the steps of the run.
     """
-    optimizer = AdamW(
-        _groups(module.named_parameters(), max(config.weight_decay, config.end_weight_decay)),
-        lr=config.lr,
-        betas=config.betas,
-        eps=config.epsilon,
-    )
+    optimizer = _optimizer(module, config)
     total_steps = config.total_steps or module.trainer.estimated_stepping_batches
     if math.isinf(total_steps):
         raise ConfigurationError("training has no end, and its learning rate no curve; give max_steps or total_steps")
@@ -111,12 +115,26 @@ def _curves(config: AdamWConfig, total_steps: int) -> tuple[RateCurve, WeightDec
     return rate, WeightDecayRamp(start=start, end=end, total_steps=total_steps, style=config.weight_decay_incr_style)
 
 
+def _optimizer(module: L.LightningModule, config: AdamWConfig) -> Optimizer:
+    named, weight_decay = module.named_parameters(), max(config.weight_decay, config.end_weight_decay)
+    if config.matrix_optimizer == "adamw":
+        return AdamW(_groups(named, weight_decay), lr=config.lr, betas=config.betas, eps=config.epsilon)
+    return Muon(
+        muon_groups(named, weight_decay=weight_decay),
+        lr=config.lr,
+        momentum=config.muon_momentum,
+        adjust_lr_fn="match_rms_adamw",
+        betas=config.betas,
+        adamw_eps=config.epsilon,
+    )
+
+
 def _groups(named: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> list[dict[str, Any]]:
     """Two parameter groups on every rank, even where a stage has no parameter for one of them."""
     decayed: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
     for name, parameter in named:
-        # Biases of fused linears have several dims, so the number of dims alone is not enough.
-        is_matrix = parameter.dim() > 1 and name.rpartition(".")[2] != "bias"
+        # Biases of fused linears and of experts have several dims, so the number of dims alone is not enough.
+        is_matrix = parameter.dim() > 1 and not name.endswith("bias")
         (decayed if is_matrix else others).append(parameter)
     return [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]

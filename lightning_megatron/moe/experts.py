@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from lightning_megatron.mesh import Axis, Mesh
 from lightning_megatron.moe.grouped_gemm import GROUPED_GEMM, ExpertGemm, ExpertGroups, GroupedBias, grouped_linear
 from lightning_megatron.moe.weighted_activation import weighted_activation
-from lightning_megatron.sharding import Initial, shard_parameter
+from lightning_megatron.sharding import Fused, Initial, shard_parameter
 from lightning_megatron.tensor.activation import GATED, Activation
 from lightning_megatron.tensor.weight_gradients import WeightGradientLayer
 
@@ -79,8 +79,9 @@ class Experts(WeightGradientLayer):
         # The configured GEMM, and the GEMM of each matrix, which float8 replaces.
         self.gemm = self.up_gemm = self.down_gemm = gemm
         width = (2, ffn_hidden_size) if activation in GATED else (ffn_hidden_size,)
+        fused = Fused(shape=width, dim=0, sizes=(1, 1)) if activation in GATED else None
         self.up = shard_parameter(
-            (num_experts, *width, hidden_size), initial=initial, dim=-2, axis=etp, leading=ep, data=edp
+            (num_experts, *width, hidden_size), initial=initial, dim=-2, axis=etp, leading=ep, data=edp, fused=fused
         )
         self.down = shard_parameter(
             (num_experts, hidden_size, ffn_hidden_size), initial=output_initial, dim=-1, axis=etp, leading=ep, data=edp

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_megatron.mesh import Axis
 from lightning_megatron.precision.autocast import autocast
-from lightning_megatron.sharding import Initial, shard_parameter
+from lightning_megatron.sharding import Fused, Initial, shard_parameter
 from lightning_megatron.tensor.activation import GATED, Activation, activate
 from lightning_megatron.tensor.linear import ColumnParallelLinear, RowParallelLinear, TokenKeys
 
@@ -45,6 +45,7 @@ class SharedExpert(nn.Module):
             bias=has_bias,
             initial=initial,
             cut=1 if is_gated else 0,
+            fused=Fused(shape=(2, ffn_hidden_size), dim=0, sizes=(1, 1)) if is_gated else None,
         )
         self.down = RowParallelLinear(ffn_hidden_size, hidden_size, tp=tp, sp=sp, bias=has_bias, initial=output_initial)
         # Replicated over tp; under sequence parallelism each rank sees its own tokens.

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from lightning_megatron.comm import collectives
 from lightning_megatron.optim.bucket import Bucket
 from lightning_megatron.optim.gradients import Gradients, ParamShard
+from lightning_megatron.sharding import ShardedParameter
 
 
 class MasterWeights:
@@ -73,7 +74,11 @@ class MasterWeights:
             if dtype != own_dtype and part.untyped_storage().nbytes() > part.numel() * part.element_size():
                 # A copy, so that the full float32 parameter can be freed, or the bucket of an earlier fit.
                 part = part.clone()
-            yield ParamShard(param, nn.Parameter(part), own)
+            tensor = ShardedParameter(part)
+            if is_full:
+                # Optimizers that read whole matrices put them together by it.
+                tensor.shard = param.shard
+            yield ParamShard(param, tensor, own)
 
     def lowered_names(self) -> set[str]:
         """Names of this rank's parameters whose master weights, on whatever rank, have a wider dtype."""

@@ -6,6 +6,7 @@ is elementwise; a full weight only by one that reads no other weight.
 
 from typing import Literal
 
+import torch
 from torch.optim import (
     ASGD,
     LBFGS,
@@ -16,7 +17,6 @@ from torch.optim import (
     Adam,
     Adamax,
     AdamW,
-    Muon,
     NAdam,
     Optimizer,
     RAdam,
@@ -26,11 +26,14 @@ from torch.optim import (
 )
 
 from lightning_megatron.optim.config import DeclaredScope
+from lightning_megatron.optim.muon import Muon
 
-UpdateScope = Literal["elementwise", "parameter", "model", "unknown"]
+UpdateScope = Literal["elementwise", "sharded parameter", "parameter", "model", "unknown"]
+"""Elementwise; a full parameter, of which the optimizer itself puts the shards together, or which it must be given; the
+full model; not known."""
 
 _ELEMENTWISE = (ASGD, SGD, Adadelta, Adagrad, Adam, AdamW, Adamax, NAdam, RAdam, RMSprop, Rprop, SparseAdam)
-_BY_PARAMETER = (Adafactor, Muon)
+_BY_PARAMETER = (Adafactor, torch.optim.Muon)
 
 
 def update_scope_of(optimizer: Optimizer, declared: DeclaredScope) -> UpdateScope:
@@ -40,6 +43,8 @@ def update_scope_of(optimizer: Optimizer, declared: DeclaredScope) -> UpdateScop
     """
     if type(optimizer) in _ELEMENTWISE:
         return "elementwise"
+    if type(optimizer) is Muon:
+        return "sharded parameter"
     if isinstance(optimizer, _BY_PARAMETER):
         return "parameter"
     if isinstance(optimizer, LBFGS):

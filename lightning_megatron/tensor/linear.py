@@ -40,7 +40,7 @@ from lightning_megatron.mesh import Axis
 from lightning_megatron.precision.autocast import autocast_dtype
 from lightning_megatron.precision.cast import Operand
 from lightning_megatron.precision.gemm import Gemm
-from lightning_megatron.sharding import Initial, shard_parameter
+from lightning_megatron.sharding import Fused, Initial, shard_parameter
 from lightning_megatron.tensor.gemm import TORCH_GEMM
 from lightning_megatron.tensor.weight_gradients import WeightGradientLayer, WeightGradientMode, WeightGradients
 
@@ -107,11 +107,12 @@ class ColumnParallelLinear(ParallelLinear):
         bias: bool,
         initial: Initial,
         cut: int = 0,
+        fused: Fused | None = None,
     ) -> None:
         super().__init__(tp, sp, input_axis=sp, gradient_axis=tp)
         shape = (out_shape,) if isinstance(out_shape, int) else out_shape
         dim = cut % len(shape)
-        self.weight = shard_parameter((*shape, in_features), initial=initial, dim=dim, axis=tp)
+        self.weight = shard_parameter((*shape, in_features), initial=initial, dim=dim, axis=tp, fused=fused)
         self.bias = shard_parameter(shape, initial=Initial(), dim=dim, axis=tp) if bias else None
 
     def forward(self, x_TI: Tensor, tokens: TokenKeys | None = None) -> Tensor:

@@ -22,7 +22,7 @@ from lightning_megatron.context.attention import AttentionHandles, attend
 from lightning_megatron.context.attention_step import RelativePositionBias
 from lightning_megatron.context.context_layout import MaskSpec
 from lightning_megatron.mesh import Axis
-from lightning_megatron.sharding import Initial
+from lightning_megatron.sharding import Fused, Initial
 from lightning_megatron.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.tensor.norm import RMSNorm
 from lightning_megatron.transformer.config import TransformerConfig
@@ -83,6 +83,11 @@ def local_heads(config: TransformerConfig, tp: Axis) -> Heads:
         first_query=first_query,
         num_queries=num_queries,
     )
+
+
+def fused_heads(config: TransformerConfig, sizes: tuple[int, ...]) -> Fused:
+    """The projections that lie side by side in each group of heads, of so many heads each."""
+    return Fused(shape=(config.num_query_groups, sum(sizes), config.head_dim), dim=1, sizes=sizes)
 
 
 class _SplitHeads(torch.autograd.Function):
@@ -173,6 +178,7 @@ class SelfAttention(RecomputeLayer):
             sp=sp,
             bias=config.has_qkv_bias,
             initial=Initial(std=config.init_std),
+            fused=fused_heads(config, (config.heads_per_group, 1, 1)),
         )
         self.has_qk_norm = config.qk_norm
         if config.qk_norm:

@@ -20,7 +20,7 @@ from lightning_megatron.handles import handle_of
 from lightning_megatron.mesh import Axis
 from lightning_megatron.sharding import Initial
 from lightning_megatron.tensor.linear import ColumnParallelLinear, RowParallelLinear
-from lightning_megatron.transformer.attention import BIDIRECTIONAL, local_heads
+from lightning_megatron.transformer.attention import BIDIRECTIONAL, fused_heads, local_heads
 from lightning_megatron.transformer.config import TransformerConfig
 from lightning_megatron.transformer.dropout import AttentionDropout
 from lightning_megatron.transformer.tokens import Tokens
@@ -82,7 +82,13 @@ class CrossAttention(nn.Module):
         self.scale = 1.0 / math.sqrt(config.head_dim) if config.scales_scores else 1.0
         features, initial = config.num_attention_heads * config.head_dim, Initial(std=config.init_std)
         self.query = ColumnParallelLinear(
-            config.hidden_size, features, tp=tp, sp=sp, bias=config.has_qkv_bias, initial=initial
+            config.hidden_size,
+            features,
+            tp=tp,
+            sp=sp,
+            bias=config.has_qkv_bias,
+            initial=initial,
+            fused=fused_heads(config, (config.heads_per_group,)),
         )
         self.key_value = ColumnParallelLinear(
             config.hidden_size,
@@ -91,6 +97,7 @@ class CrossAttention(nn.Module):
             sp=sp,
             bias=config.has_qkv_bias,
             initial=initial,
+            fused=fused_heads(config, (1, 1)),
         )
         self.dropout = AttentionDropout(config.attention_dropout, name, first_head=tp.rank * self.heads.num_heads)
         self.projection = RowParallelLinear(

@@ -6,7 +6,7 @@ Gate and up of a gated one are one weight [2, F, H] cut along F, so that a rank'
 from torch import Tensor
 
 from lightning_megatron.mesh import Axis
-from lightning_megatron.sharding import Initial
+from lightning_megatron.sharding import Fused, Initial
 from lightning_megatron.tensor.activation import activate
 from lightning_megatron.tensor.linear import ColumnParallelLinear, RowParallelLinear, TokenKeys
 from lightning_megatron.transformer.config import TransformerConfig
@@ -31,6 +31,7 @@ class MLP(RecomputeLayer):
             bias=config.add_bias_linear,
             initial=Initial(std=config.init_std),
             cut=1 if config.is_gated else 0,
+            fused=Fused(shape=(2, width), dim=0, sizes=(1, 1)) if config.is_gated else None,
         )
         self.dropout = ShardedDropout(config.ffn_dropout, name, first_column=tp.rank * (width // tp.size))
         self.down = RowParallelLinear(

@@ -114,7 +114,8 @@ def described(layout: Layout) -> str:
         (layout.clip is not None, f"clip {layout.clip}"),
         (layout.distributed, "distributed optimizer"),
         (layout.overlap, "overlap"),
-        (layout.rule != "sgd", "AdamW"),
+        (layout.rule.startswith("adamw"), "AdamW"),
+        (layout.rule == "muon", "Muon"),
         (layout.recompute.granularity == "full", "recomputation of layers"),
         (layout.recompute.granularity == "selective", f"recomputation of {', '.join(layout.recompute.parts)}"),
     ]

@@ -245,7 +245,7 @@ class Layout:
     """The optimizer."""
     overlap: bool = False
     """Of gradient sums with backward, and of weights with forward where the optimizer is distributed."""
-    rule: Literal["sgd", "adamw", "adamw, 16 bits"] = "sgd"
+    rule: Literal["sgd", "adamw", "adamw, 16 bits", "muon"] = "sgd"
     recompute: RecomputeConfig = _NOTHING
     cp: int = 1
     ep: int = 1
@@ -353,6 +353,17 @@ LAYOUTS = {
         world=4, pp=2, vp=2, microbatches=4, schedule="zb_v", distributed=True, overlap=True
     ),
     "ZeRO dp2 accumulate 2": Layout(world=2, microbatches=2, accumulate=2, distributed=True, overlap=True),
+    "Muon": Layout(world=1, rule="muon"),
+    "Muon tp2": Layout(world=2, tp=2, rule="muon"),
+    "Muon pp2 vp2": Layout(world=2, pp=2, vp=2, microbatches=3, rule="muon"),
+    "Muon cp2 dp2 clip 0.05": Layout(world=4, cp=2, rule="muon", clip=0.05),
+    "Muon ZeRO dp2 tp2+sp overlap": Layout(
+        world=4, tp=2, sp=True, microbatches=2, distributed=True, overlap=True, rule="muon"
+    ),
+    "Muon ZeRO dp2 ZB-H1 pp2": Layout(
+        world=4, pp=2, microbatches=3, schedule="zb_h1", distributed=True, overlap=True, rule="muon"
+    ),
+    "Muon tp4 accumulate 2": Layout(world=4, tp=4, accumulate=2, rule="muon"),
     "cp2": Layout(world=2, cp=2),
     "cp2 all-gather": Layout(world=2, cp=2, context=_GATHER, microbatches=2),
     "cp2 all-to-all": Layout(world=2, cp=2, context=_HEADS, microbatches=2),
@@ -397,6 +408,9 @@ LAYOUTS = {
     "dp4 ep2 clip 0.05": Layout(world=4, ep=2, clip=0.05),
     "ZeRO dp4 ep4 AdamW overlap": Layout(world=4, ep=4, microbatches=3, distributed=True, overlap=True, rule="adamw"),
     "ZeRO dp4 ep2 overlap": Layout(world=4, ep=2, microbatches=2, distributed=True, overlap=True),
+    "Muon ep2 etp2": Layout(world=4, ep=2, etp=2, microbatches=3, rule="muon"),
+    "Muon tp2+sp ep2": Layout(world=2, tp=2, sp=True, ep=2, microbatches=2, rule="muon"),
+    "Muon ZeRO dp4 ep2 overlap": Layout(world=4, ep=2, microbatches=2, distributed=True, overlap=True, rule="muon"),
     "ep2 accumulate 2": Layout(world=2, ep=2, microbatches=2, accumulate=2),
     "pp2 ep2": Layout(world=4, pp=2, ep=2, microbatches=3),
     "pp2 vp2 ep2": Layout(world=4, pp=2, vp=2, ep=2, microbatches=4),
@@ -423,15 +437,16 @@ LAYOUTS = {
 WITH_ENCODERS = (
     *("one", "one m3", "tp2", "tp2+sp", "pp2", "pp2 collective", "pp4 m4", "vp2 pp2", "dp2", "cp2", "cp4 all-gather"),
     *("cp2 tp2+sp all-to-all", "tp2+sp pp2 dp2", "tp2 pp2 dp2", "ZB-V pp2", "ZeRO dp2 AdamW overlap"),
-    "recompute full, cp2 pp2",
+    *("recompute full, cp2 pp2", "Muon", "Muon tp2"),
 )
 # Rows that have models that see in addition.
 WITH_IMAGES = (
     *("one", "one m3", "tp2", "tp2+sp", "pp2", "pp2 collective", "pp4 m4", "vp2 pp2", "dp2", "cp2", "cp4"),
-    *("tp2+sp pp2 dp2", "tp2 pp2 dp2", "ZeRO dp2 AdamW overlap", "ZB-H1 pp2", "recompute full, cp2 pp2"),
+    *("tp2+sp pp2 dp2", "tp2 pp2 dp2", "ZeRO dp2 AdamW overlap", "ZB-H1 pp2", "recompute full, cp2 pp2", "Muon"),
+    "Muon tp2",
 )
 # Rows that have models with experts in addition.
-WITH_EXPERTS = ("one", "one m3", "tp2", "tp2+sp", "pp2", "dp2", "cp2", "dynamic dp2 pp2")
+WITH_EXPERTS = ("one", "one m3", "tp2", "tp2+sp", "pp2", "dp2", "cp2", "dynamic dp2 pp2", "Muon")
 
 
 # In 16 bits: dropout on, an output layer tied over stages, and rates that a scheduler halves after every step.
@@ -668,7 +683,11 @@ def _pairs(cell: tuple[str, Cell]) -> list[Hashable]:
     layout, (variant, precision) = LAYOUTS[cell[0]], cell[1]
     settings = _settings_of(layout) | {"family": _family(variant)}
     sizes = {axis: getattr(layout, axis) for axis in AXES}
-    all_but_optimizers = {name: value for name, value in settings.items() if name not in ("rule", "clip")}
+    # Muon puts whole matrices together of what ranks hold of them.
+    reads_parts = layout.rule == "muon"
+    all_but_optimizers = {
+        name: value for name, value in settings.items() if name != "clip" and (name != "rule" or reads_parts)
+    }
     optimizers = {name: value for name, value in settings.items() if name in OF_OPTIMIZERS}
     met = [*pairs_of(all_but_optimizers), *pairs_of(optimizers)]
     return [*met, *settings.items(), *sizes.items(), variant, precision]

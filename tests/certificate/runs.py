@@ -18,6 +18,7 @@ from lightning_megatron.mesh import Mesh
 from lightning_megatron.models import BertConfig, BertModel, GPTModel, LlavaConfig, LlavaModel, T5Config, T5Model
 from lightning_megatron.optim.config import LossScaleConfig, OptimizerConfig
 from lightning_megatron.optim.gradients import Gradients, ParamShard
+from lightning_megatron.optim.muon import Muon, muon_groups
 from lightning_megatron.pipeline.ragged import Ragged
 from lightning_megatron.trainer.precision import MegatronPrecision
 from tests.certificate.cases import (
@@ -38,6 +39,7 @@ from tests.reference.bert import ReferenceBert
 from tests.reference.gpt import ReferenceGPT
 from tests.reference.llava import ReferenceLlava
 from tests.reference.moe import RouterState
+from tests.reference.muon import ReferenceMuon
 from tests.reference.t5 import ReferenceT5
 
 Model = GPTModel | BertModel | T5Model
@@ -48,6 +50,7 @@ DTYPES = {"64-true": torch.float64, "32-true": torch.float32}
 RATE, MOMENTUM = 0.1, 0.9
 # Far above rounding: of a gradient that is zero but for rounding (a key's bias) a smaller one makes a step of any size.
 ADAM_RATE, ADAM_EPSILON = 0.01, 1e-3
+MUON_RATE = 0.02
 # Numbers in a bucket: small, so that every layout has several and a parameter is cut by shards.
 BUCKET_SIZE = 3000
 # Of float16: it doubles after every step, and halves after a bad one.
@@ -60,12 +63,30 @@ HALF_EPSILON = 0.1
 HALF_REACH = sum(RATE * RATE_DECAY**step * sum(MOMENTUM**age for age in range(step + 1)) for step in range(NUM_STEPS))
 
 
-def make_optimizer(rule: str, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
-    """The rule by which weights are stepped."""
+def make_optimizer(rule: str, named: Iterable[tuple[str, Tensor]], config: Any = None) -> torch.optim.Optimizer:
+    """The rule by which weights are stepped. With the configuration of a model they are whole, by its names."""
+    if rule == "muon":
+        return _make_muon(list(named), config)
+    parameters = [parameter for _, parameter in named]
     if rule == "sgd":
         return torch.optim.SGD(parameters, lr=RATE, momentum=MOMENTUM)
     epsilon = ADAM_EPSILON if rule == "adamw" else HALF_EPSILON
     return torch.optim.AdamW(parameters, lr=ADAM_RATE, eps=epsilon, weight_decay=0.1)
+
+
+def _make_muon(named: list[tuple[str, Tensor]], config: Any) -> torch.optim.Optimizer:
+    settings: dict[str, Any] = {"lr": MUON_RATE, "momentum": MOMENTUM, "betas": (0.9, 0.95)}
+    if config is not None:
+        return ReferenceMuon(named, config, _is_matrix, **settings, weight_decay=0.1, eps=ADAM_EPSILON)
+    groups = muon_groups(named, weight_decay=0.1)  # type: ignore[arg-type]
+    # In bfloat16 a layout and one device round otherwise.
+    return Muon(groups, **settings, adamw_eps=ADAM_EPSILON, ns_dtype="float32")
+
+
+def _is_matrix(name: str, weight: Tensor) -> bool:
+    """Whether a weight is a matrix of a layer, by the names of the package's models."""
+    is_of_ends = any(word in name for word in ("embedding", "head", "position", "norm"))
+    return weight.dim() > 1 and not is_of_ends and not name.endswith("bias")
 
 
 Parts = list[tuple[tuple[int, ...], Tensor]]
@@ -115,7 +136,7 @@ def reference(
         for layer in range(config.num_layers)
         if config.moe is not None and config.has_experts(layer)
     }
-    optimizer = make_optimizer(layout.rule, list(trained.values()))
+    optimizer = make_optimizer(layout.rule, trained.items(), config)
     outcome = Outcome()
     data = batches(variant, dtype, layout.num_batches)
     for first in range(0, len(data), layout.accumulate):
@@ -254,7 +275,7 @@ class Module(L.LightningModule):
         self.log("val_loss", self.model(**batch))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return make_optimizer(self.layout.rule, self.parameters())
+        return make_optimizer(self.layout.rule, self.named_parameters())
 
 
 class Recorder(L.Callback):

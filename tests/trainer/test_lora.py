@@ -84,7 +84,7 @@ def reference(variant: str, clip: float | None) -> Outcome:
         torch.set_default_dtype(before)
     weights = {name: p.detach().clone() for name, p in initial.named_parameters()}
     trained = {name: w.requires_grad_() for name, w in weights.items() if ".lora." in name}
-    optimizer = make_optimizer("sgd", trained.values())
+    optimizer = make_optimizer("sgd", trained.items())
     outcome = Outcome()
     for index, batch in enumerate(batches(variant, torch.float64, NUM_STEPS)):
         optimizer.zero_grad()

@@ -44,7 +44,8 @@ def require_separable(
                 f"{name} runs forwards within its step, and master weights reach the model after it; {_SEPARABLE}"
             )
         if scope == "parameter" and is_cut:
-            faults.append(f"{name} looks at whole matrices, and {cutting} parallelism cuts them; {_SEPARABLE}")
+            muon = "use lightning_megatron.optim.muon.Muon, which puts them together, or " * (name == "Muon")
+            faults.append(f"{name} looks at whole matrices, and {cutting} parallelism cuts them; {muon}{_SEPARABLE}")
         elif scope == "parameter" and any(map(_is_padded, parameters, shards)):
             faults.append(
                 f"{name} looks at whole matrices, and the rows that vocab_multiple adds would count in them; set "

@@ -1,0 +1,315 @@
+"""`Muon`: momentum whose steps are orthogonalised matrix by matrix, on any layout, and AdamW for all that is no matrix.
+
+    momentum     B <- mu B + (1 - mu) G                    element by element, on what a rank holds
+    update       U = (1 - mu) G + mu B                     with Nesterov's momentum, else B
+    matrix       O = NewtonSchulz(U)                       on the whole matrix
+    weight       W <- (1 - lr wd) W - lr s O               s by the matrix's shape
+
+Only O needs a whole matrix. Weights that an axis cuts have an owner among its ranks, spread by FLOPs: all send it their
+parts of U and get back theirs of O, in one all-to-all each way. Momentum is held as weights are, so checkpoints,
+resuming and the distributed optimizer know nothing of it. A weight of several matrices (`Fused`, experts) is taken
+apart. Sources: Jordan, kellerjordan.github.io/posts/muon; Liu et al., arXiv 2502.16982, section 2.2 (the factor 0.2).
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from fnmatch import fnmatch
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.adamw import adamw
+
+from lightning_megatron.comm import collectives
+from lightning_megatron.mesh import Axis
+from lightning_megatron.sharding import Box, Shard, shard_of
+
+AdjustLr = Literal["original", "match_rms_adamw"]
+"""Factor on the learning rate of a matrix [M, N], as in torch.optim.Muon: sqrt(max(1, M / N)), or 0.2 sqrt(max(M, N)),
+which makes a step as large as AdamW's."""
+
+NsDtype = Literal["bfloat16", "float32"]
+"""Dtype in which matrices are orthogonalised; those in float64 are in float64."""
+
+FusedHeads = Literal["projections", "heads"]
+"""Matrices of fused queries, keys and values: each projection whole, or each head of it."""
+
+# Rows of fused heads: groups, heads of each, features of a head.
+_DIMS_OF_HEADS = 3
+_NS_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+NOT_MATRICES = ("*embed*", "*head*", "*wte*", "*wpe*", "*bias", "*norm*", "*conv*", "*position*")
+"""Names of parameters that are none of a layer's matrices: embeddings, output heads, biases, norms, convolutions."""
+
+
+def muon_groups(
+    named_parameters: Iterable[tuple[str, nn.Parameter]], *, weight_decay: float, adamw: Sequence[str] = NOT_MATRICES
+) -> list[dict[str, Any]]:
+    """Three parameter groups for `Muon`: matrices of layers, other weights with weight decay, all else without it.
+
+    Names that match a pattern in `adamw`, and parameters of fewer than two dims, are stepped by AdamW.
+    """
+    matrices: list[nn.Parameter] = []
+    decayed: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    for name, parameter in named_parameters:
+        # Biases of gates and of experts have several dims.
+        is_matrix = parameter.dim() > 1 and not name.endswith("bias")
+        is_of_layer = is_matrix and not any(fnmatch(name.lower(), pattern) for pattern in adamw)
+        (matrices if is_of_layer else decayed if is_matrix else others).append(parameter)
+    return [
+        {"params": matrices, "weight_decay": weight_decay, "use_muon": True},
+        {"params": decayed, "weight_decay": weight_decay, "use_muon": False},
+        {"params": others, "weight_decay": 0.0, "use_muon": False},
+    ]
+
+
+class Muon(Optimizer):
+    """Muon for the matrices of groups with `use_muon`, AdamW for the other groups; equal on every layout.
+
+    `momentum`, `nesterov`, `ns_steps`, `ns_coefficients`, `eps` and `adjust_lr_fn` are those of torch.optim.Muon;
+    `betas` and `adamw_eps` AdamW's. Matrices are orthogonalised in `ns_dtype`, in bfloat16 as there; those in float64
+    in float64. A weight of more than two dims is a stack of matrices. A step waits for the axes that cut weights.
+    Raises ValueError with all errors.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        *,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_steps: int = 5,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
+        ns_dtype: NsDtype = "bfloat16",
+        eps: float = 1e-7,
+        adjust_lr_fn: AdjustLr = "original",
+        fused_heads: FusedHeads = "projections",
+        betas: tuple[float, float] = (0.9, 0.95),
+        adamw_eps: float = 1e-8,
+    ) -> None:
+        faults = [
+            f"{name} ({value}) must be at least 0, and finite"
+            for name, value in (("lr", lr), ("weight_decay", weight_decay))
+            if not 0 <= value < math.inf
+        ]
+        faults += [
+            f"{name} ({value}) must be at least 0 and below 1"
+            for name, value in (("momentum", momentum), ("betas[0]", betas[0]), ("betas[1]", betas[1]))
+            if not 0 <= value < 1
+        ]
+        if ns_steps < 1:
+            faults.append(f"ns_steps ({ns_steps}) must be at least 1")
+        for name, word, words in (
+            ("ns_dtype", ns_dtype, get_args(NsDtype)),
+            ("adjust_lr_fn", adjust_lr_fn, get_args(AdjustLr)),
+            ("fused_heads", fused_heads, get_args(FusedHeads)),
+        ):
+            if word not in words:
+                faults.append(f"{name} ({word!r}) must be one of {', '.join(words)}")
+        if faults:
+            raise ValueError("\n".join(faults))
+        defaults = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_steps": ns_steps,
+            "ns_coefficients": ns_coefficients,
+            "ns_dtype": ns_dtype,
+            "eps": eps,
+            "adjust_lr_fn": adjust_lr_fn,
+            "fused_heads": fused_heads,
+            "betas": betas,
+            "adamw_eps": adamw_eps,
+            "use_muon": True,
+        }
+        super().__init__(params, defaults)
+        for group in self.param_groups:
+            for parameter in group["params"] if group["use_muon"] else ():
+                if parameter.dim() < 2:
+                    raise ValueError(
+                        f"a parameter of shape {tuple(parameter.shape)} is no matrix; give it to a group with use_muon "
+                        "False, as muon_groups does"
+                    )
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Steps all parameters that have a gradient; returns what the closure does."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            stepped = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if group["use_muon"]:
+                self._step_matrices(stepped, group)
+            elif stepped:
+                self._step_others(stepped, group)
+        return loss
+
+    def _step_matrices(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        updates = []
+        for parameter in parameters:
+            gradient, state = parameter.grad, self.state[parameter]
+            assert gradient is not None
+            if "momentum_buffer" not in state:
+                state["momentum_buffer"] = torch.zeros_like(gradient)
+            momentum = state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
+            updates.append(gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum.clone())
+        _orthogonalise_(updates, [shard_of(parameter) for parameter in parameters], group)
+        for parameter, update in zip(parameters, updates, strict=True):
+            parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"])
+
+    def _step_others(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        states = [self.state[parameter] for parameter in parameters]
+        for parameter, state in zip(parameters, states, strict=True):
+            if not state:
+                state["step"] = torch.zeros(())
+                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+        adamw(
+            parameters,
+            [parameter.grad for parameter in parameters if parameter.grad is not None],
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],
+            [state["step"] for state in states],
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["adamw_eps"],
+            maximize=False,
+        )
+
+
+# --- whole matrices out of parts, and back ------------------------------------------------------------------------
+
+
+def _orthogonalise_(updates: list[Tensor], shards: list[Shard], group: dict[str, Any]) -> None:
+    """Orthogonalises updates in place, each of them the part that this rank holds."""
+    by_axis: defaultdict[Axis, list[int]] = defaultdict(list)
+    for index, (update, shard) in enumerate(zip(updates, shards, strict=True)):
+        if shard.is_cut and shard.axis is not None and shard.axis.size > 1:
+            by_axis[shard.axis].append(index)
+        else:
+            whole = shard.valid(update)
+            whole.copy_(_orthogonal(whole, shard, group))
+    for axis, indices in by_axis.items():
+        _orthogonalise_over(axis, [updates[i] for i in indices], [shards[i] for i in indices], group)
+
+
+def _orthogonalise_over(axis: Axis, updates: list[Tensor], shards: list[Shard], group: dict[str, Any]) -> None:
+    """Orthogonalises updates that an axis cuts: its ranks share the matrices out among themselves."""
+    shapes = [_whole_shape(shard) for shard in shards]
+    owners = spread([_flops(shape) for shape in shapes], axis.size)
+    parts = [shard.valid(update) for update, shard in zip(updates, shards, strict=True)]
+    order = sorted(range(len(parts)), key=lambda index: owners[index])
+    own = [index for index in order if owners[index] == axis.rank]
+    given = [sum(parts[i].numel() for i in order if owners[i] == rank) for rank in range(axis.size)]
+    boxes = {(index, rank): _boxes(shards[index], rank) for index in own for rank in range(axis.size)}
+    sizes = {key: sum(math.prod(box.sizes) for box in found) for key, found in boxes.items()}
+    taken = [sum(sizes[index, rank] for index in own) for rank in range(axis.size)]
+    sent = torch.cat([parts[index].reshape(-1) for index in order])
+    received = collectives.all_to_all_v(sent, axis, given, taken)
+    wholes = {index: received.new_empty(shapes[index]) for index in own}
+    pieces = list(received.split([sizes[index, rank] for rank in range(axis.size) for index in own]))
+    for (rank, index), piece in zip(((r, i) for r in range(axis.size) for i in own), pieces, strict=True):
+        _put(piece, wholes[index], boxes[index, rank], shards[index])
+    results = {index: _orthogonal(whole, shards[index], group) for index, whole in wholes.items()}
+    back = [_taken(results[index], boxes[index, rank], shards[index]) for rank in range(axis.size) for index in own]
+    returned = collectives.all_to_all_v(torch.cat([sent[:0], *back]), axis, taken, given)
+    for index, piece in zip(order, returned.split([parts[index].numel() for index in order]), strict=True):
+        parts[index].copy_(piece.view(parts[index].shape))
+
+
+def spread(costs: Sequence[float], num_ranks: int) -> list[int]:
+    """The rank that owns each of several costs: the largest first, each to the rank with the least so far."""
+    loads, owners = [0.0] * num_ranks, [0] * len(costs)
+    for index in sorted(range(len(costs)), key=lambda index: (-costs[index], index)):
+        owners[index] = min(range(num_ranks), key=lambda rank: (loads[rank], rank))
+        loads[owners[index]] += costs[index]
+    return owners
+
+
+def _whole_shape(shard: Shard) -> tuple[int, ...]:
+    """Shape of a weight that no axis but that of its experts cuts."""
+    first, *others = shard.global_shape
+    return (first // (1 if shard.leading is None else shard.leading.size), *others)
+
+
+def _boxes(shard: Shard, rank: int) -> list[Box]:
+    """The parts of a weight of this rank's experts that a rank of the cutting axis holds."""
+    assert shard.axis is not None
+    return replace(shard, axis=replace(shard.axis, rank=rank), leading=None, global_shape=_whole_shape(shard)).boxes
+
+
+def _put(piece: Tensor, whole: Tensor, boxes: list[Box], shard: Shard) -> None:
+    """Writes a rank's part of a weight, flattened, to where it is in the whole one."""
+    dim = shard.dim or 0
+    shape = list(boxes[0].sizes)
+    shape[dim] = sum(box.sizes[dim] for box in boxes)
+    for box, part in zip(boxes, piece.view(shape).split([box.sizes[dim] for box in boxes], dim), strict=True):
+        box.of(whole).copy_(part)
+
+
+def _taken(whole: Tensor, boxes: list[Box], shard: Shard) -> Tensor:
+    """A rank's part of a weight, flattened."""
+    return torch.cat([box.of(whole) for box in boxes], dim=shard.dim or 0).reshape(-1)
+
+
+# --- the matrices of a weight -------------------------------------------------------------------------------------
+
+
+def _orthogonal(weight: Tensor, shard: Shard, group: dict[str, Any]) -> Tensor:
+    """The orthogonalised matrices of an update of a whole weight, scaled by their shapes, where they lie in it."""
+    result = torch.empty_like(weight, memory_format=torch.contiguous_format)
+    by_head = group["fused_heads"] == "heads"
+    for source, target in zip(_matrices(weight, shard), _matrices(result, shard), strict=True):
+        is_by_head = by_head and shard.fused is not None and len(shard.fused.shape) == _DIMS_OF_HEADS
+        stack = source.flatten(0, -3) if is_by_head else source.flatten(1, -2)
+        low = stack if stack.dtype == torch.float64 else stack.to(_NS_DTYPES[group["ns_dtype"]])
+        orthogonal = newton_schulz(low, group["ns_steps"], group["ns_coefficients"], group["eps"])
+        rows, columns = stack.shape[-2:]
+        is_original = group["adjust_lr_fn"] == "original"
+        scale = math.sqrt(max(1.0, rows / columns)) if is_original else 0.2 * math.sqrt(max(rows, columns))
+        target.copy_(orthogonal.mul_(scale).view(source.shape))
+    return result
+
+
+def _matrices(weight: Tensor, shard: Shard) -> Iterator[Tensor]:
+    """Views of the kinds of matrices of a whole weight: [number, rows ..., columns] each."""
+    columns = weight.shape[-1]
+    if shard.fused is None:
+        yield weight.view(-1, *weight.shape[-2:])
+        return
+    stack = weight.view(-1, *shard.fused.shape, columns)
+    yield from stack.split(shard.fused.sizes, dim=1 + shard.fused.dim)
+
+
+def _flops(shape: tuple[int, ...]) -> float:
+    """FLOPs of an iteration on the matrices of a weight, but for a factor, as if it were one."""
+    rows, columns = math.prod(shape[:-1]), shape[-1]
+    return float(min(rows, columns) * rows * columns)
+
+
+def newton_schulz(matrices: Tensor, num_steps: int, coefficients: tuple[float, float, float], eps: float) -> Tensor:
+    """Matrices [..., M, N] with the singular vectors of those given and singular values near 1.
+
+    Each step is x <- a x + (b g + c g g) x with g = x x^T. Source: Jordan, kellerjordan.github.io/posts/muon.
+    """
+    a, b, c = coefficients
+    is_tall = matrices.shape[-2] > matrices.shape[-1]
+    x = matrices.mT if is_tall else matrices
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=eps)
+    for _ in range(num_steps):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * (gram @ gram)) @ x
+    found: Tensor = x.mT if is_tall else x
+    return found
