@@ -154,11 +154,8 @@ def table(timed: Sequence[Timed], found: Sequence[float]) -> list[tuple[str, str
 
 
 def _quantiles(values: Sequence[float]) -> tuple[float, float]:
-    return statistics.median(values), _quantile(values, 0.9)
-
-
-def _quantile(values: Sequence[float], share: float) -> float:
-    return sorted(values)[min(math.ceil(share * len(values)) - 1, len(values) - 1)]
+    ordered = sorted(values)
+    return statistics.median(ordered), ordered[min(math.ceil(0.9 * len(ordered)) - 1, len(ordered) - 1)]
 
 
 def ratios(timed: Sequence[Timed], constants: Constants) -> list[dict[str, Any]]:
@@ -174,10 +171,11 @@ def ratios(timed: Sequence[Timed], constants: Constants) -> list[dict[str, Any]]
             "precision": precision,
             "has_experts": has_experts,
             "num_rows": len(found),
-            "low": round(_quantile(found, 0.1), 3),
-            "high": round(_quantile(found, 0.9), 3),
+            "low": round(statistics.quantiles(found, n=10, method="inclusive")[0], 3),
+            "high": round(statistics.quantiles(found, n=10, method="inclusive")[-1], 3),
         }
         for (family, precision, has_experts), found in sorted(groups.items(), key=lambda item: item[0][::-1])
+        if len(found) > 1
     ]
 
 

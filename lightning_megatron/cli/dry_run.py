@@ -72,7 +72,8 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     parser.add_argument(
         "--explain",
         action="store_true",
-        help="print the tensors that are held at the peak of memory, by the module and the line of code that made them",
+        help="print activations and others at the peak of memory by the module and the line of code that made them; "
+        "with --json weights, gradients and moments too",
     )
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.set_defaults(world_option="--world-size")

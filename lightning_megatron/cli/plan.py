@@ -209,7 +209,7 @@ def _compare(options: argparse.Namespace, gpu: Gpu, cache: PlanCache) -> None:
         own = argparse.Namespace(**vars(options) | {"config": name, "layout": options.layout or OF_RECIPE})
         try:
             one, notes = _explained(own, gpu, *_read(own, gpu, cache))
-        except UnmeasuredError as error:
+        except (UsageError, UnmeasuredError) as error:
             raise UsageError([f"{name}: {line}" for line in str(error).splitlines()]) from error
         found.append(one)
         records.append({"config": name} | _record(one, notes, options))

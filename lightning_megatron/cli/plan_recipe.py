@@ -2,7 +2,7 @@
 
 import argparse
 from collections.abc import Callable, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -99,7 +99,7 @@ def run_of_recipe(path: Path, data: dict[str, Any], options: argparse.Namespace)
         assert model is not None
         return Run(model=model, trained=trained, **settings)
 
-    return _request(make, path, config, recipe, model, options, errors, notes)
+    return _with_optimizer(_request(make, path, config, recipe, model, options, errors, notes), config, data)
 
 
 def run_of_causal_recipe(
@@ -115,7 +115,8 @@ def run_of_causal_recipe(
         errors.append(f"--model-kind ({options.model_kind}) is for a recipe with a model.config; leave it out")
     arguments = {name: config.model.get(name) for name in ("path", "from_scratch")}
     arguments["lora"] = _trained_of(config.model, errors).lora
-    return _request(RunSettings, path, config, CAUSAL, None, options, errors, ()), arguments
+    request = _request(RunSettings, path, config, CAUSAL, None, options, errors, ())
+    return _with_optimizer(request, config, data), arguments
 
 
 def _require_tables(data: Mapping[str, Any]) -> None:
@@ -183,7 +184,7 @@ def _request(
         has_layout=arguments is not None,
         faults=tuple(fault for fault in rule_faults(cut) if fault not in sizes.faults()),
         notes=(*notes, *([ONE_A_ROW] if is_packed else [])),
-        unplanned=_unplanned(pipeline, settings["kernels"]) | _unplanned_optimizer(config),
+        unplanned=_unplanned(pipeline, settings["kernels"]),
         dynamic=settings["dynamic_context"],
         plan=settings["plan"],
         cut=cut,
@@ -388,13 +389,22 @@ def _is_packed(config: Namespace) -> bool:
     return data.get("packing") == "documents" or bool(data.get("separates_documents"))
 
 
-def _unplanned_optimizer(config: Namespace) -> dict[str, str]:
-    """An optimizer of the module that is planned as AdamW, and what it does."""
+def _with_optimizer(request: PlanRequest[R], config: Namespace, data: Mapping[str, Any]) -> PlanRequest[R]:
+    """The request, with an optimizer that is planned as AdamW among what is not planned."""
+    return replace(request, unplanned={**request.unplanned, **_unplanned_optimizer(config, data.get("optimizer"))})
+
+
+def _unplanned_optimizer(config: Namespace, chosen: Any) -> dict[str, str]:
+    """An optimizer that is planned as AdamW, and what it does; `chosen` takes the place of the module's own."""
+    if chosen:
+        name = chosen.get("class_path") if isinstance(chosen, Mapping) else chosen
+        return {f"optimizer ({name})": "may hold other moments than AdamW's two"}
     optimizer = (config.get("model") or Namespace()).get("optimizer") or Namespace()
     name = optimizer.get("matrix_optimizer", "adamw")
     if name == "adamw":
         return {}
-    return {f"model.optimizer matrix_optimizer ({name!r})": "holds one moment of a matrix and not two"}
+    does = "holds one moment of a matrix and not two, and in a step some GB more"
+    return {f"model.optimizer matrix_optimizer ({name!r})": does}
 
 
 def _unplanned(pipeline: PipelineConfig, kernels: KernelConfig) -> dict[str, str]:

@@ -23,6 +23,7 @@ from lightning.pytorch.plugins.precision import TransformerEnginePrecision
 from lightning_megatron.checkpoint import is_checkpoint, read_meta
 from lightning_megatron.cli.bounded_yaml import BOUNDED_YAML, require_readable_configs
 from lightning_megatron.cli.option_errors import STRATEGY, about_option, error_lines, settings_faults
+from lightning_megatron.cli.recipe_optimizer import OPTIMIZER, SCHEDULER, add_optimizer_options, use_optimizer
 from lightning_megatron.cli.usage import USAGE_ERROR, UsageError, mistake_of, shortened
 from lightning_megatron.lightning_modules.data_module import config_of
 from lightning_megatron.mesh import Sizes
@@ -107,6 +108,7 @@ class RecipeCLI(LightningCLI):
             parser.link_arguments(source, target, apply_on="instantiate")
         for name, callback in self._callbacks.items():
             parser.add_lightning_class_args(callback, name)
+        add_optimizer_options(parser)
         self._names += parser.get_defaults(skip_validation=True).keys()
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
@@ -129,6 +131,7 @@ class RecipeCLI(LightningCLI):
             super().instantiate_classes()
             if self._data_config is not None:
                 self.datamodule = self._datamodule_class(self.datamodule)
+            use_optimizer(self.model, *(self._get(self.config_init, name) for name in (OPTIMIZER, SCHEDULER)))
         except ConfigurationError:
             raise
         except ValueError as error:

@@ -6,7 +6,8 @@ the weights of norms.
 
 import math
 from collections.abc import Iterable
-from typing import Any, Literal
+from dataclasses import fields
+from typing import Any, Literal, get_args
 
 import lightning as L
 from torch import nn
@@ -17,6 +18,9 @@ from lightning_megatron.optim.muon import Muon, muon_groups
 from lightning_megatron.optim.param_scheduler import ParamScheduler
 from lightning_megatron.optim.rates import DecayStyle, IncrStyle, RateCurve, WeightDecayRamp, WsdDecayStyle
 from lightning_megatron.trainer.config import ConfigurationError
+
+MatrixOptimizer = Literal["adamw", "muon"]
+"""Optimizer of the matrices of layers."""
 
 
 @config_dataclass
@@ -36,7 +40,7 @@ class AdamWConfig:
     """Decay of the running means of the gradient and of its square, per step."""
     epsilon: float = 1e-8
     """Term added to the denominator, the root of the mean square."""
-    matrix_optimizer: Literal["adamw", "muon"] = "adamw"
+    matrix_optimizer: MatrixOptimizer = "adamw"
     """Optimizer of the matrices of layers. muon: Muon, whose steps are as large as AdamW's, by the same rate and weight
     decay; embeddings, output heads and all else have AdamW."""
     muon_momentum: float = 0.95
@@ -72,13 +76,47 @@ class AdamWConfig:
             faults.append(f"muon_momentum ({self.muon_momentum}) must be at least 0 and below 1")
         if not 0 < self.epsilon < math.inf:
             faults.append(f"epsilon ({self.epsilon}) must be above 0, and finite")
-        if self.weight_decay_incr_style == "constant" and self.end_weight_decay:
-            faults.append(
-                f"end_weight_decay ({self.end_weight_decay}) has no effect where weight_decay_incr_style is constant; "
-                "set that to linear or cosine, or leave it out"
+        for name, value, words in (
+            ("weight_decay_incr_style", self.weight_decay_incr_style, IncrStyle),
+            ("matrix_optimizer", self.matrix_optimizer, MatrixOptimizer),
+            ("decay_style", self.decay_style, DecayStyle),
+            ("wsd_decay_style", self.wsd_decay_style, WsdDecayStyle),
+        ):
+            if value not in get_args(words):
+                faults.append(f"{name} ({value!r}) must be one of {', '.join(get_args(words))}")
+        faults += [
+            f"{name} ({value}) must be from 0 to 1; it is a fraction of the peak rate"
+            for name, value in (
+                ("initial_fraction", self.initial_fraction),
+                ("minimum_fraction", self.minimum_fraction),
             )
+            if not 0 <= value <= 1
+        ]
+        if self.weight_decay_incr_style != "constant" and self.end_weight_decay < self.weight_decay:
+            faults.append(
+                f"end_weight_decay ({self.end_weight_decay}) must be at least weight_decay ({self.weight_decay}), from "
+                "which it rises; give a larger one, or set weight_decay_incr_style to constant"
+            )
+        faults += self._unused()
         if faults:
             raise ValueError("\n".join(faults))
+
+    def _unused(self) -> list[str]:
+        """Errors about settings that another one leaves without effect."""
+        default = {field.name: field.default for field in fields(self)}
+        rising = self.weight_decay_incr_style != "constant"
+        needs = {
+            "end_weight_decay": (rising, "weight_decay_incr_style linear or cosine"),
+            "initial_fraction": (self.warmup_steps > 0, "warmup_steps above 0"),
+            "wsd_decay_style": (self.decay_style == "WSD", "decay_style WSD"),
+            "wsd_decay_steps": (self.decay_style == "WSD", "decay_style WSD"),
+            "muon_momentum": (self.matrix_optimizer == "muon", "matrix_optimizer muon"),
+        }
+        return [
+            f"{name} ({getattr(self, name)}) has no effect without {words}; set that, or leave it out"
+            for name, (is_used, words) in needs.items()
+            if not is_used and getattr(self, name) != default[name]
+        ]
 
 
 def adamw_with_warmup(module: L.LightningModule, config: AdamWConfig) -> dict[str, Any]:
@@ -87,19 +125,20 @@ def adamw_with_warmup(module: L.LightningModule, config: AdamWConfig) -> dict[st
     Raises ConfigurationError where the curve does not fit the steps of the run.
     """
     optimizer = _optimizer(module, config)
-    total_steps = config.total_steps or module.trainer.estimated_stepping_batches
+    num_steps = module.trainer.estimated_stepping_batches
+    total_steps = config.total_steps or num_steps
     if math.isinf(total_steps):
         raise ConfigurationError("training has no end, and its learning rate no curve; give max_steps or total_steps")
     try:
-        rate, ramp = _curves(config, int(total_steps))
+        rate, ramp = _curves(config, int(total_steps), total_steps if math.isinf(num_steps) else num_steps)
     except ValueError as error:
         raise ConfigurationError(str(error)) from error
     scheduler = ParamScheduler(optimizer, rate, ramp)
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
-def _curves(config: AdamWConfig, total_steps: int) -> tuple[RateCurve, WeightDecayRamp | None]:
-    """The curves of the learning rate and, where it rises, of the weight decay."""
+def _curves(config: AdamWConfig, total_steps: int, num_steps: float) -> tuple[RateCurve, WeightDecayRamp | None]:
+    """The curves of the learning rate and, where it rises over the steps of the run, of the weight decay."""
     rate = RateCurve(
         total_steps=total_steps,
         warmup_steps=config.warmup_steps,
@@ -112,13 +151,14 @@ def _curves(config: AdamWConfig, total_steps: int) -> tuple[RateCurve, WeightDec
     if config.weight_decay_incr_style == "constant":
         return rate, None
     start, end = config.weight_decay, config.end_weight_decay
-    return rate, WeightDecayRamp(start=start, end=end, total_steps=total_steps, style=config.weight_decay_incr_style)
+    style = config.weight_decay_incr_style
+    return rate, WeightDecayRamp(start=start, end=end, total_steps=int(num_steps), style=style)
 
 
 def _optimizer(module: L.LightningModule, config: AdamWConfig) -> Optimizer:
     named, weight_decay = module.named_parameters(), max(config.weight_decay, config.end_weight_decay)
     if config.matrix_optimizer == "adamw":
-        return AdamW(_groups(named, weight_decay), lr=config.lr, betas=config.betas, eps=config.epsilon)
+        return AdamW(decay_groups(named, weight_decay), lr=config.lr, betas=config.betas, eps=config.epsilon)
     return Muon(
         muon_groups(named, weight_decay=weight_decay),
         lr=config.lr,
@@ -129,7 +169,7 @@ def _optimizer(module: L.LightningModule, config: AdamWConfig) -> Optimizer:
     )
 
 
-def _groups(named: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> list[dict[str, Any]]:
+def decay_groups(named: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> list[dict[str, Any]]:
     """Two parameter groups on every rank, even where a stage has no parameter for one of them."""
     decayed: list[nn.Parameter] = []
     others: list[nn.Parameter] = []

@@ -23,7 +23,6 @@ from torch.optim import Optimizer
 from lightning_megatron.comm import collectives
 from lightning_megatron.optim.bucket import Bucket
 from lightning_megatron.optim.gradients import Gradients, ParamShard
-from lightning_megatron.sharding import ShardedParameter
 
 
 class MasterWeights:
@@ -74,10 +73,11 @@ class MasterWeights:
             if dtype != own_dtype and part.untyped_storage().nbytes() > part.numel() * part.element_size():
                 # A copy, so that the full float32 parameter can be freed, or the bucket of an earlier fit.
                 part = part.clone()
-            tensor = ShardedParameter(part)
+            # Of this very type: torch has its fast kernels for no subclass.
+            tensor = nn.Parameter(part)
             if is_full:
                 # Optimizers that read whole matrices put them together by it.
-                tensor.shard = param.shard
+                tensor.shard = param.shard  # type: ignore[attr-defined]
             yield ParamShard(param, tensor, own)
 
     def lowered_names(self) -> set[str]:

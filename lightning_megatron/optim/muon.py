@@ -41,8 +41,18 @@ FusedHeads = Literal["projections", "heads"]
 _DIMS_OF_HEADS = 3
 _NS_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
-NOT_MATRICES = ("*embed*", "*head*", "*wte*", "*wpe*", "*bias", "*norm*", "*conv*", "*position*")
-"""Names of parameters that are none of a layer's matrices: embeddings, output heads, biases, norms, convolutions."""
+NOT_MATRICES = (
+    *("*embed*", "wte", "wpe", "*position*", "*relative*bias*", "shared.weight", "*.shared.weight"),
+    *("head", "heads", "*_head", "score", "classifier", "*norm*", "*conv*", "a_log", "*bias"),
+)
+"""Names of parameters that are none of a layer's matrices: embeddings and tables of positions, output heads, norms,
+convolutions, biases. In lower case; each is one between dots, or all of a name."""
+
+# Bytes of updates that a step works on at a time: some eight times as many are held besides.
+_PIECE_BYTES = 1 << 28
+
+_Loads = dict[Axis, list[float]]
+"""FLOPs of a step by axis, and by rank that owns them."""
 
 
 def muon_groups(
@@ -58,7 +68,8 @@ def muon_groups(
     for name, parameter in named_parameters:
         # Biases of gates and of experts have several dims.
         is_matrix = parameter.dim() > 1 and not name.endswith("bias")
-        is_of_layer = is_matrix and not any(fnmatch(name.lower(), pattern) for pattern in adamw)
+        parts = [name.lower(), *name.lower().split(".")]
+        is_of_layer = is_matrix and not any(fnmatch(part, pattern) for part in parts for pattern in adamw)
         (matrices if is_of_layer else decayed if is_matrix else others).append(parameter)
     return [
         {"params": matrices, "weight_decay": weight_decay, "use_muon": True},
@@ -93,27 +104,6 @@ class Muon(Optimizer):
         betas: tuple[float, float] = (0.9, 0.95),
         adamw_eps: float = 1e-8,
     ) -> None:
-        faults = [
-            f"{name} ({value}) must be at least 0, and finite"
-            for name, value in (("lr", lr), ("weight_decay", weight_decay))
-            if not 0 <= value < math.inf
-        ]
-        faults += [
-            f"{name} ({value}) must be at least 0 and below 1"
-            for name, value in (("momentum", momentum), ("betas[0]", betas[0]), ("betas[1]", betas[1]))
-            if not 0 <= value < 1
-        ]
-        if ns_steps < 1:
-            faults.append(f"ns_steps ({ns_steps}) must be at least 1")
-        for name, word, words in (
-            ("ns_dtype", ns_dtype, get_args(NsDtype)),
-            ("adjust_lr_fn", adjust_lr_fn, get_args(AdjustLr)),
-            ("fused_heads", fused_heads, get_args(FusedHeads)),
-        ):
-            if word not in words:
-                faults.append(f"{name} ({word!r}) must be one of {', '.join(words)}")
-        if faults:
-            raise ValueError("\n".join(faults))
         defaults = {
             "lr": lr,
             "weight_decay": weight_decay,
@@ -129,14 +119,27 @@ class Muon(Optimizer):
             "adamw_eps": adamw_eps,
             "use_muon": True,
         }
+        if faults := _faults(defaults):
+            raise ValueError("\n".join(faults))
         super().__init__(params, defaults)
-        for group in self.param_groups:
-            for parameter in group["params"] if group["use_muon"] else ():
-                if parameter.dim() < 2:
-                    raise ValueError(
-                        f"a parameter of shape {tuple(parameter.shape)} is no matrix; give it to a group with use_muon "
-                        "False, as muon_groups does"
-                    )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group. Raises ValueError with all errors of its settings, and for a parameter that is no matrix."""
+        faults = _faults(self.defaults | param_group)
+        given = param_group["params"]
+        param_group["params"] = [given] if isinstance(given, Tensor) else list(given)
+        if param_group.get("use_muon", True):
+            # Parameters may come with their names.
+            parameters = [one[1] if isinstance(one, tuple) else one for one in param_group["params"]]
+            faults += [
+                f"a parameter of shape {tuple(parameter.shape)} is no matrix; give it to a group with use_muon False, "
+                "as muon_groups does"
+                for parameter in parameters
+                if parameter.dim() < 2
+            ]
+        if faults:
+            raise ValueError("\n".join(faults))
+        super().add_param_group(param_group)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -154,6 +157,11 @@ class Muon(Optimizer):
         return loss
 
     def _step_matrices(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        loads: _Loads = {}
+        for piece in _pieces(parameters):
+            self._step_piece(piece, group, loads)
+
+    def _step_piece(self, parameters: list[Tensor], group: dict[str, Any], loads: _Loads) -> None:
         updates = []
         for parameter in parameters:
             gradient, state = parameter.grad, self.state[parameter]
@@ -162,7 +170,7 @@ class Muon(Optimizer):
                 state["momentum_buffer"] = torch.zeros_like(gradient)
             momentum = state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
             updates.append(gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum.clone())
-        _orthogonalise_(updates, [shard_of(parameter) for parameter in parameters], group)
+        _orthogonalise_(updates, [shard_of(parameter) for parameter in parameters], group, loads)
         for parameter, update in zip(parameters, updates, strict=True):
             parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"])
 
@@ -170,7 +178,7 @@ class Muon(Optimizer):
         states = [self.state[parameter] for parameter in parameters]
         for parameter, state in zip(parameters, states, strict=True):
             if not state:
-                state["step"] = torch.zeros(())
+                state["step"] = torch.zeros((), dtype=torch.float32)
                 state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
         adamw(
             parameters,
@@ -179,6 +187,8 @@ class Muon(Optimizer):
             [state["exp_avg_sq"] for state in states],
             [],
             [state["step"] for state in states],
+            # By itself torch takes its fast kernels for parameters of its own type alone.
+            foreach=parameters[0].is_cuda,
             amsgrad=False,
             beta1=group["betas"][0],
             beta2=group["betas"][1],
@@ -189,52 +199,99 @@ class Muon(Optimizer):
         )
 
 
+def _faults(group: dict[str, Any]) -> list[str]:
+    """Errors of the settings of a group."""
+    faults = [
+        f"{name} ({group[name]}) must be at least 0, and finite"
+        for name in ("lr", "weight_decay")
+        if not 0 <= group[name] < math.inf
+    ]
+    betas = {"betas[0]": group["betas"][0], "betas[1]": group["betas"][1]}
+    faults += [
+        f"{name} ({value}) must be at least 0 and below 1"
+        for name, value in ({"momentum": group["momentum"]} | betas).items()
+        if not 0 <= value < 1
+    ]
+    if group["ns_steps"] < 1:
+        faults.append(f"ns_steps ({group['ns_steps']}) must be at least 1")
+    for name, words in (("ns_dtype", NsDtype), ("adjust_lr_fn", AdjustLr), ("fused_heads", FusedHeads)):
+        if group[name] not in get_args(words):
+            faults.append(f"{name} ({group[name]!r}) must be one of {', '.join(get_args(words))}")
+    return faults
+
+
 # --- whole matrices out of parts, and back ------------------------------------------------------------------------
 
 
-def _orthogonalise_(updates: list[Tensor], shards: list[Shard], group: dict[str, Any]) -> None:
+def _pieces(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Parameters in turn, so many bytes of them at a time: the same on all ranks that hold parts of them."""
+    piece: list[Tensor] = []
+    size = 0
+    for parameter in parameters:
+        piece.append(parameter)
+        size += parameter.numel() * parameter.element_size()
+        if size >= _PIECE_BYTES:
+            yield piece
+            piece, size = [], 0
+    if piece:
+        yield piece
+
+
+def _orthogonalise_(updates: list[Tensor], shards: list[Shard], group: dict[str, Any], loads: _Loads) -> None:
     """Orthogonalises updates in place, each of them the part that this rank holds."""
     by_axis: defaultdict[Axis, list[int]] = defaultdict(list)
     for index, (update, shard) in enumerate(zip(updates, shards, strict=True)):
-        if shard.is_cut and shard.axis is not None and shard.axis.size > 1:
+        # Of an axis all ranks go the same way, also where one of them holds all there is.
+        if shard.axis is not None and shard.axis.size > 1:
             by_axis[shard.axis].append(index)
         else:
             whole = shard.valid(update)
             whole.copy_(_orthogonal(whole, shard, group))
     for axis, indices in by_axis.items():
-        _orthogonalise_over(axis, [updates[i] for i in indices], [shards[i] for i in indices], group)
+        load = loads.setdefault(axis, [])
+        _orthogonalise_over(axis, [updates[i] for i in indices], [shards[i] for i in indices], group, load)
 
 
-def _orthogonalise_over(axis: Axis, updates: list[Tensor], shards: list[Shard], group: dict[str, Any]) -> None:
+def _orthogonalise_over(
+    axis: Axis, updates: list[Tensor], shards: list[Shard], group: dict[str, Any], load: list[float]
+) -> None:
     """Orthogonalises updates that an axis cuts: its ranks share the matrices out among themselves."""
     shapes = [_whole_shape(shard) for shard in shards]
-    owners = spread([_flops(shape) for shape in shapes], axis.size)
+    owners = spread([_flops(shape) for shape in shapes], axis.size, load)
     parts = [shard.valid(update) for update, shard in zip(updates, shards, strict=True)]
     order = sorted(range(len(parts)), key=lambda index: owners[index])
     own = [index for index in order if owners[index] == axis.rank]
     given = [sum(parts[i].numel() for i in order if owners[i] == rank) for rank in range(axis.size)]
-    boxes = {(index, rank): _boxes(shards[index], rank) for index in own for rank in range(axis.size)}
+    boxes = {(index, rank): _boxes(shards[index], rank) for rank in range(axis.size) for index in own}
     sizes = {key: sum(math.prod(box.sizes) for box in found) for key, found in boxes.items()}
     taken = [sum(sizes[index, rank] for index in own) for rank in range(axis.size)]
     sent = torch.cat([parts[index].reshape(-1) for index in order])
     received = collectives.all_to_all_v(sent, axis, given, taken)
     wholes = {index: received.new_empty(shapes[index]) for index in own}
-    pieces = list(received.split([sizes[index, rank] for rank in range(axis.size) for index in own]))
-    for (rank, index), piece in zip(((r, i) for r in range(axis.size) for i in own), pieces, strict=True):
-        _put(piece, wholes[index], boxes[index, rank], shards[index])
-    results = {index: _orthogonal(whole, shards[index], group) for index, whole in wholes.items()}
-    back = [_taken(results[index], boxes[index, rank], shards[index]) for rank in range(axis.size) for index in own]
-    returned = collectives.all_to_all_v(torch.cat([sent[:0], *back]), axis, taken, given)
+    for ((index, _), found), piece in zip(boxes.items(), received.split(list(sizes.values())), strict=True):
+        _put(piece, wholes[index], found, shards[index])
+    for index, whole in wholes.items():
+        wholes[index] = _orthogonal(whole, shards[index], group)
+    # It has the size of what goes back.
+    torch.cat(
+        [sent[:0], *(_taken(wholes[index], found, shards[index]) for (index, _), found in boxes.items())], out=received
+    )
+    wholes.clear()
+    returned = collectives.all_to_all_v(received, axis, taken, given)
     for index, piece in zip(order, returned.split([parts[index].numel() for index in order]), strict=True):
         parts[index].copy_(piece.view(parts[index].shape))
 
 
-def spread(costs: Sequence[float], num_ranks: int) -> list[int]:
-    """The rank that owns each of several costs: the largest first, each to the rank with the least so far."""
-    loads, owners = [0.0] * num_ranks, [0] * len(costs)
+def spread(costs: Sequence[float], num_ranks: int, load: list[float]) -> list[int]:
+    """The rank that owns each of several costs: the largest first, each to the rank with the least `load` so far.
+
+    Costs are added to `load`, which is empty or has an entry for each rank.
+    """
+    load += [0.0] * (num_ranks - len(load))
+    owners = [0] * len(costs)
     for index in sorted(range(len(costs)), key=lambda index: (-costs[index], index)):
-        owners[index] = min(range(num_ranks), key=lambda rank: (loads[rank], rank))
-        loads[owners[index]] += costs[index]
+        owners[index] = min(range(num_ranks), key=lambda rank: (load[rank], rank))
+        load[owners[index]] += costs[index]
     return owners
 
 
@@ -269,7 +326,8 @@ def _taken(whole: Tensor, boxes: list[Box], shard: Shard) -> Tensor:
 
 def _orthogonal(weight: Tensor, shard: Shard, group: dict[str, Any]) -> Tensor:
     """The orthogonalised matrices of an update of a whole weight, scaled by their shapes, where they lie in it."""
-    result = torch.empty_like(weight, memory_format=torch.contiguous_format)
+    weight = weight.contiguous()
+    result = torch.empty_like(weight)
     by_head = group["fused_heads"] == "heads"
     for source, target in zip(_matrices(weight, shard), _matrices(result, shard), strict=True):
         is_by_head = by_head and shard.fused is not None and len(shard.fused.shape) == _DIMS_OF_HEADS

@@ -13,7 +13,7 @@ _STATE = ("base_lrs", "last_epoch", "_step_count", "_last_lr")
 class ParamScheduler(LRScheduler):
     """Scheduler that gives every group its own learning rate times a curve, stepped once per optimizer step.
 
-    `rate` gives the factor after so many steps, and `weight_decay` the weight decay of the groups that have one when
+    `rate` gives the factor after so many steps, and `weight_decay` the weight decay of all groups that have any when
     the scheduler is made. Curves are no part of its state: a run that resumes follows those that it is given.
     """
 

@@ -29,12 +29,12 @@ def dry_text(found: Sequence[DryRun], notes: Sequence[str] = (), held: Held | No
 
 
 def _held_lines(held: Sequence[HeldTensors]) -> list[str]:
-    """The tensors at the peak that no kind of memory names, with the lines that made them."""
+    """The tensors at the peak that no kind of memory names, with the lines that made them; JSON has all."""
     others = [one for one in held if one.kind == OTHERS]
     lines = [f"  {OTHERS} at the peak, by module and line"]
     for one in others[:_MOST_LINES]:
         shape = " x ".join(map(str, one.shape))
-        lines.append(f"    {one.num_bytes / GIGA:9.3f} GB  {one.number:,} of [{shape}] {one.dtype}")
+        lines.append(f"    {one.num_bytes / GIGA:9.3f} GB  {one.num_tensors:,} of [{shape}] {one.dtype}")
         lines.append(f"    {'':9}     {f'{one.module}, ' if one.module else ''}{one.line}")
     if rest := others[_MOST_LINES:]:
         lines.append(f"    {sum(one.num_bytes for one in rest) / GIGA:9.3f} GB  in {len(rest):,} more lines")

@@ -6,6 +6,7 @@ own has no such line.
 """
 
 import gc
+import os
 import re
 import sys
 from collections import Counter
@@ -33,7 +34,7 @@ IN_BACKWARD = "a backward of torch"
 _COUNTERS = ("memory_tracker", "held_tensors", "output_shapes", "meta_kernels")
 # Torch, what counts its operations, and code that is in no file.
 _MACHINERY = (
-    str(Path(torch.__file__).parent),
+    f"{Path(torch.__file__).parent}{os.sep}",
     *(str(Path(__file__).with_name(f"{name}.py")) for name in _COUNTERS),
     "<",
 )
@@ -55,7 +56,7 @@ class HeldTensors:
     """File and line, or `IN_BACKWARD`."""
     shape: tuple[int, ...]
     dtype: str
-    number: int
+    num_tensors: int
     num_bytes: int
     """Bytes of all of them together."""
 
@@ -135,7 +136,7 @@ class _PeakWatch:
         for kind, site, size in self._at_peak.values():
             sizes[kind, site] += size
         return [
-            HeldTensors(kind=kind, **vars(site), number=numbers[kind, site], num_bytes=size)
+            HeldTensors(kind=kind, **vars(site), num_tensors=numbers[kind, site], num_bytes=size)
             for (kind, site), size in sizes.most_common()
         ]
 

@@ -15,7 +15,7 @@ from lightning_megatron.planner.constants import GIVEN, Constants
 
 ALL_FAMILIES = "all GPUs"
 """Name of the ratios of every family and precision together."""
-# Fewer published runs do not say where nine of ten such runs lie.
+# Fewer published runs do not say where four of five such runs lie.
 _LEAST_ROWS = 10
 # A constant is raised by this share of itself.
 _RAISED = 0.1

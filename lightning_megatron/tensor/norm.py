@@ -30,7 +30,7 @@ class LayerNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if x.dtype == self.weight.dtype:
-            # Torch saves the same, with less time on the host.
+            # Torch saves the same, and has all derivatives.
             return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
         y: Tensor = _LayerNorm.apply(x, self.weight, self.bias, self.eps)
         return y
@@ -45,6 +45,8 @@ class RMSNorm(nn.Module):
         self.weight = shard_parameter((hidden_size,), initial=Initial(mean=1.0), replicas=(tp,), partial=sp)
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.dtype == self.weight.dtype:
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         y: Tensor = _RMSNorm.apply(x, self.weight, self.eps)
         return y
 
@@ -102,7 +104,7 @@ def _rms_gradients(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of the input [..., H] and of the weight [H] of an RMS norm y = weight x rstd."""
     normed = x * rstd
-    grad_weight = (grad * normed).flatten(0, -2).sum(0) if needed[1] else None
+    grad_weight = (grad * normed).reshape(-1, *shape).sum(0) if needed[1] else None
     if not needed[0]:
         return None, grad_weight
     grad_normed = grad * weight

@@ -85,7 +85,7 @@ def _make_muon(named: list[tuple[str, Tensor]], config: Any) -> torch.optim.Opti
 
 def _is_matrix(name: str, weight: Tensor) -> bool:
     """Whether a weight is a matrix of a layer, by the names of the package's models."""
-    is_of_ends = any(word in name for word in ("embedding", "head", "position", "norm"))
+    is_of_ends = any(word in name for word in ("embedding", "head", "position", "norm", "relative_bias"))
     return weight.dim() > 1 and not is_of_ends and not name.endswith("bias")
 
 

@@ -58,7 +58,7 @@ def test_what_is_held_at_the_peak_is_told_by_module_and_line(capsys: pytest.Capt
     text = capsys.readouterr().out
     largest = next(tensors for tensors in one["held_at_peak"] if tensors["kind"] == "activations and others")
     shape = " x ".join(map(str, largest["shape"]))
-    assert f"{largest['number']:,} of [{shape}] {largest['dtype']}" in text
+    assert f"{largest['num_tensors']:,} of [{shape}] {largest['dtype']}" in text
     assert f"{largest['line']}\n" in text and ".py:" in largest["line"]
 
 

@@ -156,6 +156,19 @@ def changed(tmp_path: Path, name: str, **changes: Any) -> str:
     return str(tmp_path / "changed.yaml")
 
 
+def test_an_optimizer_that_is_planned_as_adamw_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = ("--gpu", "h100", "--layout", "recipe")
+    [note] = [one for one in record(capsys, str(CONFIGS / "gpt_muon.yaml"), *args)["notes"] if "not planned" in one]
+    assert note.endswith(
+        "matrix_optimizer ('muon'), which holds one moment of a matrix and not two, and in a step some GB more"
+    )
+    chosen = changed(tmp_path, "toy.yaml", optimizer={"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1}})
+    assert (
+        "not planned: optimizer (torch.optim.SGD), which may hold other moments than AdamW's two"
+        in (record(capsys, chosen, *args)["notes"])
+    )
+
+
 def test_a_report_begins_with_what_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
     for args in (("--layout", "recipe"), ("--top", "1")):
         lines = printed(capsys, str(CONFIGS / "bert_large.yaml"), "--gpu", "h100", *args).splitlines()

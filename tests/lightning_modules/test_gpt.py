@@ -256,6 +256,13 @@ def test_a_run_without_an_end_is_refused() -> None:
         (lambda: AdamWConfig(lr=-1.0, betas=(0.9, 1.0)), r"lr \(-1.0\).*\n.*betas \(1.0\)"),
         (lambda: AdamWConfig(epsilon=0.0), "epsilon"),
         (lambda: AdamWConfig(end_weight_decay=0.2), r"end_weight_decay \(0.2\) has no effect"),
+        (lambda: AdamWConfig(initial_fraction=0.2), r"initial_fraction \(0.2\) has no effect without warmup_steps"),
+        (lambda: AdamWConfig(wsd_decay_style="linear"), "wsd_decay_style .* has no effect without decay_style WSD"),
+        (lambda: AdamWConfig(muon_momentum=0.5), "muon_momentum .* has no effect without matrix_optimizer muon"),
+        (lambda: AdamWConfig(matrix_optimizer="moun"), r"matrix_optimizer \('moun'\) must be one of adamw, muon"),
+        (lambda: AdamWConfig(decay_style="step"), "decay_style .* must be one of constant, linear, cosine"),
+        (lambda: AdamWConfig(minimum_fraction=2.0), r"minimum_fraction \(2.0\) must be from 0 to 1"),
+        (lambda: AdamWConfig(weight_decay_incr_style="linear"), r"end_weight_decay \(0.0\) must be at least weight_de"),
         (lambda: GenerationConfig(temperature=-1.0), "temperature"),
     ],
 )

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from lightning_megatron.mesh import Mesh, Sizes
+from lightning_megatron.optim import muon
 from lightning_megatron.optim.muon import Muon, muon_groups, spread
 from lightning_megatron.sharding import Fused, Initial, shard_of, shard_parameter
 from tests.harness.threads import new_group, run_on_threads
@@ -24,6 +25,7 @@ WEIGHTS: dict[str, tuple[tuple[int, ...], int | None, Fused | None]] = {
     "gate and up": ((2, 8, 6), 1, Fused(shape=(2, 8), dim=0, sizes=(1, 1))),
     "queries, keys, values": ((24, 6), 0, HEADS),
     "another": ((10, 6), 0, None),
+    "all of it on one rank": ((1, 6), 0, None),
 }
 
 
@@ -82,17 +84,24 @@ def test_weights_that_are_cut_step_as_whole_ones(num_ranks: int, fused_heads: An
             # Singular values are small where a polynomial is steep, which makes 500 times of a rounding.
             assert_close(shard.valid(weight.detach()), shard.part_of(expected[name]), rtol=0, atol=1e-12)
             assert weight.detach().count_nonzero() == shard.valid(weight.detach()).count_nonzero()
-            # Orthogonalised by parts it would be another weight.
-            assert (expected[name] - drawn(0, name)).abs().max() > 0.01
 
     run_on_threads(num_ranks, on_rank)
 
 
-def test_a_part_by_itself_would_step_otherwise() -> None:
-    whole = orthogonalised(drawn(1, "columns"))
-    assert (orthogonalised(drawn(1, "columns")[:4]) - whole[:4]).abs().max() > 1e-2
-    queries = whole_steps("queries, keys, values")
-    assert (queries - whole_steps("queries, keys, values", by_head=True)).abs().max() > 1e-2
+def test_a_part_by_itself_steps_otherwise() -> None:
+    part = torch.nn.Parameter(drawn(0, "columns")[:4])
+    optimizer = Muon([part], lr=RATE, weight_decay=DECAY, momentum=MOMENTUM)
+    for step in range(1, NUM_STEPS + 1):
+        part.grad = drawn(step, "columns")[:4]
+        optimizer.step()
+    assert (part.detach() - whole_steps("columns")[:4]).abs().max() > 1e-2
+    heads = whole_steps("queries, keys, values", by_head=True)
+    assert (whole_steps("queries, keys, values") - heads).abs().max() > 1e-2
+
+
+def test_weights_in_pieces_step_as_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(muon, "_PIECE_BYTES", 500)
+    test_weights_that_are_cut_step_as_whole_ones(2, "projections")
 
 
 @pytest.mark.parametrize("adjust_lr_fn", ["original", "match_rms_adamw"])
@@ -149,14 +158,36 @@ def test_groups_are_matrices_of_layers_other_weights_and_the_rest() -> None:
         "layers.0.attention_norm.weight": (4,),
         "layers.0.experts.up": (2, 8, 4),
         "layers.0.experts.up_bias": (2, 8),
+        "layers.0.shared.up.weight": (8, 4),
+        "layers.0.multihead_attn.out_proj.weight": (4, 4),
+        "layers.0.relative_bias.weight": (8, 4),
         "head.weight": (8, 4),
+        "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight": (8, 4),
+        "model.shared.weight": (8, 4),
+        "lm_head.weight": (8, 4),
+        "score.weight": (2, 4),
+        "layers.0.mixer.A_log": (8, 4),
     }
     named = {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()}
     groups = muon_groups(named.items(), weight_decay=0.1)
     names = {parameter: name for name, parameter in named.items()}
     assert [[names[one] for one in group["params"]] for group in groups] == [
-        ["layers.0.attention.qkv.weight", "layers.0.experts.up"],
-        ["embedding.weight", "head.weight"],
+        [
+            "layers.0.attention.qkv.weight",
+            "layers.0.experts.up",
+            "layers.0.shared.up.weight",
+            "layers.0.multihead_attn.out_proj.weight",
+        ],
+        [
+            "embedding.weight",
+            "layers.0.relative_bias.weight",
+            "head.weight",
+            "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight",
+            "model.shared.weight",
+            "lm_head.weight",
+            "score.weight",
+            "layers.0.mixer.A_log",
+        ],
         [
             "layers.0.attention.qkv.bias",
             "layers.0.mlp.up.bias",
@@ -170,8 +201,11 @@ def test_groups_are_matrices_of_layers_other_weights_and_the_rest() -> None:
 
 
 def test_matrices_are_spread_by_their_flops() -> None:
-    assert spread([8.0, 1.0, 1.0, 6.0, 2.0], 2) == [0, 0, 1, 1, 1]
-    assert spread([], 2) == []
+    load: list[float] = []
+    assert spread([8.0, 1.0, 1.0, 6.0, 2.0], 2, load) == [0, 0, 1, 1, 1]
+    # What follows goes on with what each has.
+    assert load == [9.0, 9.0] and spread([1.0, 3.0], 2, load) == [1, 0]
+    assert spread([], 2, load) == [] and load == [12.0, 10.0]
 
 
 @pytest.mark.parametrize(
@@ -194,3 +228,13 @@ def test_wrong_settings_are_errors(settings: Any, words: str) -> None:
 def test_a_vector_is_no_matrix() -> None:
     with pytest.raises(ValueError, match=r"shape \(3,\) is no matrix; give it to a group with use_muon False"):
         Muon([torch.nn.Parameter(torch.zeros(3))])
+
+
+def test_a_group_that_comes_later_is_checked() -> None:
+    optimizer = Muon([torch.nn.Parameter(torch.zeros(2, 2))])
+    vector = torch.nn.Parameter(torch.zeros(3))
+    with pytest.raises(ValueError, match=r"momentum \(-3\) must be") as error:
+        optimizer.add_param_group({"params": vector, "momentum": -3})
+    assert "is no matrix" in str(error.value)
+    optimizer.add_param_group({"params": vector, "use_muon": False})
+    assert len(optimizer.param_groups) == 2

@@ -67,7 +67,7 @@ def test_each_is_told_with_the_module_and_the_line_that_made_it() -> None:
     file, _, number = ups[0].line.partition(":")
     line = (Path(__file__).parents[2] / file).read_text().splitlines()[int(number) - 1]
     # Of four layers, what the activation function reads: 16 x 128 tokens and 4 x 256 features.
-    assert [(one.number, one.shape, one.dtype) for one in ups] == [(4, (2048, 1024), "bfloat16")]
+    assert [(one.num_tensors, one.shape, one.dtype) for one in ups] == [(4, (2048, 1024), "bfloat16")]
     assert "matmul" in line or "linear" in line or "mm" in line, line
 
 
@@ -92,10 +92,10 @@ class Keeping(torch.autograd.Function):
 
 def test_what_a_module_keeps_for_nothing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     run = run_of(sizes=Sizes(world=1), global_batch_size=16, micro_batch_size=16)
-    assert not [one for one in held_tensors(run, 0) if one.dtype == "float64" and one.number == 4]
+    assert not [one for one in held_tensors(run, 0) if one.dtype == "float64" and one.num_tensors == 4]
     leaky = Leaky()
     monkeypatch.setattr(mlp, "activate", lambda x, activation: leaky(x))
-    [kept] = [one for one in held_tensors(run, 0) if one.dtype == "float64" and one.number == 4]
+    [kept] = [one for one in held_tensors(run, 0) if one.dtype == "float64" and one.num_tensors == 4]
     assert kept.line.startswith("tests/planner/test_held_tensors.py:") and kept.module == "model.layers.*.mlp"
     assert kept.num_bytes == 4 * 8 * 2048 * 1024
 

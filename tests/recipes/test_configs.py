@@ -106,6 +106,7 @@ def test_images_of_the_data_are_those_of_the_model(name: str) -> None:
 # Parameters, processes and data-parallel ranks.
 SIZES: dict[str, tuple[Any, int, int]] = {
     "toy.yaml": (pytest.approx(3.7e6, rel=1e-2), 2, 1),
+    "gpt_muon.yaml": (pytest.approx(3.7e6, rel=1e-2), 2, 1),
     "gpt2_124m.yaml": (124_439_808, 8, 8),  # the released weights, counted
     "gpt3_175b.yaml": (pytest.approx(174.6e9, rel=5e-4), 1024, 8),  # arXiv 2104.04473, table 2
     "gpt_1t.yaml": (pytest.approx(1008.0e9, rel=5e-4), 3072, 6),  # arXiv 2104.04473, table 1

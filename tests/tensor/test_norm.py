@@ -125,6 +125,30 @@ def test_a_norm_saves_its_input_as_it_is_given(kind: Any, dtype: torch.dtype) ->
 
 
 @pytest.mark.parametrize("kind", [LayerNorm, RMSNorm])
+def test_a_norm_in_one_dtype_has_all_derivatives(kind: Any) -> None:
+    mesh = Mesh.single()
+    layer = kind(4, eps=EPS, tp=mesh.tp, sp=mesh.axis("sp")).double()
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter)
+    x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradgradcheck(layer, x)
+
+
+@pytest.mark.parametrize("kind", [LayerNorm, RMSNorm])
+def test_a_single_row_of_half_numbers_has_gradients(kind: Any) -> None:
+    mesh = Mesh.single()
+    layer = kind(H, eps=EPS, tp=mesh.tp, sp=mesh.axis("sp"))
+    for parameter in layer.parameters():
+        torch.nn.init.ones_(parameter)
+    row = torch.randn(H, dtype=torch.bfloat16, requires_grad=True)
+    layer(row).sum().backward()
+    one = gradient(layer.weight).clone()
+    layer.zero_grad()
+    layer(row.detach()[None]).sum().backward()
+    assert_close(one, gradient(layer.weight), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", [LayerNorm, RMSNorm])
 @pytest.mark.parametrize("frozen", ["input", "parameters"])
 def test_gradients_that_nobody_needs_are_not_computed(kind: Any, frozen: str) -> None:
     mesh = Mesh.single()

@@ -26,6 +26,7 @@ from lightning_megatron.optim.gradients import Gradients
 from lightning_megatron.optim.hook_gradients import HookGradients
 from lightning_megatron.optim.master_weights import MasterWeights
 from lightning_megatron.optim.update_scope import is_elementwise
+from lightning_megatron.sharding import ShardedParameter
 from lightning_megatron.trainer.precision import MegatronPrecision
 
 # Packages whose hooks do the same on all ranks.
@@ -70,11 +71,24 @@ def make_data_parallel_comm(
         master_weights = MasterWeights(gradients, stepping)
         is_read = gradient_hooks(module, stepping) or late_gradient_readers(module, stepping)
         hook_gradients = HookGradients(gradients) if is_read else None
+    choose_foreach(stepping, device)
     parts = parameters_in_parts(module)
     dp_comm = DataParallelComm(gradients, master_weights, parts, hook_gradients)
     if config.overlap_param_gather:
         gather_parts_by(module, dp_comm.gather_part)
     return dp_comm
+
+
+def choose_foreach(optimizers: Iterable[Optimizer], device: torch.device) -> None:
+    """Lets optimizers step all parameters of a group at once on a GPU, where their user has not said otherwise.
+
+    Torch does so by itself for parameters of its own type alone, and not for those that know their shard.
+    """
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        is_open = "foreach" in group and group["foreach"] is None and not group.get("fused")
+        knows_shards = any(isinstance(parameter, ShardedParameter) for parameter in group["params"])
+        if is_open and knows_shards and device.type == "cuda":
+            group["foreach"] = True
 
 
 def gradient_hooks(module: pl.LightningModule, optimizers: Iterable[Optimizer]) -> list[str]:
