@@ -8,8 +8,9 @@ that is known, else by all; the gradients of its weights are summed over the sta
     stage 0    embedding   layer 0 ► layer 1 ─────► sent
     stage 1    (NaN)       (NaN)     received ────► layer 2 ► layer 3    norm   head   loss
 
-What a stage does not have, and a layer of an earlier stage other than the last, returns NaN: whoever reads it, reads
-what this stage does not have, and no number of it can pass for a right one.
+What a stage does not have, and a layer of an earlier stage other than the last, returns placeholders: NaN, and in the
+first calls marked as `Unknown` with all that is computed from them. Whoever reads one, reads what this stage does not
+have, and no number of it can pass for a right one.
 """
 
 import inspect
@@ -29,6 +30,7 @@ from lightning_megatron.any_module.cut_tokens import ContextAttention, CutTokens
 from lightning_megatron.any_module.deviation import relative_deviation
 from lightning_megatron.any_module.loss_count import mean_count
 from lightning_megatron.any_module.skeleton import put_together, taken_apart
+from lightning_megatron.any_module.unknown import Unknown, has_unknown
 from lightning_megatron.any_module.whole_weights import (
     SummedInCalls,
     copied,
@@ -185,7 +187,8 @@ class CutModel(PipelineModule):
         if count is not None:
             self.loss_weight = torch.as_tensor(count, device=scalars[0].device).detach()
         # A mean over nothing is no number anywhere.
-        if self._is_checked and (count is None or self.loss_weight) and _has_nan(output):
+        is_unknown = has_unknown(output) or ((count is None or self.loss_weight) and _has_nan(output))
+        if self._is_checked and is_unknown:
             raise CutError(
                 f"the output of {type(self._whole).__name__} reads what layers of earlier stages returned, and not the "
                 "last layer alone (hidden states, attentions or router logits of all layers); leave it out, or use "
@@ -339,12 +342,16 @@ class CutModel(PipelineModule):
         # Positions may be asked for by a shape.
         if isinstance(module, nn.Embedding) and isinstance(first, Tensor):
             shape = (*first.shape, module.embedding_dim)
-            return torch.full(shape, torch.nan, dtype=module.weight.dtype, device=device)
+            like = torch.empty((), dtype=module.weight.dtype, device=device).expand(shape)
+            return Unknown.like(like, is_marked=self._is_checked)
         args, kwargs = tree_map_only(Tensor, lambda one: one.to("meta"), (args, kwargs))
         # What counts this rank's work shall not count it.
         with _disable_current_modes():
             output = type(module).forward(module, *args, **kwargs)
-        return tree_map_only(Tensor, lambda one: _unknown_like(torch.empty_like(one, device=device)), output)
+        marked = self._is_checked
+        return tree_map_only(
+            Tensor, lambda one: Unknown.like(torch.empty_like(one, device=device), is_marked=marked), output
+        )
 
     def _refuse_what_is_shared(self, kwargs: dict[str, Any]) -> None:
         """Raises CutError for options of transformers by which a call collects something of every layer and token."""
@@ -412,7 +419,7 @@ class CutModel(PipelineModule):
         if index in self._received:
             return _copy(self._received[index])
         text, tensors = taken_apart(self._received[max(self._received)])
-        return put_together(text, [_unknown_like(tensor) for tensor in tensors])
+        return put_together(text, [Unknown.like(tensor, is_marked=self._is_checked) for tensor in tensors])
 
     def _packed(self, index: int, output: Any) -> dict[str, Tensor]:
         """The outputs that later stages read: that of the stage's last layer, and of layers for all of them."""
@@ -435,7 +442,7 @@ class CutModel(PipelineModule):
         if not self._is_checked:
             return
         named = {**{f"argument {place}": value for place, value in enumerate(args)}, **kwargs}
-        if unknown := [key for key, value in named.items() if _has_nan(value)]:
+        if unknown := [key for key, value in named.items() if has_unknown(value) or _has_nan(value)]:
             raise CutError(
                 f"{name} reads {', '.join(unknown)}, which layers of an earlier stage computed, and not only what the "
                 f"layer before it returned; layers of {type(self._whole).__name__} cannot be cut there: name the "
@@ -507,13 +514,6 @@ def _unpacked(payload: Mapping[str, Tensor]) -> dict[int, Any]:
             texts[int(number)] = text
         tensors.setdefault(int(number), []).append(tensor)
     return {number: put_together(text, tensors[number]) for number, text in texts.items()}
-
-
-def _unknown_like(tensor: Tensor) -> Tensor:
-    """A tensor that nobody may read: NaN, or an index that no table has."""
-    if tensor.is_floating_point():
-        return torch.full_like(tensor, torch.nan, requires_grad=False)
-    return torch.full_like(tensor, True if tensor.dtype == torch.bool else torch.iinfo(tensor.dtype).max)
 
 
 @torch.no_grad()
