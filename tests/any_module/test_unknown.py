@@ -98,8 +98,8 @@ def over_two_stages(mask: str) -> Any:
 
 
 def test_a_mask_of_the_stage_itself_is_read() -> None:
-    whole = cut_module("of the layer before").net(ROWS)  # type: ignore[operator]
-    assert float(over_two_stages("of the layer before")) == pytest.approx(float(whole), rel=1e-14)
+    whole = cut_module("of the layer before").net(ROWS).item()  # type: ignore[operator]
+    assert over_two_stages("of the layer before").item() == pytest.approx(whole, rel=1e-14)
 
 
 @pytest.mark.parametrize("mask", ["an index", "a comparison", "a mask"])
