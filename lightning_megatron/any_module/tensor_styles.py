@@ -340,7 +340,16 @@ def _misfit(network: nn.Module, name: str, style: str, size: int) -> str:
     if features % (blocks * size):
         of_blocks = "" if blocks == 1 else f" in {blocks} blocks"
         return f"{size} ranks do not divide its {features} features{of_blocks}"
+    num_heads = 0 if style in BY_INPUTS or blocks > 1 else _num_heads(network, name, features)
+    if num_heads % size:
+        return f"{size} ranks do not divide its {num_heads} heads"
     return ""
+
+
+def _num_heads(network: nn.Module, name: str, features: int) -> int:
+    """Heads that a linear of an attention computes, by the size of a head that the attention names; 0: not known."""
+    size = getattr(network.get_submodule(parent_of(name)), "head_dim", 0)
+    return features // size if isinstance(size, int) and size > 0 and features % size == 0 else 0
 
 
 def has_hooks(module: nn.Module) -> bool:

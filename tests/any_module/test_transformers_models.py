@@ -9,9 +9,10 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
-from transformers import AutoModel, BartForConditionalGeneration
+from transformers import AutoModel, AutoModelForCausalLM, BartForConditionalGeneration, Qwen2Config
 
 from lightning_megatron import MegatronStrategy, ModelPlan, RecomputeConfig
+from lightning_megatron.any_module.tensor_styles import cut_by, reason_of_whole
 from lightning_megatron.testing import certify
 from tests.any_module.model_families import Causal, Images, ImageText, Masked, Translation, batches, config_of
 from tests.harness.ranks import run_on_ranks
@@ -58,6 +59,38 @@ def test_a_model_as_it_is_trains_as_on_one_device(model_type: str, layouts: list
 def test_a_model_of_another_family_does(family: type[Causal], model_type: str, layouts: tuple[str, ...]) -> None:
     make_batches = functools.partial(family.batches, model_type)
     certify(functools.partial(family, model_type), make_batches, layouts=layouts, steps=2).assert_equal()
+
+
+class FewKeys(Causal):
+    """Has fewer heads of keys than four ranks of tp."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.model = AutoModelForCausalLM.from_config(
+            Qwen2Config(
+                hidden_size=64,
+                num_hidden_layers=2,
+                num_attention_heads=8,
+                num_key_value_heads=2,
+                intermediate_size=64,
+                vocab_size=64,
+                max_position_embeddings=32,
+            )
+        )
+
+
+def test_heads_that_ranks_do_not_divide_stay_whole_and_are_told() -> None:
+    certify(functools.partial(FewKeys, "qwen2"), batches, layouts=("tp4-sp",), steps=1).assert_equal()
+    module = FewKeys("qwen2")
+    module.configure_model()
+    styles = ModelPlan().styles_in("model", module.model)
+    reason = "4 ranks do not divide its 2 heads"
+    assert reason_of_whole(module.model, styles, "model.layers.0.self_attn.k_proj", 4) == reason
+    assert (
+        reason_of_whole(module.model, styles, "model.layers.0.self_attn.q_proj", 4) == f"as k_proj beside it, {reason}"
+    )
+    cut = {name for name, _, _ in cut_by(module.model, styles, 4)}
+    assert "model.layers.0.mlp.up_proj" in cut and "model.layers.0.self_attn.q_proj" not in cut
 
 
 @pytest.mark.parametrize(
