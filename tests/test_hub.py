@@ -3,6 +3,7 @@
 import shutil
 from pathlib import Path
 
+import lightning as L
 import pytest
 import torch
 from huggingface_hub import constants
@@ -11,7 +12,11 @@ from transformers import AutoModelForCausalLM
 from lightning_megatron import hf
 from lightning_megatron.data.tokenizer_files import load_tokenizer
 from lightning_megatron.hub import model_folder
+from lightning_megatron.lightning_modules import CausalModule
+from lightning_megatron.lightning_modules.export import ExportPretrained
+from lightning_megatron.lightning_modules.finetune import FinetuneModule
 from tests.any_module.model_families import config_of
+from tests.data.chats import HEADERS, write_tokenizer
 
 
 def test_a_name_is_the_folder_that_the_cache_has_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,6 +35,21 @@ def test_a_name_is_the_folder_that_the_cache_has_of_it(tmp_path: Path, monkeypat
     for call in (hf.load_unchanged, hf.from_pretrained, load_tokenizer):
         with pytest.raises(ValueError, match="owner/other is no file or folder here, and could not be fetched"):
             call("owner/other")
+
+
+def test_what_is_exported_has_the_tokenizer_of_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "models--owner--model" / "snapshots" / ("0" * 40)
+    AutoModelForCausalLM.from_config(config_of("llama")).save_pretrained(folder)
+    write_tokenizer(folder, HEADERS)
+    (tmp_path / "models--owner--model" / "refs").mkdir()
+    (tmp_path / "models--owner--model" / "refs" / "main").write_text("0" * 40)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    for module in (FinetuneModule("owner/model"), CausalModule("owner/model")):
+        module.configure_model()
+        out = tmp_path / type(module).__name__
+        ExportPretrained(str(out)).on_fit_end(L.Trainer(accelerator="cpu", logger=False), module)
+        assert (out / "tokenizer.json").exists() and (out / "config.json").exists()
 
 
 def test_a_folder_comes_before_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

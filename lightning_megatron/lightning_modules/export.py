@@ -11,6 +11,7 @@ from lightning_megatron.hf.adapters import merged_adapters
 from lightning_megatron.hf.families import family_of_config
 from lightning_megatron.hf.folder import on_disk
 from lightning_megatron.hf.shards import has_tokenizer
+from lightning_megatron.hub import CONFIG_FILES, TOKENIZER_FILES, model_folder
 from lightning_megatron.lightning_modules.causal import CausalModule
 from lightning_megatron.lightning_modules.finetune import FinetuneModule
 from lightning_megatron.lightning_modules.t5_finetune import T5FinetuneModule
@@ -63,7 +64,9 @@ class ExportPretrained(L.Callback):
         if self.path is None or not isinstance(pl_module, CausalModule | FinetuneModule | T5FinetuneModule):
             return
         assert pl_module.model is not None
-        tokenizer = pl_module.path if has_tokenizer(Path(pl_module.path)) else None
+        # A name of the hub is a folder, too.
+        source = model_folder(pl_module.path, TOKENIZER_FILES)
+        tokenizer = source if has_tokenizer(Path(source)) else None
         if isinstance(pl_module, CausalModule):
             merged = nullcontext(pl_module.model) if pl_module.lora is None else merged_adapters(pl_module.model)
             with merged as model:
@@ -81,4 +84,4 @@ def _family(module: FinetuneModule | T5FinetuneModule) -> str | None:
     """The model_type of the trained model's directory; None for an upcycled model."""
     if _is_upcycled(module):
         return None
-    return str(read_json_table(Path(module.path, "config.json"))["model_type"])
+    return str(read_json_table(Path(model_folder(module.path, CONFIG_FILES), "config.json"))["model_type"])
