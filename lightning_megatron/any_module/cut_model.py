@@ -187,8 +187,7 @@ class CutModel(PipelineModule):
         if count is not None:
             self.loss_weight = torch.as_tensor(count, device=scalars[0].device).detach()
         # A mean over nothing is no number anywhere.
-        is_unknown = has_unknown(output) or ((count is None or self.loss_weight) and _has_nan(output))
-        if self._is_checked and is_unknown:
+        if self._is_checked and (has_unknown(output) or ((count is None or self.loss_weight) and _has_nan(output))):
             raise CutError(
                 f"the output of {type(self._whole).__name__} reads what layers of earlier stages returned, and not the "
                 "last layer alone (hidden states, attentions or router logits of all layers); leave it out, or use "

@@ -172,7 +172,6 @@ def test_a_search_measures_what_it_shows_and_tells_what_the_model_refuses(
 @pytest.mark.parametrize(
     ("config", "args", "words"),
     [
-        (LLAMA, ("--layout", "tp=8", "--num-gpus", "8"), "LlamaAttention) does not run with the features of a rank"),
         (LLAMA, ("--layout", "pp=8", "--num-gpus", "8"), "cannot be pipelined over 8 stages"),
         (GPT2, ("--layout", "tp=2"), "tensor_model_parallel_size (2) cuts nothing of CausalModule"),
         (LLAMA, ("--layout", "mbs=2,recompute=full"), "recompute granularity ('full') needs a model of parts"),
