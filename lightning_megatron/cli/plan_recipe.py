@@ -403,7 +403,7 @@ def _unplanned_optimizer(config: Namespace, chosen: Any) -> dict[str, str]:
     name = optimizer.get("matrix_optimizer", "adamw")
     if name == "adamw":
         return {}
-    does = "holds one moment of a matrix and not two, and in a step some GB more"
+    does = "holds one moment of a matrix and not two, and in a step copies of some weights"
     return {f"model.optimizer matrix_optimizer ({name!r})": does}
 
 

@@ -48,7 +48,7 @@ NOT_MATRICES = (
 """Names of parameters that are none of a layer's matrices: embeddings and tables of positions, output heads, norms,
 convolutions, biases. In lower case; each is one between dots, or all of a name."""
 
-# Bytes of updates that a step works on at a time: some eight times as many are held besides.
+# Bytes of updates that a step works on at a time: several copies of them are held besides.
 _PIECE_BYTES = 1 << 28
 
 _Loads = dict[Axis, list[float]]
