@@ -160,7 +160,7 @@ def test_an_optimizer_that_is_planned_as_adamw_is_named(tmp_path: Path, capsys: 
     args = ("--gpu", "h100", "--layout", "recipe")
     [note] = [one for one in record(capsys, str(CONFIGS / "gpt_muon.yaml"), *args)["notes"] if "not planned" in one]
     assert note.endswith(
-        "matrix_optimizer ('muon'), which holds one moment of a matrix and not two, and in a step copies of some weights"
+        "('muon'), which holds one moment of a matrix and not two, and in a step copies of some weights"
     )
     chosen = changed(tmp_path, "toy.yaml", optimizer={"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1}})
     assert (
