@@ -159,9 +159,8 @@ def changed(tmp_path: Path, name: str, **changes: Any) -> str:
 def test_an_optimizer_that_is_planned_as_adamw_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     args = ("--gpu", "h100", "--layout", "recipe")
     [note] = [one for one in record(capsys, str(CONFIGS / "gpt_muon.yaml"), *args)["notes"] if "not planned" in one]
-    assert note.endswith(
-        "('muon'), which holds one moment of a matrix and not two, and in a step copies of some weights"
-    )
+    does = "holds one moment of a matrix and not two, and in a step copies of some weights"
+    assert note.endswith(f"matrix_optimizer ('muon'), which {does}")
     chosen = changed(tmp_path, "toy.yaml", optimizer={"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1}})
     assert (
         "not planned: optimizer (torch.optim.SGD), which may hold other moments than AdamW's two"
