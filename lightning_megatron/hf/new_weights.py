@@ -7,6 +7,7 @@ the name of its module, so that no value depends on what else was drawn, nor on 
 """
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +18,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from lightning_megatron.comm import rng
-from lightning_megatron.sharding import shard_of
-
-_NEW = "_lightning_megatron_new_weights"
+from lightning_megatron.hf.later_weights import LaterWeights, part_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,15 +29,15 @@ class _Group:
     calls: frozenset[int]
 
 
-class NewWeights:
+class NewWeights(LaterWeights):
     """The parameters and buffers that a model on the meta device begins with, each a function of `seed` and its name.
 
     `undrawn` are names of those that `_init_weights` does not write: their values are the constructors'.
     """
 
     def __init__(self, model: PreTrainedModel, seed: int) -> None:
+        super().__init__(f"new {type(model).__name__}")
         self._seed = seed
-        self._versions: dict[str, tuple[Tensor, int]] = {}
         # Ranks cut the model itself.
         self._whole = whole = copy.deepcopy(model)
         # Of weights that are tied, one has the values, and calls with the modules of the others must not write them.
@@ -80,45 +79,14 @@ class NewWeights:
                 groups.update(dict.fromkeys(joined.names, joined))
         return groups
 
-    @torch.no_grad()
-    def fill(self, model: nn.Module) -> None:
-        """Draws the tensors of the model that are on the meta device, whole or cut, in host memory.
+    def groups(self) -> list[frozenset[str]]:
+        return [group.names for group in dict.fromkeys(self._groups.values())]
 
-        Raises ValueError for those that the model did not have when it was made.
-        """
-        wanted = {name: tensor for name, tensor in _named_tensors(model) if tensor.is_meta}
-        for group in dict.fromkeys(self._groups.values()):
-            if own := sorted(group.names & wanted.keys() - self._tied):
-                drawn = self._drawn(group)
-                for name in own:
-                    _give(wanted[name], drawn[name])
-        if unknown := [name for name, tensor in wanted.items() if tensor.is_meta]:
-            raise ValueError(
-                f"the weights of a new {type(self._whole).__name__} are drawn once it is cut for this rank, and "
-                f"{', '.join(unknown[:6])} of it came, or changed in shape, after new_unchanged; set the sizes in the "
-                "configuration, and change the model's modules on one device, or load it from a folder"
-            )
-
-    def note_versions(self, model: nn.Module) -> None:
-        """Notes which tensors of the model are as they were made."""
-        self._versions = {name: (one, one._version) for name, one in _named_tensors(model)}
-
-    def require_versions(self, model: nn.Module) -> None:
-        """Raises ValueError for tensors of the model that were changed since `note_versions`."""
-        here = dict(_named_tensors(model))
-        noted = self._versions.items()
-        if changed := [name for name, (one, version) in noted if here.get(name) is one and one._version != version]:
-            raise ValueError(
-                f"{', '.join(changed[:6])} of a new {type(self._whole).__name__} was changed in place before the model "
-                "has weights, which are drawn once it is cut for this rank; change weights in on_fit_start, or load "
-                "them from a folder"
-            )
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "NewWeights":
-        raise ValueError(
-            f"a new {type(self._whole).__name__} gets its weights once it is cut for this rank, and before that it has "
-            "none to copy; make it in __init__, or leave out what copies it, such as a callback that averages weights"
-        )
+    def parts(self, group: frozenset[str], wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        own = wanted.keys() - self._tied
+        drawn = self._drawn(self._groups[next(iter(group))]) if own else {}
+        found = {name: part_of(wanted[name], drawn[name]) for name in sorted(own)}
+        return {name: part for name, part in found.items() if part is not None}
 
     def _drawn(self, group: _Group) -> dict[str, Tensor]:
         made: dict[Tensor, Tensor] = {}
@@ -137,28 +105,6 @@ class NewWeights:
             held, key = self._places[name]
             drawn[name], held[key] = held[key], self._tensors[name]
         return drawn
-
-
-def draw_later(model: nn.Module, weights: NewWeights) -> None:
-    """Leaves a model without weights until `draw_new_weights`."""
-    model.__dict__[_NEW] = weights
-    weights.note_versions(model)
-
-
-def require_unchanged(module: nn.Module) -> None:
-    """Raises ValueError where code has changed weights in place within a model that has none yet: that is lost."""
-    for model in module.modules():
-        weights: NewWeights | None = model.__dict__.get(_NEW)
-        if weights is not None:
-            weights.require_versions(model)
-
-
-def draw_new_weights(module: nn.Module) -> None:
-    """Draws the weights of the models within a module that `draw_later` left."""
-    for model in module.modules():
-        weights: NewWeights | None = model.__dict__.pop(_NEW, None)
-        if weights is not None:
-            weights.fill(model)
 
 
 class _Touched(TorchFunctionMode):
@@ -188,26 +134,9 @@ def _calls_of(model: PreTrainedModel) -> list[tuple[str, nn.Module, Any]]:
     return found[::-1]
 
 
-def _named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
-    return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-
-
 def _without_values(tensor: Tensor) -> Tensor:
     """A tensor like this one in host memory, of no number where there may be such."""
     made = torch.empty_like(tensor, device="cpu")
     if made.is_floating_point():
         made.fill_(torch.nan)
     return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
-
-
-def _give(tensor: Tensor, whole: Tensor) -> None:
-    """Gives a tensor without memory its part of the values, where it is one of theirs."""
-    shard = shard_of(tensor)
-    if shard.global_shape != tuple(whole.shape):
-        return
-    values: Tensor = shard.part_of(whole).detach().to(tensor.dtype).clone(memory_format=torch.contiguous_format)
-    if isinstance(tensor, nn.Parameter):
-        values = type(tensor)(values, requires_grad=tensor.requires_grad)
-    values.__dict__.update(tensor.__dict__)
-    # The tensor stays the one that others hold: what is tied stays so.
-    torch.utils.swap_tensors(tensor, values)

@@ -1,8 +1,8 @@
-"""Causal models of transformers as they are: from a folder, whose files are mapped, or new ones from a configuration.
+"""Models of transformers as they are: from a folder, whose files are mapped, or new ones from a configuration.
 
-A rank that keeps slices reads, or draws, these alone. Where transformers converts weights while it reads them (experts
-that a file holds one by one), or has initial values that only constructors know, the model is made by transformers
-itself, whole, in host memory.
+A rank that keeps slices reads, or draws, these alone. Where the files have weights in another form than bits of a
+floating-point number, or lack some, or where initial values are such that only constructors know them, the model is
+made by transformers itself, whole, in host memory.
 """
 
 import logging
@@ -22,10 +22,11 @@ from transformers import (
 
 from lightning_megatron.any_module.check_styles import without_fp8
 from lightning_megatron.any_module.deviation import relative_deviation
+from lightning_megatron.hf.converted_weights import ConvertedWeights, Sources, sources_of
 from lightning_megatron.hf.folder import DTYPES, WeightFiles, on_disk
-from lightning_megatron.hf.new_weights import NewWeights, draw_later
+from lightning_megatron.hf.later_weights import fill_later
+from lightning_megatron.hf.new_weights import NewWeights
 from lightning_megatron.hub import CONFIG_FILES, model_folder
-from lightning_megatron.mesh import ambient_mesh
 
 logger = logging.getLogger(__name__)
 
@@ -100,14 +101,18 @@ def num_positions(model: Any) -> int | None:
 
 
 def new_unchanged(
-    config: PreTrainedConfig | str | os.PathLike[str], dtype: torch.dtype | None = None, seed: int | None = None
+    config: PreTrainedConfig | str | os.PathLike[str],
+    dtype: torch.dtype | None = None,
+    seed: int | None = None,
+    auto_class: Any = AutoModelForCausalLM,
 ) -> Any:
-    """The causal model of a configuration, or of the one in a folder, with new weights: the same on every layout.
+    """The model of a configuration, or of the one in a folder, with new weights: the same on every layout.
 
     Each weight is drawn as transformers draws it, from `seed` (by default torch's, which `seed_everything` sets) and
     its name. In a run that cuts it over tp, pp or ep the model stays on the meta device until the strategy has done so,
     after `configure_model`; elsewhere it is filled at once, in host memory. `dtype` is that of the weights, by default
-    the configuration's. Raises ValueError where there is no causal model.
+    the configuration's, and `auto_class` the class of transformers that says which model it is
+    (`AutoModelForSeq2SeqLM`). Raises ValueError where there is no such model.
     """
     if not isinstance(config, PreTrainedConfig | str | os.PathLike):
         raise ValueError(
@@ -118,7 +123,7 @@ def new_unchanged(
     options = {} if dtype is None else {"dtype": dtype}
     seed = torch.initial_seed() if seed is None else seed
     # Some constructors make tensors in host memory whatever the device.
-    model = on_meta(config, options, f"a {type(config).__name__}").to("meta")
+    model = on_meta(config, options, f"a {type(config).__name__}", auto_class).to("meta")
     weights = NewWeights(model, seed)
     if weights.undrawn:
         logger.warning(
@@ -128,38 +133,39 @@ def new_unchanged(
         )
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             torch.default_generator.manual_seed(seed)
-            return AutoModelForCausalLM.from_config(config, **options)
-    sizes = ambient_mesh().sizes
-    if sizes.tp * sizes.pp * sizes.ep > 1:
-        draw_later(model, weights)
-    else:
-        weights.fill(model)
+            return auto_class.from_config(config, **options)
+    fill_later(model, weights)
     return model
 
 
-def load_unchanged(path: str | os.PathLike[str], dtype: torch.dtype | None = None) -> Any:
-    """The causal model of a folder, as `AutoModelForCausalLM.from_pretrained` reads it, with its weights mapped.
+def load_unchanged(
+    path: str | os.PathLike[str], dtype: torch.dtype | None = None, auto_class: Any = AutoModelForCausalLM
+) -> Any:
+    """The model of a folder, as `auto_class.from_pretrained` reads it, with its weights mapped.
 
     `dtype` is that of the weights, by default the configuration's; in another one than the files' they are read.
-    Raises ValueError for what is no causal model, and for files that cannot be read.
+    `auto_class` is the class of transformers that says which model it is (`AutoModelForSeq2SeqLM`). Weights that
+    transformers converts (experts that files hold one by one) are read when the strategy has cut the model, in a run
+    that cuts it over tp, pp or ep, and at once elsewhere. Raises ValueError where there is no such model, and for files
+    that cannot be read.
     """
     # Wherever Lightning builds: files are mapped into host memory.
     with torch.device("cpu"):
-        return _loaded(model_folder(path), dtype)
+        return _loaded(model_folder(path), dtype, auto_class)
 
 
-def _loaded(path: str, dtype: torch.dtype | None) -> Any:
+def _loaded(path: str, dtype: torch.dtype | None, auto_class: Any) -> Any:
     config, files = read_config(path), WeightFiles(on_disk(path))
-    model = on_meta(config, {} if dtype is None else {"dtype": dtype}, os.fspath(path))
-    sources = _sources(model, files)
-    if sources is None:
+    model = on_meta(config, {} if dtype is None else {"dtype": dtype}, os.fspath(path), auto_class)
+    sources = sources_of(model, files)
+    converted = ConvertedWeights(model, files, sources.conversions)
+    if unfit := _unfit(model, files, sources, converted):
         logger.warning(
-            "the weights in %s are converted while they are read: every process reads all of them into host memory",
-            path,
+            "%s in %s: transformers reads this model, and every process all of it into host memory", unfit, path
         )
-        return AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype or "auto")
+        return auto_class.from_pretrained(path, config=config, dtype=dtype or "auto")
     wanted = model.state_dict()
-    state = {name: files.mapped(source).to(wanted[name].dtype) for name, source in sources.items()}
+    state = {name: files.mapped(source).to(wanted[name].dtype) for name, source in sources.names.items()}
     model.load_state_dict(state, strict=False, assign=True)
     model.tie_weights()
     for tensor in model.state_dict(keep_vars=True).values():
@@ -171,33 +177,40 @@ def _loaded(path: str, dtype: torch.dtype | None) -> Any:
     model.initialize_weights()
     if (on_disk(path) / _GENERATION).is_file():
         model.generation_config = GenerationConfig.from_pretrained(path)
+    fill_later(model, converted)
     return model.eval()
 
 
-def on_meta(config: Any, options: dict[str, Any], source: str) -> Any:
-    """The causal model of a configuration, on the meta device as far as its constructors let it be.
+def on_meta(config: Any, options: dict[str, Any], source: str, auto_class: Any = AutoModelForCausalLM) -> Any:
+    """The model of a configuration, on the meta device as far as its constructors let it be.
 
-    `options` are those of `from_config`. Raises ValueError, which names `source`, where there is no such model.
+    `options` are those of `auto_class.from_config`. Raises ValueError, which names `source`, where there is no such
+    model.
     """
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, **options)
+            return auto_class.from_config(config, **options)
     except ValueError as error:
-        raise ValueError(f"no causal model can be made of {source}: {_first_line(error)}") from error
+        kind = "causal model" if auto_class is AutoModelForCausalLM else f"model of {auto_class.__name__}"
+        raise ValueError(f"no {kind} can be made of {source}: {_first_line(error)}") from error
 
 
-def _sources(model: PreTrainedModel, files: WeightFiles) -> dict[str, str] | None:
-    """Names in the files by those in the model; None where the files have other tensors than the model."""
-    wanted = {name: tensor for name, tensor in model.state_dict().items() if name not in model.all_tied_weights_keys}
-    prefix = f"{model.base_model_prefix}."
-    sources = {}
-    for name, tensor in wanted.items():
-        # A base model is saved without the prefix.
-        source = next((one for one in (name, name.removeprefix(prefix)) if one in files.shapes), None)
-        if source is None or files.shapes[source] != tuple(tensor.shape) or files.dtypes[source] not in DTYPES.values():
-            return None
-        sources[name] = source
-    return sources
+def _unfit(model: PreTrainedModel, files: WeightFiles, sources: Sources, converted: ConvertedWeights) -> str:
+    """A weight of the model that cannot be read from the files by name, and why; empty where there is none."""
+    for name, tensor in model.state_dict().items():
+        if name in model.all_tied_weights_keys:
+            continue
+        source = sources.names.get(name)
+        shape = converted.shapes.get(name) if source is None else files.shapes[source]
+        if shape is None:
+            return f"there is no {name}"
+        if shape != tuple(tensor.shape):
+            return f"{name} has shape {list(shape)}, and must have {list(tensor.shape)},"
+    of_conversions = [one.name for conversion in sources.conversions for one in conversion.sources]
+    for name in [*sources.names.values(), *of_conversions]:
+        if files.dtypes[name] not in DTYPES.values():
+            return f"{name} is no floating-point weight of 16, 32 or 64 bits"
+    return ""
 
 
 def _first_line(error: Exception) -> str:

@@ -24,25 +24,24 @@ from tests.harness.sample import every_nth
 class New(Causal):
     """Trains a new model."""
 
-    def __init__(self, model_type: str, make: Callable[[], Any] | None = None) -> None:
-        super().__init__(model_type)
-        self.make = make
-
     def configure_model(self) -> None:
         if self.model is None:
-            self.model = hf.new_unchanged(config_of(self.model_type) if self.make is None else self.make(), seed=3)
+            self.model = drawn(functools.partial(config_of, self.model_type))
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
 
 
-def of_rank(rank: int, sizes: Sizes, make: Callable[[], Any]) -> Any:
+def drawn(make: Callable[[], Any]) -> Any:
+    return hf.new_unchanged(make(), seed=3)
+
+
+def of_rank(rank: int, sizes: Sizes, build: Callable[[], Any]) -> Any:
     """The model of a rank, cut and filled, without processes."""
-    module = New("", make)
-    mesh = Mesh.imagine(rank, sizes)
+    module, mesh = L.LightningModule(), Mesh.imagine(rank, sizes)
     with ambient(mesh):
-        module.configure_model()
+        module.model = build()
         cut_plain_networks(module, mesh)
     return module.model
 
@@ -64,10 +63,10 @@ LAYOUTS = [
 @pytest.mark.parametrize(("model_type", "sizes"), LAYOUTS)
 def test_a_rank_begins_with_its_parts_of_one_device_s_weights(model_type: str, sizes: Sizes) -> None:
     make = functools.partial(config_of, model_type)
-    state, whole = torch.get_rng_state(), tensors_of(hf.new_unchanged(make(), seed=3))
+    state, whole = torch.get_rng_state(), tensors_of(drawn(make))
     seen = set()
     for rank in range(sizes.world):
-        for name, tensor in tensors_of(of_rank(rank, sizes, make)).items():
+        for name, tensor in tensors_of(of_rank(rank, sizes, functools.partial(drawn, make))).items():
             box = shard_of(tensor).box
             part = whole[name][tuple(slice(a, a + n) for a, n in zip(box.offsets, box.sizes, strict=True))]
             assert torch.equal(tensor, part) and tensor.requires_grad == part.requires_grad, name
@@ -123,7 +122,7 @@ LARGE = LlamaConfig(
 def test_a_rank_makes_what_it_keeps_and_one_module_more(sizes: Sizes) -> None:
     tracker = MemoryTracker(torch.device("cpu"))
     with tracker:
-        model = of_rank(sizes.tp - 1, sizes, lambda: LARGE)
+        model = of_rank(sizes.tp - 1, sizes, lambda: drawn(lambda: LARGE))
     kept = sum(tensor.nbytes for tensor in tensors_of(model).values())
     with torch.device("meta"):
         whole = AutoModelForCausalLM.from_config(LARGE)
@@ -161,9 +160,9 @@ def test_a_model_may_be_that_of_a_folder_s_configuration(tmp_path: Any) -> None:
 
 def test_what_constructors_alone_know_is_made_whole_and_alike(caplog: pytest.LogCaptureFixture) -> None:
     make = functools.partial(config_of, "openai-gpt")
-    whole = tensors_of(hf.new_unchanged(make(), seed=3))
+    whole = tensors_of(drawn(make))
     assert "OpenAIGPTLMHeadModel does not draw transformer.h.0.attn.c_attn.bias" in caplog.text
-    own = tensors_of(of_rank(0, Sizes(world=2, pp=2), make))
+    own = tensors_of(of_rank(0, Sizes(world=2, pp=2), functools.partial(drawn, make)))
     assert all(torch.equal(tensor, whole[name]) for name, tensor in own.items()) and len(own) < len(whole)
 
 

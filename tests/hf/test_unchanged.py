@@ -6,7 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    GenerationConfig,
+)
 
 from lightning_megatron import hf
 from lightning_megatron.hf.folder import WeightFiles
@@ -51,6 +57,29 @@ def test_a_mapped_model_is_the_one_that_transformers_reads(model_type: str, tmp_
     assert found.generation_config.eos_token_id == 5 and found.config.to_dict() == wanted.config.to_dict()
     tokens = torch.randint(3, 60, (2, 7))
     assert torch.equal(found(tokens).logits, wanted(tokens).logits)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "auto_class"),
+    [
+        ("bert", AutoModelForMaskedLM),
+        ("modernbert", AutoModelForMaskedLM),
+        ("t5", AutoModelForSeq2SeqLM),
+        ("bart", AutoModelForSeq2SeqLM),
+        ("vit", AutoModelForImageClassification),
+    ],
+)
+def test_a_model_may_be_one_of_another_class(model_type: str, auto_class: Any, tmp_path: Path) -> None:
+    auto_class.from_config(config_of(model_type)).save_pretrained(tmp_path)
+    found, wanted = hf.load_unchanged(tmp_path, auto_class=auto_class), auto_class.from_pretrained(tmp_path)
+    assert type(found) is type(wanted)
+    state = found.state_dict()
+    assert all(torch.equal(state[name], tensor) for name, tensor in wanted.state_dict().items())
+    drawn = hf.new_unchanged(tmp_path, seed=3, auto_class=auto_class)
+    assert type(drawn) is type(wanted)
+    if model_type == "t5":
+        with pytest.raises(ValueError, match="no model of AutoModelForMaskedLM can be made of"):
+            hf.load_unchanged(tmp_path, auto_class=AutoModelForMaskedLM)
 
 
 def test_the_weights_of_a_file_share_one_map(tmp_path: Path) -> None:

@@ -265,6 +265,24 @@ FAULTS = (
         ("checkpoint/test_state.py", "checkpoint/test_optimizer.py"),
     ),
     Fault(
+        "hf/converted_weights.py",
+        "if start <= numbers[source.pattern] < start + size:",
+        "if numbers[source.pattern] < size:",
+        ("hf/test_converted_weights.py",),
+    ),
+    Fault(
+        "hf/converted_weights.py",
+        "return own if size < first.global_shape[0] else []",
+        "return []",
+        ("hf/test_converted_weights.py",),
+    ),
+    Fault(
+        "hf/converted_weights.py",
+        "model._weight_conversions = used",
+        "model._weight_conversions = []",
+        ("hf/test_converted_weights.py",),
+    ),
+    Fault(
         "hf/blocks.py",
         "self.theirs.offsets[i] + starts[dim] - self.ours.offsets[dim]",
         "self.theirs.offsets[i] + starts[dim]",

@@ -44,16 +44,16 @@ def cut_plain_networks(module: pl.LightningModule, mesh: Mesh, given: ModelPlan 
     experts over ep, and the layers of the one network that has enough, or the one `nn.Sequential`, over stages; the
     tokens of these layers over cp and sp.
 
-    Nothing is cut twice, and no module that holds a pipelined model. Then new weights are drawn, those that this rank
-    has. Returns whether something was cut. Raises ValueError for new weights that were changed before they are drawn.
+    Nothing is cut twice, and no module that holds a pipelined model. Then the weights are made that models get once
+    they are cut. Returns whether something was cut. Raises ValueError for such weights that were changed before.
     """
     if _TRANSFORMERS not in sys.modules:
         return _cut_networks(module, mesh, given)
-    from lightning_megatron.hf.new_weights import draw_new_weights, require_unchanged
+    from lightning_megatron.hf.later_weights import fill_left, require_unchanged
 
     require_unchanged(module)
     is_cut = _cut_networks(module, mesh, given)
-    draw_new_weights(module)
+    fill_left(module)
     return is_cut
 
 
