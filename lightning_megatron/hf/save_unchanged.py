@@ -133,11 +133,32 @@ class _SavePretrained:
         return _SavePretrained, (self.model, Mesh.single())
 
 
+class _Generate:
+    """The method `generate` of a model whose layers or tokens are cut: without a cache, which a rank would have of its
+    own layers and tokens alone."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return type(self.model).generate(self.model, *args, **{"use_cache": False, **kwargs})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Generate":
+        return _Generate(memo.get(id(self.model), self.model))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Generate, (self.model,)
+
+
 def knows_its_ranks(network: nn.Module, mesh: Mesh) -> None:
-    """Makes the models of transformers in a network know the ranks that train them, for `hf.save_pretrained`."""
+    """Makes the models of transformers in a network know the ranks that train them, for `hf.save_pretrained`, and has
+    them generate text as these can."""
+    is_cut = mesh.pp.size * mesh.cp.size * mesh.sp.size > 1
     for module in network.modules():
         if is_saved_by_itself(module):
             module.__dict__["save_pretrained"] = _SavePretrained(module, mesh)
+        if is_cut and isinstance(module, PreTrainedModel) and module.can_generate():
+            module.__dict__["generate"] = _Generate(module)
 
 
 def mesh_of(model: nn.Module) -> Mesh:

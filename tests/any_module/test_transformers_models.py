@@ -267,10 +267,12 @@ class Collects(Causal):
 class Generates(Causal):
     """Writes five tokens behind each row."""
 
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.model.generation_config.use_cache = True
+
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.model.generate(
-            batch["input_ids"][:, :7], max_new_tokens=5, do_sample=False, use_cache=False, eos_token_id=None
-        )
+        return self.model.generate(batch["input_ids"][:, :7], max_new_tokens=5, do_sample=False, eos_token_id=None)
 
 
 def generated(layout: Layout) -> torch.Tensor:
@@ -281,7 +283,7 @@ def generated(layout: Layout) -> torch.Tensor:
 
 def test_text_is_generated_over_any_number_of_tokens() -> None:
     [wanted] = run_on_ranks(1, generated, Layout(is_plain=True), init=False)
-    for layout in (Layout(world=2, tp=2, sp=True), Layout(world=2, cp=2)):
+    for layout in (Layout(world=2, tp=2, sp=True), Layout(world=2, cp=2), Layout(world=2, pp=2)):
         for found in run_on_ranks(2, generated, layout, init=False):
             assert torch.equal(found, wanted)
 
