@@ -55,7 +55,7 @@ STYLES = (
 )
 # What linears are called that go into attention and feed-forward networks, and that come out of them.
 _INTO: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "fc1", "fc_in", "c_fc", "dense_h_to_4h", "lin1", "up_proj")
-_INTO += ("gate_proj", "wi", "w1", "w3")
+_INTO += ("gate_proj", "wi", "wi_0", "wi_1", "w1", "w3")
 # BERT's kin: linears of modules that go in, and `output.dense` beside them comes out.
 _BESIDE_OUTPUT = {"self": ("query", "key", "value"), "intermediate": ("dense",)}
 # The linears of peft's module: the model's own, and those of adapters.
@@ -469,7 +469,7 @@ class ColwiseLinear(ColumnParallelLinear):
 
 
 class RowwiseLinear(RowParallelLinear):
-    """A linear [*, I/tp] to [*, O], or of a whole input [*, I] under `rowwise_split_input`."""
+    """A linear [*, I/tp] to [*, O], or of a whole input [*, I], as all are under `rowwise_split_input`."""
 
     def __init__(self, linear: nn.Linear, tp: Axis, style: str) -> None:
         super().__init__(linear.in_features, linear.out_features, **_as_made(linear, tp))
@@ -481,7 +481,8 @@ class RowwiseLinear(RowParallelLinear):
         self.register_forward_pre_hook(as_a_call)
 
     def forward(self, x: Tensor, tokens: TokenKeys | None = None) -> Tensor:
-        if self.splits_input:
+        # What stands in front of a linear that is cut by what it is called may return whole features.
+        if self.splits_input or x.shape[-1] == self.in_features:
             x = differentiable.split(x, self.tp, dim=-1)
         if self.tokens is not None and self.tokens.are_cut:
             return self._of_own_tokens(x, self.tokens.sp)
