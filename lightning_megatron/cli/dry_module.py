@@ -1,12 +1,10 @@
 """A LightningModule on the ranks of a dry run: built and cut on the meta device, as the strategy does."""
 
-import argparse
+import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cached_property, partial
-from pathlib import Path
-from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -17,16 +15,8 @@ from lightning_megatron.any_module.cut_error import CutError
 from lightning_megatron.any_module.cut_experts import token_dispatchers
 from lightning_megatron.any_module.pipelined_modules import pipelined_modules
 from lightning_megatron.any_module.plan import ModelPlan
-from lightning_megatron.cli.plan_file import table_of
-from lightning_megatron.cli.plan_recipe import run_of_causal_recipe
-from lightning_megatron.cli.plan_request import PlanRequest
-from lightning_megatron.cli.plan_run import with_run_options
 from lightning_megatron.cli.usage import UsageError
 from lightning_megatron.comm.p2p import Payload, TensorMeta
-from lightning_megatron.hf.adapters import add_adapters
-from lightning_megatron.hf.unchanged import on_meta
-from lightning_megatron.lightning_modules import CausalModule
-from lightning_megatron.lightning_modules.causal import ONE_DOCUMENT
 from lightning_megatron.mesh import Mesh, ambient
 from lightning_megatron.pipeline.scheduled import ScheduledCall
 from lightning_megatron.planner.dry_rank import Batch, call_context, lower_weights
@@ -51,34 +41,6 @@ META = torch.device("meta")
 _NO_TRAINER = "You are trying to `self.log"
 
 
-def read_causal_run(options: argparse.Namespace) -> tuple[PlanRequest[RunSettings], dict[str, Any]]:
-    """The run that a recipe of `CausalModule` and the options ask for, and the module's arguments.
-
-    Raises UsageError with their errors.
-    """
-    path = Path(options.config)
-    try:
-        asked, arguments = run_of_causal_recipe(path, table_of(path), options)
-    except ValueError as error:
-        raise UsageError(str(error).splitlines()) from error
-    request = with_run_options(asked, options)
-    run, faults = request.run, []
-    if run.fp8 is not None and run.fp8.engine != "torch":
-        faults.append(
-            f"fp8 engine {run.fp8.engine!r} runs layers of this package's models, and this is a model of transformers; "
-            "take engine 'torch'"
-        )
-    if options.decoder_sequence_length is not None:
-        faults.append("--decoder-sequence-length is that of a T5, and the model is causal; leave it out")
-    if request.dynamic is not None or options.document_lengths is not None:
-        faults.append("documents are balanced over ranks for the package's GPT alone; leave out dynamic_context")
-    if run.lengths.are_packed:
-        faults.append(ONE_DOCUMENT)
-    if faults:
-        raise UsageError(faults)
-    return request, arguments
-
-
 @contextmanager
 def telling_model(does: str) -> Iterator[None]:
     """Raises UsageError, in a line that says what the model `does`, for whatever its code raises inside the block."""
@@ -92,24 +54,15 @@ def telling_model(does: str) -> Iterator[None]:
         raise UsageError([f"the model {does}: {' '.join(told(error).split())}"]) from error
 
 
-def causal_module(arguments: Mapping[str, Any], run: RunSettings, plan: ModelPlan | None) -> "DryModule":
-    """The model of transformers that a `CausalModule` of these arguments trains. Raises UsageError with all errors."""
-
-    def batch(num_samples: int, device: torch.device) -> Batch:
-        tokens, labels = torch.zeros((2, num_samples, run.lengths.sequence), dtype=torch.int64, device=device)
-        return {"tokens": tokens, "labels": labels, "loss_mask": torch.ones(labels.shape, device=device)}
-
-    def make() -> CausalModule:
-        module = CausalModule(**arguments)
-        # `configure_model` would read its weights, or draw them.
-        model = on_meta(module.config, {"dtype": torch.float32}, module.path)
-        module.model = model if module.lora is None else add_adapters(model, module.lora)
-        return module
-
-    module = DryModule(make, batch, run, plan)
-    if faults := module.faults():
-        raise UsageError(faults)
-    return module
+@contextmanager
+def quiet() -> Iterator[None]:
+    """A block without notes on how a module is made and cut, which every rank of every layout would write."""
+    before = logging.root.manager.disable
+    logging.disable(logging.INFO)
+    try:
+        yield
+    finally:
+        logging.disable(before)
 
 
 class DryModule:

@@ -6,14 +6,14 @@ fake tensors, which have shapes and no numbers; its allocations, FLOPs and messa
 
 import argparse
 import json
-from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from lightning_megatron.any_module.cut_error import CutError
 from lightning_megatron.cli.commands import add_command
 from lightning_megatron.cli.plan_dynamic import with_balanced_batch
-from lightning_megatron.cli.plan_file import is_causal_recipe
+from lightning_megatron.cli.plan_file import trains_unchanged
 from lightning_megatron.cli.plan_layout import OF_RECIPE, explained, notes_on_layout
 from lightning_megatron.cli.plan_request import PlanRequest, R
 from lightning_megatron.cli.plan_run import (
@@ -21,6 +21,7 @@ from lightning_megatron.cli.plan_run import (
     add_run_options,
     count_faults,
     read_run,
+    require_no_data,
 )
 from lightning_megatron.cli.usage import UsageError
 from lightning_megatron.planner.dry_rank import FullModel, Trained
@@ -39,12 +40,13 @@ _EPILOG = """\
 CONFIG is what lightning-megatron plan takes: a recipe's YAML file, a preset, or a Hugging Face
 config.json or its folder. The first needs nothing more, the others a layout and a number of ranks.
 A recipe of recipes/pretrain_hf.py runs dry with the model of transformers in its model.path, of whose
-folder the config.json is enough.
+folder the config.json is enough; and so does a LightningModule of yours, as in module.py:MyModule.
 
 example:  lightning-megatron dry-run recipes/configs/gpt_1t.yaml
           lightning-megatron dry-run llama3_70b --world-size 64 --layout tp=8,pp=4 --rank 0 --json
           lightning-megatron dry-run recipes/configs/hf_toy.yaml --model Qwen3-0.6B
           lightning-megatron dry-run llama3_8b --world-size 8 --layout tp=8 --rank 0 --explain
+          lightning-megatron dry-run module.py:MyModule --world-size 8 --layout pp=2 --global-batch-size 32
 """
 
 
@@ -101,13 +103,16 @@ def run_dry_run(options: argparse.Namespace) -> None:
     print(json.dumps(dry_record(found, notes, held)) if options.json else dry_text(found, notes, held))
 
 
-def _telling(trained: Trained) -> AbstractContextManager[None]:
+@contextmanager
+def _telling(trained: Trained) -> Iterator[None]:
     """A block that tells which model does not run, where it is not the package's own."""
     if isinstance(trained, FullModel):
-        return nullcontext()
-    from lightning_megatron.cli.dry_module import telling_model
+        yield
+        return
+    from lightning_megatron.cli.dry_module import quiet, telling_model
 
-    return telling_model("does not run on tensors without numbers")
+    with telling_model("does not run on tensors without numbers"), quiet():
+        yield
 
 
 def _read(options: argparse.Namespace) -> tuple[RunSettings, Trained, list[str]]:
@@ -117,16 +122,17 @@ def _read(options: argparse.Namespace) -> tuple[RunSettings, Trained, list[str]]
         raise UsageError(faults)
     options.num_gpus = options.world_size
     try:
-        is_causal = is_causal_recipe(Path(options.config))
+        is_unchanged = trains_unchanged(options.config, options.model)
     except ValueError as error:
         raise UsageError(str(error).splitlines()) from error
-    if is_causal:
+    if is_unchanged:
         # What trains takes seconds to import.
-        from lightning_megatron.cli.dry_module import causal_module, read_causal_run
+        from lightning_megatron.cli.module_run import read_module_run
 
-        request, arguments = read_causal_run(options)
-        causal = _explained(request, options)
-        return causal, causal_module(arguments, causal, request.plan), _notes(request, options)
+        asked = read_module_run(options)
+        unchanged = _explained(asked.request, options)
+        return unchanged, asked.module(unchanged), _notes(asked.request, options)
+    require_no_data(options)
     is_own = options.layout in (None, OF_RECIPE)
     own = with_balanced_batch(read_run(options), options.document_lengths, gpu_of(_GPU), is_own=is_own)
     run, notes = _explained(own, options), _notes(own, options)

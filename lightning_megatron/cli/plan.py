@@ -15,11 +15,11 @@ from typing import Any
 from lightning_megatron.cli.commands import add_command
 from lightning_megatron.cli.picture import add_out, out_faults, write_picture
 from lightning_megatron.cli.plan_dynamic import with_balanced_batch
-from lightning_megatron.cli.plan_file import is_causal_recipe
+from lightning_megatron.cli.plan_file import trains_unchanged
 from lightning_megatron.cli.plan_layout import OF_RECIPE, explained, notes_on_layout
 from lightning_megatron.cli.plan_picture import plan_panels
 from lightning_megatron.cli.plan_request import PlanRequest
-from lightning_megatron.cli.plan_run import add_model_options, add_run_options, count_faults, read_run
+from lightning_megatron.cli.plan_run import add_model_options, add_run_options, count_faults, read_run, require_no_data
 from lightning_megatron.cli.target import require_writable
 from lightning_megatron.cli.usage import UsageError
 from lightning_megatron.planner.comparison import comparison_text
@@ -47,11 +47,13 @@ _EPILOG = f"""\
 CONFIG is a recipe's YAML file, a preset ({", ".join(PRESETS)}), or a Hugging Face config.json,
 of any name, or its folder.
 A recipe of recipes/pretrain_hf.py is planned with the model of transformers in its model.path, of whose
-folder the config.json is enough: every layout is measured, which takes seconds each.
+folder the config.json is enough, and so is a LightningModule of yours, as in module.py:MyModule: every
+layout is measured, which takes seconds each.
 
 example:  lightning-megatron plan llama3_70b --gpu h100 --num-gpus 64
           lightning-megatron plan recipes/configs/hf_toy.yaml --model Qwen3-0.6B --gpu h100 --layout tp=2,pp=2
           lightning-megatron plan recipes/configs/gpt_1t.yaml --gpu a100-80gb --layout recipe --tokens 450e9
+          lightning-megatron plan module.py:MyModule --gpu h100 --num-gpus 8 --global-batch-size 32
           lightning-megatron plan --compare recipes/configs/bert_base.yaml recipes/configs/bert_large.yaml --gpu h100
 """
 # Families with units for float8 that read no scales of blocks.
@@ -153,10 +155,11 @@ def _read(
 
 def _read_request(options: argparse.Namespace, cache: PlanCache) -> tuple[PlanRequest[Any], Measure, ModelSize | None]:
     try:
-        is_causal = is_causal_recipe(Path(options.config))
+        is_unchanged = trains_unchanged(options.config, options.model)
     except ValueError as error:
         raise UsageError(str(error).splitlines()) from error
-    if not is_causal:
+    if not is_unchanged:
+        require_no_data(options)
         return read_run(options), cache.measured, None
     # What trains takes seconds to import.
     from lightning_megatron.cli.plan_module import read_unchanged

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from lightning_megatron.hf.families import family_of_file
+from lightning_megatron.hf.families import FAMILIES, family_of_file
 from lightning_megatron.hf.folder import read_config
 from lightning_megatron.models import BertConfig, GPTConfig, LlavaConfig, T5Config
 from lightning_megatron.planner.model_parts import Model
@@ -28,6 +28,27 @@ def model_of_folder(path: Path) -> Model:
 def table_of(path: Path) -> dict[str, Any]:
     """The table in a file of YAML or JSON. Raises ValueError for one that cannot be read, or is no table."""
     return read_table(path)
+
+
+def trains_unchanged(config: str, model: str | None) -> bool:
+    """Whether CONFIG trains a network that knows nothing of ranks: a module in a file of the user's, a recipe of
+    `CausalModule`, or one that fine-tunes a type of model which is of no family here. `model` takes the place of the
+    recipe's own path."""
+    path = Path(config)
+    if ":" in config and not path.exists():
+        return True
+    if is_causal_recipe(path):
+        return True
+    data = table_of(path) if path.is_file() else {}
+    section = data.get("model")
+    if not isinstance(section, dict) or "model_type" in data or isinstance(section.get("config"), dict):
+        return False
+    options = section.get("init_args") or {} if "class_path" in section else section
+    folder = Path(str(model or (options.get("path") if isinstance(options, dict) else None) or ""))
+    if not folder.name or not folder.exists():
+        return False
+    raw = read_config(folder) if folder.is_dir() else table_of(folder)
+    return "model_type" in raw and str(raw["model_type"]) not in FAMILIES
 
 
 def is_causal_recipe(path: Path) -> bool:

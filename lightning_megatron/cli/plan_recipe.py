@@ -11,7 +11,7 @@ from jsonargparse import Namespace
 
 from lightning_megatron.any_module.plan import ModelPlan
 from lightning_megatron.cli.plan_dynamic import ONE_A_ROW
-from lightning_megatron.cli.plan_file import KINDS, model_of_folder
+from lightning_megatron.cli.plan_file import KINDS, is_causal_recipe, model_of_folder
 from lightning_megatron.cli.plan_request import PlanRequest, R
 from lightning_megatron.cli.recipe_reader import (
     CAUSAL,
@@ -105,17 +105,21 @@ def run_of_recipe(path: Path, data: dict[str, Any], options: argparse.Namespace)
 def run_of_causal_recipe(
     path: Path, data: dict[str, Any], options: argparse.Namespace
 ) -> tuple[PlanRequest[RunSettings], dict[str, Any]]:
-    """The run that a recipe of `CausalModule` asks for, and the module's arguments; errors as `run_of_recipe`."""
+    """The run that a recipe asks for which trains a model of transformers as it is, by `CausalModule` or, where its
+    type has no family, by fine-tuning; and the arguments of `CausalModule`. Errors as `run_of_recipe`."""
     _require_tables(data)
     errors: list[str] = []
+    recipe = CAUSAL if is_causal_recipe(path) else FINETUNING["gpt"]
     section = module_section(data) | ({} if options.model is None else {"path": options.model})
-    config = read_recipe(data | {"model": section}, CAUSAL)
-    _check_settings(CAUSAL, config.model, errors)
+    config = read_recipe(data | {"model": section}, recipe)
+    _check_settings(recipe, config.model, errors)
+    if config.model.get("upcycle"):
+        errors.append("model.upcycle is for a model of this package's families; leave it out")
     if options.model_kind is not None:
         errors.append(f"--model-kind ({options.model_kind}) is for a recipe with a model.config; leave it out")
-    arguments = {name: config.model.get(name) for name in ("path", "from_scratch")}
+    arguments = {"path": config.model.path, "from_scratch": bool(config.model.get("from_scratch"))}
     arguments["lora"] = _trained_of(config.model, errors).lora
-    request = _request(RunSettings, path, config, CAUSAL, None, options, errors, ())
+    request = _request(RunSettings, path, config, recipe, None, options, errors, ())
     return _with_optimizer(request, config, data), arguments
 
 

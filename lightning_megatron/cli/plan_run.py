@@ -29,7 +29,17 @@ _USUAL_LENGTH = 8192
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options that `read_run` takes the model from."""
-    parser.add_argument("config", metavar="CONFIG", help="a recipe's YAML, a preset, or a Hugging Face config.json")
+    parser.add_argument(
+        "config",
+        metavar="CONFIG",
+        help="a recipe's YAML, a preset, a Hugging Face config.json, or a module of yours as module.py:MyModule",
+    )
+    parser.add_argument(
+        "--data",
+        metavar="DATA",
+        help="for a module of yours: data module, or a function that makes a loader or a list of batches, as in "
+        "module.py:MyData (default: the module's own train_dataloader)",
+    )
     parser.add_argument(
         "--model",
         metavar="MODEL",
@@ -74,6 +84,12 @@ def count_faults(options: argparse.Namespace, names: Sequence[str]) -> list[str]
     counts = {name: count for name, count in values.items() if count is not None}
     faults = [f"{name} ({shown(count)}) must be at least 1" for name, count in counts.items() if count < 1]
     return faults + limit_faults(counts, MOST)
+
+
+def require_no_data(options: argparse.Namespace) -> None:
+    """Raises UsageError where data is given, and CONFIG is no module of the user's."""
+    if options.data is not None:
+        raise UsageError([f"--data ({options.data}) is for a module of yours, as in module.py:MyModule; leave it out"])
 
 
 def read_run(options: argparse.Namespace) -> PlanRequest[Run]:

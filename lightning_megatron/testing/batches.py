@@ -64,6 +64,17 @@ def read_global_batches(
     return batches, found if found and all(found) else [batches[:num_validated]]
 
 
+def first_row(subject: Subject, trainer: pl.Trainer) -> Any:
+    """The first row of the subject's data as a batch; its first batch where that has no rows.
+
+    Raises SubjectError where there is none.
+    """
+    found = _first_batches(_loader(subject, trainer), subject, number=1, rows=1)
+    if not found:
+        raise SubjectError("the data has no batch; give some (--data)")
+    return found[0]
+
+
 def _first_batches(loader: Iterable[Any], subject: Subject, *, number: int, rows: int) -> list[Any]:
     """The first global batches of a loader, at most so many."""
     loader = iter(loader)

@@ -22,8 +22,9 @@ from transformers import (
     Qwen3Config,
 )
 
-from lightning_megatron.cli.dry_module import META, DryModule, causal_module
+from lightning_megatron.cli.dry_module import META, DryModule
 from lightning_megatron.cli.main import main
+from lightning_megatron.cli.module_run import causal_module
 from lightning_megatron.lightning_modules import CausalModule
 from lightning_megatron.mesh import Mesh, Sizes
 from lightning_megatron.optim.config import OptimizerConfig

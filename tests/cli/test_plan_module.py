@@ -10,8 +10,8 @@ import pytest
 from transformers import GPT2Config, LlamaConfig, MixtralConfig, PreTrainedConfig
 
 from lightning_megatron.cli import plan_module
-from lightning_megatron.cli.dry_module import causal_module
 from lightning_megatron.cli.main import main
+from lightning_megatron.cli.module_run import causal_module
 from lightning_megatron.cli.plan_file import model_of_folder
 from lightning_megatron.mesh import Sizes
 from lightning_megatron.optim.config import OptimizerConfig
