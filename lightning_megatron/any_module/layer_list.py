@@ -1,6 +1,7 @@
 """The layers of a network, found by what it holds: the one list of like children with most parameters."""
 
 import math
+from collections.abc import Sequence
 
 from torch import nn
 
@@ -19,6 +20,18 @@ def layers_of(network: nn.Module) -> tuple[str, ...]:
         return ()
     name = max(lists, key=lambda one: _num_parameters(lists[one]))
     return tuple(f"{name}.{key}" if name else key for key, _ in lists[name].named_children())
+
+
+def other_lists(network: nn.Module, layers: Sequence[str]) -> dict[str, nn.Module]:
+    """The outermost lists of at least two like children beside that of `layers`, by name: those of an encoder where
+    the layers are the decoder's."""
+    found: dict[str, nn.Module] = {}
+    for name, child in network.named_modules():
+        is_beside = not f"{name}.".startswith(tuple(f"{one}." for one in (*found, *layers)))
+        holds_none = not any(one.startswith(f"{name}.") for one in layers)
+        if name and is_beside and holds_none and is_list(child) and _are_like(child):
+            found[name] = child
+    return found
 
 
 def _num_parameters(module: nn.Module) -> int:

@@ -6,6 +6,7 @@ from torch import nn
 
 from lightning_megatron.any_module.around_layers import removable
 from lightning_megatron.any_module.cut_experts import expert_faults, expert_modules, expert_weights, shared_experts
+from lightning_megatron.any_module.layer_list import other_lists
 from lightning_megatron.any_module.plan import ModelPlan
 from lightning_megatron.any_module.tensor_styles import (
     BY_INPUTS,
@@ -49,7 +50,23 @@ def _layers(network: nn.Module, layers: Sequence[str], plan: ModelPlan, sizes: S
     if sizes.num_stages > 1:
         own = enumerate(_stages(layers, sizes))
         lines += [f"  stage {stage}: {layers[part.start]} to {layers[part.stop - 1]}" for stage, part in own]
+        lines += _uncut_lists(network, layers)
     return lines
+
+
+def _uncut_lists(network: nn.Module, layers: Sequence[str]) -> list[str]:
+    """Lines about lists that stages do not cut, and that hold more than a hundredth of the network."""
+    counts = {name: _num_parameters(child) for name, child in other_lists(network, layers).items()}
+    return [
+        f"  not cut: {name}, of {count:,} parameters; where the forward runs it by itself in front of the layers or "
+        "behind them, ModelPlan(layers=...) names both lists, in their order"
+        for name, count in counts.items()
+        if 100 * count > _num_parameters(network)
+    ]
+
+
+def _num_parameters(module: nn.Module) -> int:
+    return sum(weight.numel() for weight in module.parameters())
 
 
 def _stages(layers: Sequence[str], sizes: Sizes) -> tuple[range, ...]:
@@ -58,7 +75,11 @@ def _stages(layers: Sequence[str], sizes: Sizes) -> tuple[range, ...]:
 
 def _linears(network: nn.Module, styles: Mapping[str, str], cut: Mapping[str, str], size: int) -> list[str]:
     groups: dict[tuple[str, str], int] = {}
+    # Whose lines come later.
+    experts = {found for found, _ in expert_modules(network)}
     for found, _, style in matching(network, styles):
+        if found in experts:
+            continue
         what = style if found in cut else f"whole: {reason_of_whole(network, styles, found, size)}"
         key = (pattern_of(found), what)
         groups[key] = groups.get(key, 0) + 1
@@ -67,13 +88,24 @@ def _linears(network: nn.Module, styles: Mapping[str, str], cut: Mapping[str, st
         if isinstance(child, nn.Linear) and found not in named:
             key = (pattern_of(found), "whole: no style")
             groups[key] = groups.get(key, 0) + 1
+        elif found not in named and _is_other_matrix(child):
+            key = (pattern_of(found), f"whole: a {type(child).__name__}, and nn.Linear alone is cut")
+            groups[key] = groups.get(key, 0) + 1
     if not groups:
         return ["tensor parallel: the network has no linears"]
     width = max(len(pattern) for pattern, _ in groups)
     return [
         "tensor parallel:",
         *(f"  {pattern:{width}}  {what} ({count})" for (pattern, what), count in groups.items()),
+        *([] if cut else ["  nothing is cut, and a run over these ranks is refused"]),
     ]
+
+
+def _is_other_matrix(module: nn.Module) -> bool:
+    """Whether a module multiplies by a matrix as a linear does, and is none of torch's: GPT-2's Conv1D."""
+    weight = module._parameters.get("weight")
+    is_known = isinstance(module, (nn.Linear, nn.Embedding))
+    return weight is not None and weight.dim() == 2 and not is_known and not any(True for _ in module.children())
 
 
 def _experts(network: nn.Module, sizes: Sizes) -> list[str]:
@@ -122,7 +154,7 @@ def _held(
         is_held = [not users.isdisjoint(own) for own in by_rank]
         held = [total + count * own for total, own in zip(held, is_held, strict=True)]
         on_all += count * (layer is None and all(is_held))
-    whole = sum(weight.numel() for weight in network.parameters())
+    whole = _num_parameters(network)
     lines = [f"parameters: {whole:,}, of which a rank holds at most {max(held):,}"]
     if sizes.num_stages > 1:
         lines.append(f"  {on_all:,} of them stand around the layers, and are on every stage")

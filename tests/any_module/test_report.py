@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from lightning_megatron import ModelPlan
 from lightning_megatron.any_module.report import report_of
@@ -50,6 +50,20 @@ def test_what_a_rank_holds_is_what_it_holds() -> None:
     assert f"of which a rank holds at most {around + 2 * layer:,}\n" in report(net, ModelPlan(), pp=2)
     text = report(net, ModelPlan(styles={"net.head": "colwise_gather_output"}), tp=2)
     assert text.endswith(f"a rank holds at most {4 * layer + around - net.head.weight.numel() // 2:,}")
+
+
+def test_lists_and_matrices_that_are_not_cut_are_told() -> None:
+    network = AutoModelForSeq2SeqLM.from_config(config_of("t5"))
+    num_encoders = sum(one.numel() for one in network.encoder.block.parameters())
+    line = f"  not cut: encoder.block, of {num_encoders:,} parameters; where the forward runs it by itself"
+    both = ModelPlan(layers=("net.encoder.block", "net.decoder.block"))
+    assert line in report(network, ModelPlan(), pp=2) and "not cut" not in report(network, both, pp=2)
+    assert "not cut" not in report(networks.GPT(), ModelPlan(), pp=2)
+    text = report(AutoModelForCausalLM.from_config(config_of("gpt2")), ModelPlan(), tp=2)
+    assert "  transformer.h.*.attn.c_attn  whole: a Conv1D, and nn.Linear alone is cut (4)\n" in text
+    assert "\n  nothing is cut, and a run over these ranks is refused\n" in text
+    text = report(AutoModelForCausalLM.from_config(config_of("mixtral")), ModelPlan(), tp=2)
+    assert "nothing is cut" not in text and text.count("mlp.experts") == 1
 
 
 @pytest.mark.parametrize(
