@@ -30,7 +30,6 @@ from lightning_megatron.cli.usage import UsageError
 from lightning_megatron.hf.adapters import add_adapters
 from lightning_megatron.hf.unchanged import on_meta, read_config
 from lightning_megatron.lightning_modules import CausalModule
-from lightning_megatron.lightning_modules.causal import ONE_DOCUMENT
 from lightning_megatron.mesh import Sizes
 from lightning_megatron.optim.config import OptimizerConfig
 from lightning_megatron.planner.dry_rank import Batch
@@ -75,7 +74,10 @@ def _of_recipe(options: argparse.Namespace) -> ModuleRun:
     if request.dynamic is not None or options.document_lengths is not None:
         faults.append("documents are balanced over ranks for the package's GPT alone; leave out dynamic_context")
     if run.lengths.are_packed:
-        faults.append(ONE_DOCUMENT)
+        faults.append(
+            "the masks of rows of several documents follow from their numbers, which tensors without numbers have not; "
+            "use data.packing='stream' without separates_documents, and for conversations data.packing='none'"
+        )
     if faults:
         raise UsageError(faults)
     return ModuleRun(

@@ -5,12 +5,15 @@ floating-point number, or lack some, or where initial values are such that only 
 made by transformers itself, whole, in host memory.
 """
 
+import inspect
 import logging
 import os
 from typing import Any
 
 import torch
-from torch import nn
+from lightning.fabric.utilities.apply_func import move_data_to_device
+from torch import Tensor, nn
+from torch.nn import functional
 from transformers import (
     MODEL_FOR_MASKED_LM_MAPPING,
     AutoConfig,
@@ -26,6 +29,7 @@ from lightning_megatron.hf.converted_weights import ConvertedWeights, Sources, s
 from lightning_megatron.hf.folder import DTYPES, WeightFiles, on_disk
 from lightning_megatron.hf.later_weights import fill_later
 from lightning_megatron.hf.new_weights import NewWeights
+from lightning_megatron.hf.save_unchanged import has_adapters
 from lightning_megatron.hub import CONFIG_FILES, model_folder
 
 logger = logging.getLogger(__name__)
@@ -33,6 +37,8 @@ logger = logging.getLogger(__name__)
 _GENERATION = "generation_config.json"
 # Few, so that each weighs much. No usual number of ranks divides it: ranks of cp and sp each take all of them.
 _NUM_LOOKED_AT = 7
+_NUM_OF_FIRST = 4
+"""Tokens of the first of two documents in a row that is looked at."""
 
 
 def read_config(path: str | os.PathLike[str]) -> Any:
@@ -53,16 +59,52 @@ def sees_later_tokens(config: Any) -> bool:
     return is_both and getattr(config, "is_decoder", None) is False
 
 
-@torch.no_grad()
 def deviation_by_later_tokens(model: Any) -> str:
     """The deviation, in words, of a token's logits by other tokens behind it; empty where rounding explains it.
 
     Calls a causal model once, on all ranks that it is cut over, and leaves it and random numbers as they were.
     """
+    row_T, other_T = _two_rows(model)
+    other_T[0] = row_T[0]
+    [logits] = _logits(model, {"input_ids": torch.stack([row_T, other_T])})
+    return _deviation(logits[0, 0], logits[1, 0])
+
+
+def deviation_by_other_documents(model: Any) -> str:
+    """The deviation, in words, of the logits of a document behind another one in its row from those of the document
+    alone; empty where rounding explains it.
+
+    Calls a causal model twice, as `deviation_by_later_tokens`. Raises ValueError for one that takes no position_ids.
+    """
+    base = model.get_base_model() if has_adapters(model) else model
+    if "position_ids" not in inspect.signature(base.forward).parameters:
+        raise ValueError(f"{type(base).__name__} takes no position_ids, by which documents of a row are told apart")
+    row_T, _ = _two_rows(model)
+    segments_T = (torch.arange(len(row_T)) >= _NUM_OF_FIRST).long()
+    # With a cache it would look for no documents.
+    together = {"input_ids": row_T[None], "position_ids": document_positions(segments_T[None]), "use_cache": False}
+    logits, alone = _logits(model, together, {"input_ids": row_T[None, _NUM_OF_FIRST:], "use_cache": False})
+    return _deviation(alone[0], logits[0, _NUM_OF_FIRST:])
+
+
+def document_positions(segments_BT: Tensor) -> Tensor:
+    """Positions of tokens in their documents [B, T], by numbers of the documents that follow each other in a row; by
+    positions that begin anew transformers keeps tokens of several documents apart."""
+    index_T = torch.arange(segments_BT.shape[1], device=segments_BT.device)
+    is_first_BT = functional.pad(segments_BT[:, 1:] != segments_BT[:, :-1], (1, 0), value=True)
+    return index_T - torch.where(is_first_BT, index_T, 0).cummax(dim=1).values
+
+
+def _two_rows(model: Any) -> tuple[Tensor, Tensor]:
+    """Two rows of tokens that differ everywhere."""
     size = int(model.config.get_text_config().vocab_size)
     row_T = torch.randint(size, (_NUM_LOOKED_AT,), generator=torch.Generator().manual_seed(0))
-    other_T = (row_T + 1) % size
-    other_T[0] = row_T[0]
+    return row_T, (row_T + 1) % size
+
+
+@torch.no_grad()
+def _logits(model: Any, *calls: dict[str, Any]) -> list[Tensor]:
+    """The logits of calls of a model, which stays as it was, and without dropout."""
     device = next(one.device for one in model.parameters() if not one.is_meta)
     modes = {module: module.training for module in model.modules()}
     before = [(one, one.clone()) for one in model.buffers()]
@@ -71,15 +113,18 @@ def deviation_by_later_tokens(model: Any) -> str:
         # Compiled for these few tokens, layers would be compiled for any number of them from then on.
         stance = torch.compiler.set_stance("force_eager")
         with stance, without_fp8(model), torch.random.fork_rng([device] if device.type == "cuda" else []):
-            logits = model(input_ids=torch.stack([row_T, other_T]).to(device)).logits
+            return [model(**move_data_to_device(call, device)).logits for call in calls]
     finally:
         for module, mode in modes.items():
             module.training = mode
         for one, value in before:
             one.copy_(value)
+
+
+def _deviation(wanted: Tensor, found: Tensor) -> str:
     # Masks of finite numbers let a millionth through (ProphetNet), which is no sight in float64 either.
-    first, other = logits[:, 0].float() if logits.dtype == torch.float64 else logits[:, 0]
-    return relative_deviation(other, first)
+    wanted, found = (one.float() if one.dtype == torch.float64 else one for one in (wanted, found))
+    return relative_deviation(found, wanted)
 
 
 def num_positions(model: Any) -> int | None:

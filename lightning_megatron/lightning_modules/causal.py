@@ -31,22 +31,21 @@ _GENERATION = GenerationConfig()
 # The label that losses of transformers leave out.
 _NO_LABEL = -100
 _DTYPES = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
-ONE_DOCUMENT = (
-    "documents that do not attend to each other need masks of their own, and a model of transformers as it is makes "
-    "none for them; use data.packing='stream' without separates_documents, and for conversations data.packing='none'"
-)
-"""Why rows of several documents are refused."""
+_WITHOUT_DOCUMENTS = "use data.packing='stream' without separates_documents, and for conversations data.packing='none'"
 
 
 class CausalModule(L.LightningModule):
     """Next-token prediction by a causal model of transformers, on the model's own loss: more than a hundred types.
 
-    A batch holds `tokens`, `labels` and `loss_mask`, each [batch, sequence]; a label is the token behind the one in its
-    place. Logs `train_loss`, and of validations `val_loss`, the mean over the valid labels. Prediction takes batches of
-    `tokens` and `lengths` [batch], as those of `GPTModule`, and returns each row with the generated tokens; all tokens
-    are computed anew for each. A model whose tokens see those behind them is refused: by ValueError where its
-    configuration says so (RoBERTa), and else (XLNet) by ConfigurationError before the first step of training, where
-    other tokens behind a token move its logits by more than rounding explains.
+    A batch holds `tokens`, `labels` and `loss_mask`, each [batch, sequence]; a label is the token behind the one in
+    its place. With `segments` [batch, sequence] a row has several documents, which transformers keeps apart by
+    positions that begin anew; a model that computes other logits for a document in such a row than for it alone is
+    refused by ConfigurationError before the first batch. Logs `train_loss`, and of validations `val_loss`, the mean
+    over the valid labels. Prediction takes batches of `tokens` and `lengths` [batch], as those of `GPTModule`, and
+    returns each row with the generated tokens; all tokens are computed anew for each. A model whose tokens see
+    those behind them is refused: by ValueError where its configuration says so (RoBERTa), and else (XLNet) by
+    ConfigurationError before the first step of training, where other tokens behind a token move its logits by more
+    than rounding explains.
 
     Args:
         path: Folder with the model's config.json, and with its weights where training begins from them.
@@ -93,6 +92,8 @@ class CausalModule(L.LightningModule):
             raise ValueError("\n".join(faults))
         # The model, from `configure_model` on.
         self.model: Any = None
+        # Whether documents of a row were found to be kept apart.
+        self._keeps_documents_apart = False
         self._val_loss = TokenMean()
         self._texts = PredictedTexts(self.generation)
 
@@ -104,10 +105,10 @@ class CausalModule(L.LightningModule):
     def setup(self, stage: str) -> None:
         data = self.trainer.datamodule  # type: ignore[attr-defined]
         require_fitting_tokenizer(data, self.path, self.vocab_size)
-        packs = isinstance(data, GPTDataModule | ConversationDataModule) and data.config.packing == "documents"
-        if packs or (isinstance(data, GPTDataModule) and data.config.separates_documents):
-            raise ConfigurationError(ONE_DOCUMENT)
-        is_padded = isinstance(data, ConversationDataModule) and data.hides_padding
+        is_text = isinstance(data, GPTDataModule | ConversationDataModule)
+        is_padded = is_text and (
+            data.config.packing == "documents" or (isinstance(data, ConversationDataModule) and data.hides_padding)
+        )
         if is_padded and getattr(self.config.get_text_config(), "output_router_logits", False):
             raise ConfigurationError(
                 f"{type(data).__name__} pads rows without telling the model, and its auxiliary loss would count the "
@@ -138,7 +139,12 @@ class CausalModule(L.LightningModule):
         if isinstance(data, GPTDataModule):
             self._require_positions(data.sequence_length, "rows of data.sequence_length", "a smaller sequence_length")
 
+    def on_validation_start(self) -> None:
+        # Of training the sanity check comes first.
+        self._require_documents_apart()
+
     def on_train_start(self) -> None:
+        self._require_documents_apart()
         # As steps run: under mixed precision weights and hidden states have dtypes of their own.
         with self.trainer.precision_plugin.forward_context():
             deviation = unchanged.deviation_by_later_tokens(self.model)
@@ -148,6 +154,25 @@ class CausalModule(L.LightningModule):
                 f"predict: with others behind it its logits are {deviation}; train a causal model, or, where its type "
                 "has is_decoder, set that to true in its config.json"
             )
+
+    def _require_documents_apart(self) -> None:
+        """Looks at how the model computes several documents of a row, where the data has such rows."""
+        data = self.trainer.datamodule  # type: ignore[attr-defined]
+        packs = isinstance(data, GPTDataModule | ConversationDataModule) and data.config.packing == "documents"
+        packs |= isinstance(data, GPTDataModule) and data.config.separates_documents
+        if not packs or self._keeps_documents_apart:
+            return
+        try:
+            with self.trainer.precision_plugin.forward_context():
+                deviation = unchanged.deviation_by_other_documents(self.model)
+        except ValueError as error:
+            raise ConfigurationError(f"{error}; {_WITHOUT_DOCUMENTS}") from error
+        if deviation:
+            raise ConfigurationError(
+                f"the model in {self.path} ({self.config.model_type}) does not keep documents of a row apart: behind "
+                f"another one a document's logits are {deviation}; {_WITHOUT_DOCUMENTS}"
+            )
+        self._keeps_documents_apart = True
 
     @cached_property
     def _num_positions(self) -> int | None:
@@ -174,12 +199,20 @@ class CausalModule(L.LightningModule):
 
     def _loss(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """The model's loss [], and the number of labels that it is a mean over []."""
+        documents: dict[str, Any] = {}
         if "segments" in batch:
-            raise RuntimeError(ONE_DOCUMENT)
+            if not self._keeps_documents_apart:
+                raise RuntimeError(
+                    "a batch has segments, and nobody has looked at whether the model keeps documents of a row apart, "
+                    "as is done for data modules of this package; have one of them pack the rows, or leave segments out"
+                )
+            # Segments are on the host. With a cache the model would look for no documents.
+            positions_BT = unchanged.document_positions(batch["segments"]).to(batch["tokens"].device)
+            documents = {"position_ids": positions_BT, "use_cache": False}
         self._require_positions(batch["tokens"].shape[1], "rows of a batch", "shorter rows")
         labels = batch["labels"].masked_fill(batch["loss_mask"] == 0, _NO_LABEL)
         # A model that shifts its labels would drop a row's last one, and takes those that stand in their places too.
-        loss: Tensor = self.model(input_ids=batch["tokens"], labels=labels, shift_labels=labels).loss
+        loss: Tensor = self.model(input_ids=batch["tokens"], labels=labels, shift_labels=labels, **documents).loss
         return loss, (labels != _NO_LABEL).sum()
 
     def on_predict_epoch_start(self) -> None:

@@ -13,6 +13,8 @@ from torch.utils.data import DataLoader
 from transformers import BartConfig, BloomConfig, MambaConfig, OPTConfig
 
 from lightning_megatron.data.collate import collate_padded
+from lightning_megatron.data.packed_rows import join_samples
+from lightning_megatron.hf.unchanged import deviation_by_other_documents, document_positions
 from lightning_megatron.lightning_modules import AdamWConfig, CausalModule
 from lightning_megatron.models.sampling import GenerationConfig
 from lightning_megatron.testing.islands import LiftedIslands
@@ -136,10 +138,25 @@ def test_weights_are_the_folder_s_or_new(module: CausalModule) -> None:
     assert not torch.equal(new.model.get_parameter(name), module.model.get_parameter(name))
 
 
-def test_rows_of_several_documents_are_refused(module: CausalModule) -> None:
-    batch = {name: torch.zeros(1, 4, dtype=torch.long) for name in ("tokens", "labels", "loss_mask", "segments")}
-    with pytest.raises(RuntimeError, match=r"use data\.packing='stream'"):
-        module._loss(batch)
+def test_documents_of_a_row_compute_what_they_compute_alone(module: CausalModule) -> None:
+    documents = [sample(5, 1), sample(1, 2), sample(8, 3)]
+    row = join_samples(documents, 16, end_of_text=0)
+    assert row["segments"].tolist() == [0] * 5 + [1] + [2] * 8 + [-1] * 2
+    assert document_positions(row["segments"][None]).tolist() == [[0, 1, 2, 3, 4, 0, *range(8), 0, 1]]
+    packed = CausalModule(module.path)
+    packed.model = copy.deepcopy(module.model).double()
+    batch = {name: one[None] for name, one in row.items()}
+    with LiftedIslands():
+        with pytest.raises(RuntimeError, match="nobody has looked at whether the model keeps documents of a row apart"):
+            packed._loss(batch)
+        assert not deviation_by_other_documents(packed.model)
+        packed._keeps_documents_apart = True
+        loss, num_valid = packed._loss(batch)
+        alone = [packed._loss({name: one[None] for name, one in document.items()}) for document in documents]
+        without = packed._loss({name: one for name, one in batch.items() if name != "segments"})[0]
+    wanted = sum(loss * valid for loss, valid in alone) / 14
+    assert int(num_valid) == 14 and torch.allclose(loss, torch.as_tensor(wanted), rtol=1e-12)
+    assert not torch.allclose(loss, without, rtol=1e-3)
 
 
 def test_a_folder_without_a_model_is_told(tmp_path: Path) -> None:

@@ -123,6 +123,47 @@ def test_losses_texts_and_what_is_exported_are_those_of_one_device(
     assert max(float((found[key] - one[key]).abs().max()) for key in one) < 1e-9
 
 
+def losses_of_packed(layout: Layout, folder: Path, name: str) -> list[float]:
+    """The losses of four steps on rows of several conversations."""
+    losses = Losses()
+    trainer = make_trainer(layout, callbacks=[losses], max_steps=4, max_epochs=-1, limit_val_batches=1)
+    module = finetune_module(str(folder / name), optimizer=AdamWConfig(lr=1e-2, total_steps=4))
+    for step in ("training_step", "validation_step", "on_train_start", "on_validation_start"):
+        setattr(module, step, lifted(getattr(module, step)))
+    trainer.fit(module, datamodule=data(folder, packing="documents"))
+    return losses.losses
+
+
+@pytest.mark.parametrize("layout", ["tp=2 sp", "pp=2", "dp=2"])
+def test_packed_conversations_train_as_on_one_device(folder: Path, layout: str) -> None:
+    [wanted] = run_on_ranks(1, losses_of_packed, ONE, folder, "gemma2", init=False)
+    assert wanted[-1] < wanted[0] - 0.05
+    for found in run_on_ranks(2, losses_of_packed, LAYOUTS[layout], folder, "gemma2", init=False):
+        assert found == pytest.approx(wanted, abs=1e-9)
+
+
+def test_a_model_that_mixes_documents_of_a_row_is_refused(folder: Path) -> None:
+    configs = {
+        "opt": transformers.OPTConfig(
+            vocab_size=304,
+            hidden_size=16,
+            ffn_dim=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            word_embed_proj_dim=16,
+        ),
+        "bloom": transformers.BloomConfig(vocab_size=304, hidden_size=16, n_layer=1, n_head=2),
+    }
+    words = {"opt": "does not keep documents of a row apart", "bloom": "BloomForCausalLM takes no position_ids"}
+    for name, config in configs.items():
+        config.save_pretrained(str(folder / name))
+        write_tokenizer(folder / name, HEADERS)
+        module = CausalModule(str(folder / name), from_scratch=True)
+        trainer = make_trainer(Layout(), max_steps=1, limit_val_batches=0)
+        with pytest.raises(ConfigurationError, match=rf"{words[name]}.*for conversations data\.packing='none'"):
+            trainer.fit(module, datamodule=data(folder, packing="documents"))
+
+
 def test_a_family_of_this_package_runs_its_layers(folder: Path) -> None:
     write_model(folder / "llama")
     assert isinstance(finetune_module(str(folder / "llama")), FinetuneModule)
@@ -150,8 +191,6 @@ def test_what_cannot_be_fine_tuned_is_told(folder: Path) -> None:
     module = finetune_module(path, LoraConfig(targets=("nothing",)))
     with pytest.raises(ConfigurationError, match="nothing"):
         module.configure_model()
-    with pytest.raises(ConfigurationError, match=r"for conversations data\.packing='none'"):
-        make_trainer(Layout()).fit(module, datamodule=data(folder, packing="documents"))
 
 
 SEEING: dict[str, Any] = {
