@@ -7,13 +7,14 @@ made by transformers itself, whole, in host memory.
 
 import inspect
 import logging
+import operator
 import os
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.apply_func import move_data_to_device
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._pytree import tree_map_only
 from transformers import (
     MODEL_FOR_MASKED_LM_MAPPING,
     AutoConfig,
@@ -106,6 +107,7 @@ def _two_rows(model: Any) -> tuple[Tensor, Tensor]:
 def _logits(model: Any, *calls: dict[str, Any]) -> list[Tensor]:
     """The logits of calls of a model, which stays as it was, and without dropout."""
     device = next(one.device for one in model.parameters() if not one.is_meta)
+    to_device = operator.methodcaller("to", device)
     modes = {module: module.training for module in model.modules()}
     before = [(one, one.clone()) for one in model.buffers()]
     model.eval()
@@ -113,7 +115,7 @@ def _logits(model: Any, *calls: dict[str, Any]) -> list[Tensor]:
         # Compiled for these few tokens, layers would be compiled for any number of them from then on.
         stance = torch.compiler.set_stance("force_eager")
         with stance, without_fp8(model), torch.random.fork_rng([device] if device.type == "cuda" else []):
-            return [model(**move_data_to_device(call, device)).logits for call in calls]
+            return [model(**tree_map_only(Tensor, to_device, call)).logits for call in calls]
     finally:
         for module, mode in modes.items():
             module.training = mode
