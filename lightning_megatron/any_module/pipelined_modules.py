@@ -1,11 +1,12 @@
 """The pipelined models within a module, and their parameters by stage."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from torch import nn
 
 from lightning_megatron.any_module.cut_model import cut_of
 from lightning_megatron.pipeline.module import PipelineModule
+from lightning_megatron.tensor.weight_gradients import WeightGradientLayer
 
 
 def pipelined_modules(module: nn.Module) -> dict[str, PipelineModule]:
@@ -46,14 +47,26 @@ def parameters_in_parts(module: nn.Module) -> list[nn.Parameter]:
 
 def plain_linears(pipelined: Mapping[str, PipelineModule]) -> list[nn.Linear]:
     """The linears of torch in the parts of this rank's stages."""
-    parts = [
-        model.get_submodule(name)
-        for model in pipelined.values()
-        for stage in model.mesh.own_stages
-        for name in model.parts_of(stage)
-    ]
     # Code may read the weights of a class derived from nn.Linear, and not call it.
-    return [one for part in parts for one in part.modules() if type(one) is nn.Linear]
+    return [one for _, one in _in_own_parts(pipelined) if type(one) is nn.Linear]
+
+
+def whole_backwards(pipelined: Mapping[str, PipelineModule]) -> list[str]:
+    """Modules with a matrix in the parts of this rank's stages whose weight gradients come with those of their inputs,
+    whatever a schedule puts off: each with the name of its class."""
+    return [
+        f"{name} ({type(one).__name__})"
+        for name, one in _in_own_parts(pipelined)
+        if type(one) is not nn.Linear and not isinstance(one, (WeightGradientLayer, nn.Embedding))
+        if any(weight.dim() > 1 and weight.requires_grad for weight in one.parameters(recurse=False))
+    ]
+
+
+def _in_own_parts(pipelined: Mapping[str, PipelineModule]) -> Iterator[tuple[str, nn.Module]]:
+    for model in pipelined.values():
+        for stage in model.mesh.own_stages:
+            for part in model.parts_of(stage):
+                yield from model.get_submodule(part).named_modules(prefix=part)
 
 
 def gather_parts_by(module: nn.Module, gather: Callable[[Iterable[nn.Parameter]], None]) -> None:

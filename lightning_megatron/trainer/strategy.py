@@ -33,7 +33,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_megatron.any_module.pipelined_modules import pipelined_modules, plain_linears
+from lightning_megatron.any_module.pipelined_modules import pipelined_modules, plain_linears, whole_backwards
 from lightning_megatron.any_module.plan import ModelPlan
 from lightning_megatron.checkpoint import CheckpointConfig, read_meta
 from lightning_megatron.comm import collectives, differentiable
@@ -545,6 +545,7 @@ class MegatronStrategy(ParallelStrategy):
         schedule = self.pipeline.schedule_of(pp=self.mesh.pp.size, vp=self.mesh.sizes.vp, microbatches=1)
         if self.mesh.pp.size > 1 and spec_of(schedule.name).splits_backward:
             run.lent_linears = [lend(linear) for linear in plain_linears(pipelined)]
+            model_checks.tell_whole_backwards(whole_backwards(pipelined), schedule.name)
         run.steps = Steps(
             trainer=trainer,
             module=module,

@@ -1,5 +1,6 @@
 """Networks that know nothing of ranks compute one device's numbers on every layout, or are refused by name."""
 
+import logging
 import os
 from collections.abc import Callable
 from functools import partial
@@ -13,12 +14,15 @@ from torch import Tensor, nn
 
 from lightning_megatron import ConfigurationError, MegatronStrategy, RecomputeConfig
 from lightning_megatron.any_module.cut_model import cut_of
+from lightning_megatron.any_module.pipelined_modules import pipelined_modules, whole_backwards
 from lightning_megatron.mesh import Mesh, Sizes
 from lightning_megatron.tensor.whole_linear import WholeLinear
 from lightning_megatron.testing import certify
-from lightning_megatron.trainer.setup.pipelined_models import cut_plain_networks
+from lightning_megatron.trainer.setup.model_checks import tell_whole_backwards
+from lightning_megatron.trainer.setup.pipelined_models import _tell_whole, cut_plain_networks
 from tests.any_module import networks
-from tests.harness.ranks import RankFailed, run_on_ranks
+from tests.harness.fake_cuda import FakeCuda
+from tests.harness.ranks import RankFailed, on_ranks, run_on_ranks
 from tests.harness.sample import every_nth
 from tests.harness.threads import new_group, run_on_threads
 from tests.trainer.layouts import Layout, make_trainer
@@ -324,3 +328,36 @@ def layers_of_rank(world: Any) -> tuple[str, ...]:
 
 def test_the_layers_are_those_that_the_network_has_before_its_linears_are_cut() -> None:
     assert run_on_threads(4, layers_of_rank) == [tuple(f"blocks.{index}" for index in range(4))] * 4
+
+
+class Derived(torch.nn.Linear):
+    """A linear whose weight other code may read."""
+
+
+def test_modules_whose_backward_stays_whole_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    module, mesh = networks.Trains(), Mesh.imagine(1, Sizes(world=2, pp=2))
+    module.configure_model()
+    for block in module.net.blocks:
+        block.up = Derived(32, 64)
+    cut_plain_networks(module, mesh)
+    names = whole_backwards(pipelined_modules(module))
+    assert names == ["blocks.0.up (Derived)", "blocks.1.up (Derived)"]
+    with caplog.at_level("INFO"):
+        tell_whole_backwards(names, "zb_h1")
+        tell_whole_backwards([], "zb_v")
+    [told] = [record.getMessage() for record in caplog.records if "puts off" in record.getMessage()]
+    assert "2 other modules of these stages compute theirs at once: blocks.0.up (Derived), blocks.1.up" in told
+
+
+@on_ranks(1, init=False)
+def test_a_network_that_is_whole_on_a_gpu_is_told() -> None:
+    logger, told = logging.getLogger("lightning.pytorch.utilities.rank_zero"), list[str]()
+    logger.addHandler(handler := logging.Handler())
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    with FakeCuda():
+        for device in ("cuda", "meta", "cpu"):
+            module = L.LightningModule()
+            module.net = torch.nn.Linear(1000, 1000, device=device)
+            _tell_whole(module, Mesh.imagine(0, Sizes(world=2, tp=2)))
+            _tell_whole(module, Mesh.single())
+    assert len(told) == 1 and "LightningModule are whole on cuda:0 until they are cut: 0.0 GB" in told[0]

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 
 from lightning_megatron.any_module.cut_model import CutModel
@@ -225,6 +225,16 @@ def warn_of_accumulated_parts(names: Sequence[str]) -> None:
             "gradients after the last one: until then it sees this rank's part. Read and change gradients in "
             "on_before_optimizer_step",
             category=UserWarning,
+        )
+
+
+def tell_whole_backwards(names: Sequence[str], schedule: str) -> None:
+    """Tells which modules keep their backward whole under a schedule that splits it."""
+    if names:
+        shown = ", ".join(names[:_MOST_NAMES]) + (", ..." if len(names) > _MOST_NAMES else "")
+        rank_zero_info(
+            f"schedule {schedule!r} puts off the weight gradients of nn.Linear and of this package's layers; "
+            f"{len(names)} other modules of these stages compute theirs at once: {shown}"
         )
 
 

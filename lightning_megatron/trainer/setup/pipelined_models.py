@@ -206,6 +206,19 @@ def pipeline_faults(
     return []
 
 
+def _tell_whole(module: pl.LightningModule, mesh: Mesh) -> None:
+    """Tells of networks that are whole on an accelerator before they are cut."""
+    if mesh.tp.size * mesh.pp.size * mesh.sizes.ep == 1 or pipelined_modules(module):
+        return
+    weights = [one for one in module.parameters() if one.device.type not in ("cpu", "meta")]
+    if weights:
+        rank_zero_info(
+            f"the networks of {type(module).__name__} are whole on {weights[0].device} until they are cut: "
+            f"{sum(one.nbytes for one in weights) / 1e9:.1f} GB; lightning_megatron.hf.load_unchanged(folder), or "
+            "from_pretrained(folder, device_map='cpu'), reads a model into host memory"
+        )
+
+
 def cut_late_networks(module: pl.LightningModule, mesh: Mesh, plan: ModelPlan | None = None) -> None:
     """Cuts the networks that `configure_model` made, as `cut_plain_networks`, and takes the weights that it cut itself.
 
@@ -215,6 +228,7 @@ def cut_late_networks(module: pl.LightningModule, mesh: Mesh, plan: ModelPlan | 
     faults = plan_of(module, plan).faults(module) + expert_faults(module, mesh.sizes) + dtensor_faults(module, mesh)
     if faults:
         raise ConfigurationError(faults)
+    _tell_whole(module, mesh)
     callbacks = module.trainer.callbacks  # type: ignore[attr-defined]
     averaging = [c for c in callbacks if isinstance(c, (WeightAveraging, StochasticWeightAveraging))]
     if take_dtensors(module, mesh.tp) and averaging:
