@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cached_property, partial
+from math import gcd
 
 import lightning.pytorch as pl
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_megatron.any_module.cut_error import CutError
-from lightning_megatron.any_module.cut_experts import token_dispatchers
+from lightning_megatron.any_module.cut_experts import expert_modules, token_dispatchers
 from lightning_megatron.any_module.pipelined_modules import pipelined_modules
 from lightning_megatron.any_module.plan import ModelPlan
 from lightning_megatron.cli.usage import UsageError
@@ -94,7 +95,13 @@ class DryModule:
         numbers = [parameter.numel() for parameter in module.parameters()]
         trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
         largest = max(module.children(), key=lambda child: sum(one.numel() for one in child.parameters()))
-        return ModelSize(name=type(largest).__name__, parameters=sum(numbers), trained=trained)
+        return ModelSize(
+            name=type(largest).__name__,
+            parameters=sum(numbers),
+            trained=trained,
+            # Ranks share all modules of experts alike.
+            num_experts=gcd(*(one.num_experts for _, one in expert_modules(module))) or 1,
+        )
 
     def build(self, mesh: Mesh, device: torch.device) -> pl.LightningModule:
         """A module that holds the part of this rank."""

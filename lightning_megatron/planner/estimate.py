@@ -58,7 +58,8 @@ class Estimate:
     def ratios(self) -> Ratios:
         """Stated over predicted step times of published runs like this one."""
         precision = "FP8" if self.timed_as == "fp8" else "16 bits" if self.timed_as == "half" else "float32"
-        has_experts = bool(self.size.active) or any(rank.trained[1] for rank in self.ranks)
+        of_experts = any(rank.trained[1] for rank in self.ranks)
+        has_experts = bool(self.size.active) or self.size.num_experts > 1 or of_experts
         return ratios_like(self.gpu.family, precision, has_experts=has_experts)
 
     @cached_property

@@ -28,6 +28,8 @@ class ModelSize:
     """Number of parameters that are trained."""
     active: int = 0
     """Number of parameters that a token uses, where it uses some of the experts; 0: all, or not known."""
+    num_experts: int = 1
+    """Number of experts that ranks may share, of a model that is not the package's; 1: none."""
 
 
 def kind_name(model: Model) -> str:

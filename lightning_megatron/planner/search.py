@@ -114,7 +114,12 @@ def search(
     `Run` has its own `size`.
     """
     queue = _Queue(gpu, memory_bytes, free_recompute, measure, size)
-    for candidate in candidates(run, gpu) if isinstance(run, Run) else few_candidates(run, gpu):
+    if size is None:
+        assert isinstance(run, Run), "the size of any other model is given"
+        tried: Iterator[RunSettings] = candidates(run, gpu)
+    else:
+        tried = few_candidates(run, gpu, size)
+    for candidate in tried:
         if faults := faults_of(candidate):
             queue.rejected.append(Rejected(run=candidate, why="; ".join(faults)))
         else:
@@ -284,15 +289,19 @@ def candidates(
                     yield _with_layout(run, sizes, micro)
 
 
-def few_candidates(run: RunSettings, gpu: Gpu) -> Iterator[RunSettings]:
-    """The layouts that a search tries for a model of which nothing is known before it is cut: tensor sizes within a
-    node, and all pipeline sizes. Some may have errors."""
+def few_candidates(run: RunSettings, gpu: Gpu, size: ModelSize) -> Iterator[RunSettings]:
+    """The layouts that a search tries for a model that is not the package's, each of which it measures: tensor sizes
+    within a node, all pipeline sizes, and expert sizes that divide the experts. Some may have errors. No sequence is
+    cut: whether a model can do without the other tokens, only its numbers tell."""
     world = run.sizes.world
     tensors = [tp for tp in _powers(min(gpu.gpus_per_node, _MOST_TENSOR)) if world % tp == 0]
-    for tp, pp in product(tensors, range(1, world + 1)):
-        if world % (tp * pp):
+    experts = [ep for ep in range(1, size.num_experts + 1) if size.num_experts % ep == 0]
+    for tp, pp, ep in product(tensors, range(1, world + 1), experts):
+        # Ranks of tp hold the same experts.
+        etp = tp if ep > 1 else 1
+        if world % (tp * pp) or world % (pp * ep * etp):
             continue
-        sizes = Sizes(world=world, tp=tp, pp=pp, sequence_parallel=tp > 1)
+        sizes = Sizes(world=world, tp=tp, pp=pp, ep=ep, etp=etp, sequence_parallel=tp > 1)
         for micro in _MICRO_BATCHES:
             if run.global_batch_size % (sizes.dp * micro) == 0:
                 yield replace(

@@ -16,15 +16,18 @@ from lightning_megatron.cli.plan_file import model_of_folder
 from lightning_megatron.mesh import Sizes
 from lightning_megatron.optim.config import OptimizerConfig
 from lightning_megatron.planner.constants import fitted
+from lightning_megatron.planner.hardware import gpu_of
 from lightning_megatron.planner.measured import measured
 from lightning_megatron.planner.model_parts import SequenceLengths
 from lightning_megatron.planner.run import Run, RunSettings
+from lightning_megatron.planner.search import few_candidates
 from tests.cli.test_dry_module import RECIPE, SMALL
 
 LLAMA = LlamaConfig(**SMALL, tie_word_embeddings=False)
 EXPERTS = MixtralConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2)
 WIDE = {"hidden_size": 1024, "head_dim": 256, "intermediate_size": 2752, "max_position_embeddings": 2048}
 GPT2 = GPT2Config(vocab_size=512, n_embd=64, n_layer=4, n_head=4, n_positions=128)
+H100 = gpu_of("h100")
 KINDS = ("weights", "gradients", "master weights", "moments")
 
 
@@ -167,6 +170,28 @@ def test_a_search_measures_what_it_shows_and_tells_what_the_model_refuses(
     [(why, number)] = found["fell_out"].items()
     assert "tensor_model_parallel_size (2) cuts nothing" in why and number == 2
     assert {one["layout"].partition(",")[0] for one in found["layouts"]} == {"tp=1"}
+
+
+def test_a_search_shares_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = RunSettings(
+        lengths=SequenceLengths(sequence=16384), sizes=Sizes(world=4), global_batch_size=4, precision="32-true"
+    )
+    found = {}
+    for name, config in (("experts", EXPERTS), ("llama", LLAMA)):
+        folder = folder_of(config, tmp_path / name)
+        size = causal_module({"path": folder, "from_scratch": True}, settings, None).size()
+        tried = list(few_candidates(settings, H100, size))
+        found[name] = {axis: {getattr(run.sizes, axis) for run in tried} for axis in ("tp", "cp", "pp", "ep")}
+        assert all(run.sizes.ep == 1 or run.sizes.etp == run.sizes.tp for run in tried)
+    assert found["llama"] == {"tp": {1, 2, 4}, "cp": {1}, "pp": {1, 2, 4}, "ep": {1}}
+    assert found["experts"] == found["llama"] | {"ep": {1, 2, 4}}
+    args = ("--num-gpus", "2", "--global-batch-size", "2", "--gpu", "h100", "--top", "9", "--json")
+    assert main(["plan", RECIPE, "--model", str(tmp_path / "experts"), *args]) == 0
+    layouts = json.loads(capsys.readouterr().out)["layouts"]
+    [spread] = (one for one in layouts if "ep=2" in one["layout"])
+    again = planned(capsys, str(tmp_path / "experts"), spread["layout"], *args[:4])
+    assert again["step_seconds"] == spread["step_seconds"]
+    assert again["published_over_predicted"]["has_experts"]
 
 
 @pytest.mark.parametrize(
