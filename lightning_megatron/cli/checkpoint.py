@@ -23,6 +23,7 @@ from lightning_megatron.checkpoint.manifest import is_checkpoint
 from lightning_megatron.checkpoint.prune import plan_of, prune
 from lightning_megatron.checkpoint.summary import Summary, summary_of, tensors_of
 from lightning_megatron.checkpoint.verify import verify
+from lightning_megatron.cli.amounts import byte_text, num_text
 from lightning_megatron.cli.commands import add_command
 from lightning_megatron.cli.target import require_writable
 from lightning_megatron.cli.usage import UsageError
@@ -105,8 +106,8 @@ def run_inspect(options: argparse.Namespace) -> None:
         width = max(len(tensor.name) for tensor in tensors)
         print()
     for tensor in tensors:
-        chunks = _num(tensor.num_chunks, "chunk")
-        print(f"{tensor.name:<{width}}  {list(tensor.shape)} {tensor.dtype}, {chunks}, {_bytes(tensor.num_bytes)}")
+        chunks = num_text(tensor.num_chunks, "chunk")
+        print(f"{tensor.name:<{width}}  {list(tensor.shape)} {tensor.dtype}, {chunks}, {byte_text(tensor.num_bytes)}")
 
 
 def run_verify(options: argparse.Namespace) -> int:
@@ -116,11 +117,11 @@ def run_verify(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps({"path": options.path, "is_sound": not faults, "faults": faults}))
     elif faults:
-        print("\n".join([f"{options.path}: {_num(len(faults), 'fault')}", *faults]))
+        print("\n".join([f"{options.path}: {num_text(len(faults), 'fault')}", *faults]))
     else:
         num_bytes = sum(_checked(options.path, lambda: Folder(options.path).sizes()).values())
         seconds = time.monotonic() - started_seconds
-        print(f"{options.path} is sound: {_bytes(num_bytes)} read in {seconds:.1f} s")
+        print(f"{options.path} is sound: {byte_text(num_bytes)} read in {seconds:.1f} s")
     return _FAULTS_FOUND if faults else 0
 
 
@@ -130,7 +131,7 @@ def run_consolidate(options: argparse.Namespace) -> None:
     if options.out.absolute().parent.is_dir():
         require_writable(options.out.absolute().parent, f"OUT ({options.out})")
     _checked(options.path, lambda: write_consolidated(options.path, options.out, weights_only=options.weights_only))
-    print(f"{options.out}: {_bytes(options.out.stat().st_size)}")
+    print(f"{options.out}: {byte_text(options.out.stat().st_size)}")
 
 
 def run_prune(options: argparse.Namespace) -> None:
@@ -155,7 +156,7 @@ def run_prune(options: argparse.Namespace) -> None:
         return
     for removal in planned:
         what = "leaves" if removal.is_kept else "would remove" if options.dry_run else "removed"
-        size = f" ({_bytes(removal.num_bytes)})" if removal.num_bytes else ""
+        size = f" ({byte_text(removal.num_bytes)})" if removal.num_bytes else ""
         print(f"{what} {os.path.relpath(removal.path, options.folder)}{size}: {removal.reason}")
     if all(removal.is_kept for removal in planned):
         print("nothing to remove")
@@ -182,8 +183,8 @@ def _report(summary: Summary) -> str:
         config = ", ".join(f"{key} {value}" for key, value in model["config"].items())
         rows.append((f"model {name}", f"{model['class']}: {config}"))
     for title, amount in summary.tensors.items():
-        rows.append((title, f"{_num(amount.number, 'tensor')}, {_bytes(amount.num_bytes)}"))
-    rows.append(("files", f"{len(summary.files)}, {_bytes(sum(summary.files.values()))}"))
+        rows.append((title, f"{num_text(amount.number, 'tensor')}, {byte_text(amount.num_bytes)}"))
+    rows.append(("files", f"{len(summary.files)}, {byte_text(sum(summary.files.values()))}"))
     width = max(len(title) for title, _ in rows)
     return "\n".join([summary.path, *(f"  {title:<{width}}  {text}" for title, text in rows)])
 
@@ -196,14 +197,14 @@ def _report_of_folder(contents: CheckpointDirectory) -> str:
         if one.is_complete:
             when = _moment(one.saved_seconds)
             state = f"complete, step {_or_not_known(one.step)}, epoch {_or_not_known(one.epoch)}, {when}"
-            state += f", {_bytes(one.num_bytes)}" + (", the newest" if one is newest else "")
+            state += f", {byte_text(one.num_bytes)}" + (", the newest" if one is newest else "")
         lines.append(f"{one.name}: {state}")
     for link in contents.links:
         target = leads_to(link)
         lines.append(f"{link.name}: link to {target.name}" + ("" if is_checkpoint(target) else ", which is not there"))
     for leftover in contents.leftovers:
         state = "unfinished" if leftover.is_unfinished else "left over"
-        lines.append(f"{leftover.name}: {state}, {_bytes(leftover.num_bytes)}, at {leftover.path}")
+        lines.append(f"{leftover.name}: {state}, {byte_text(leftover.num_bytes)}, at {leftover.path}")
     return "\n".join(lines)
 
 
@@ -234,16 +235,3 @@ def _moment(seconds: float) -> str:
 
 def _or_not_known(number: int) -> str:
     return "not known" if number < 0 else str(number)
-
-
-def _num(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
-
-
-def _bytes(number: float) -> str:
-    """Size in text, as "1.3 GB"; a GB is 10^9 bytes."""
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if number < 1000:
-            return f"{number:.0f} {unit}" if unit == "bytes" else f"{number:.1f} {unit}"
-        number /= 1000
-    return f"{number:.1f} TB"
