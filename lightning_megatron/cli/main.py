@@ -49,6 +49,23 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError([f"{message}; see {self.prog} --help"])
 
 
+class _Version(argparse.Action):
+    """Prints the version, and those of torch and Lightning beside it, which are read from files and not imported."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        # It takes as long to import as all of `--help`.
+        from importlib.metadata import PackageNotFoundError, version
+
+        beside = []
+        for name in ("torch", "lightning"):
+            try:
+                beside.append(f"{name} {version(name)}")
+            except PackageNotFoundError:
+                beside.append(f"no {name}")
+        print(f"lightning-megatron {VERSION} ({', '.join(beside)})")
+        parser.exit()
+
+
 def main(args: Sequence[str] | None = None) -> int:
     """Runs a command line, that of the process if none is given. Returns the exit code."""
     if args is None:
@@ -85,7 +102,7 @@ def command_line(called: Collection[str] = tuple(COMMANDS)) -> argparse.Argument
         description="What one asks before and after a run of lightning_megatron; no command starts training.",
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action="version", version=f"lightning-megatron {VERSION}")
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the versions of this, torch and Lightning")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name, line in COMMANDS.items():
         if name in called:

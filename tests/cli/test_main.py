@@ -4,8 +4,10 @@ import importlib
 import subprocess
 import sys
 import tomllib
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
+import lightning
 import pytest
 import torch
 
@@ -37,11 +39,25 @@ def test_the_version_is_that_of_the_project_also_where_it_is_not_installed(tmp_p
     assert lightning_megatron.__version__ == read_manifest(tmp_path / "a.ckpt").package == project["version"]
 
 
-def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_is_that_of_the_package_and_names_torch_and_lightning(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["--version"])
     assert ended.value.code == 0
-    assert capsys.readouterr().out == f"lightning-megatron {lightning_megatron.__version__}\n"
+    version = lightning_megatron.__version__
+    wanted = f"lightning-megatron {version} (torch {torch.__version__}, lightning {lightning.__version__})\n"
+    assert capsys.readouterr().out == wanted
+
+
+def test_version_says_what_is_not_installed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def nothing(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("importlib.metadata.version", nothing)
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out.endswith(" (no torch, no lightning)\n")
 
 
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
