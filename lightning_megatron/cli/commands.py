@@ -15,6 +15,7 @@ COMMANDS = {
     "convert": "convert between a Hugging Face folder and a checkpoint directory",
     "certify": "your own module on one device, beside itself under every layout: what differs first, and why",
     "model-plan": "how a network that knows nothing of ranks is cut, and what each rank holds",
+    "doctor": "what of this machine, its environment and its network would spoil a run, and how to mend it",
     "prepare-data": "turn text into the token files that training reads",
 }
 
