@@ -169,7 +169,8 @@ def _torch_facts(*, looks_at_gpus: bool) -> TorchFacts:
         warning=" ".join(_first_line(one.message) for one in caught),
         backends=tuple(name for name, is_there in asked.items() if is_there),
         nccl=".".join(map(str, torch.cuda.nccl.version())) if asked["nccl"] else "",
-        archs=tuple(torch.cuda.get_arch_list()) if num_gpus else (),
+        # ROCm's are by other names.
+        archs=tuple(torch.cuda.get_arch_list()) if num_gpus and torch.version.cuda else (),
         gpus=gpus,
         strangers=tuple(
             (one, other)

@@ -48,7 +48,10 @@ def _build(torch: TorchFacts, driver: str) -> Finding:
             "see whether CUDA_VISIBLE_DEVICES hides them, nvidia-smi lists them, and the driver is new enough for "
             f"{torch.built_for}",
         )
-    return ok(about, f"for {torch.built_for}" + (f", driver {driver}" if driver else ", and no driver is there"))
+    found = f"driver {driver}" if driver else "and no driver is there"
+    return ok(
+        about, f"for {torch.built_for}, {found}" if torch.built_for.startswith("CUDA") else f"for {torch.built_for}"
+    )
 
 
 def _backends(torch: TorchFacts) -> Iterator[Finding]:

@@ -101,8 +101,11 @@ def ping_launched(request: PingRequest, launch: Launch, word: Word) -> tuple[Pin
         _other_of_launched(request, launch, store, until_seconds)
         return None
     except DistError as error:
-        where = f"{launch.address}:{launch.port}"
-        raise NobodyThereError(f"the store at {where} is lost: {str(error).partition(chr(10))[0]}") from error
+        told = f"the store at {launch.address}:{launch.port} cannot be used: {str(error).partition(chr(10))[0]}"
+        if launch.rank != 0:
+            raise NobodyThereError(told) from error
+        mend = "set MASTER_PORT to a free port of the machine with rank 0"
+        return PingOutcome(world=launch.world, backend="", failure=told, mend=mend), {0: word}
 
 
 def _first_of_launched(

@@ -35,6 +35,11 @@ def test_a_build_for_cuda_that_sees_no_gpu_beside_a_driver_is_wrong_and_says_wha
     assert about(torch_findings(torch, driver=""), "build of torch").kind == "ok"
 
 
+def test_a_build_for_rocm_is_named() -> None:
+    finding = about(torch_findings(replace(TORCH, built_for="ROCm 7.1"), driver=""), "build of torch")
+    assert (finding.kind, finding.found) == ("ok", "for ROCm 7.1")
+
+
 def test_a_torch_that_cannot_be_imported_is_wrong_and_nothing_else_is_said() -> None:
     [finding] = torch_findings(TorchFacts(fault="libcudart.so.13: cannot open"), driver="")
     assert finding.kind == "wrong" and "libcudart" in finding.found

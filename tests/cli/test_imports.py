@@ -54,9 +54,11 @@ FIRST, SECOND = (
 PACKAGE = "import lightning_megatron\n"
 FILES = "import fsspec\nsystem = fsspec.filesystem('file')\n"
 OURS = "assert type(fsspec.filesystem('file')).__module__ == 'lightning_megatron.local_file_system'"
+DOCTOR = ("doctor", "--ping", "0")
 CODES = (
     (COMMAND, *SCHEDULE),
     (COMMAND, *PLAN),
+    (COMMAND, *DOCTOR),
     (FIRST + TRAINER,),
     (SECOND + TRAINER,),
     (PACKAGE,),
@@ -100,7 +102,7 @@ def test_help_imports_neither_torch_nor_any_command() -> None:
     }
 
 
-@pytest.mark.parametrize("args", [SCHEDULE, PLAN], ids=["schedule", "plan"])
+@pytest.mark.parametrize("args", [SCHEDULE, PLAN, DOCTOR], ids=["schedule", "plan", "doctor"])
 def test_a_command_that_trains_nothing_imports_no_package_that_trains(args: tuple[str, ...]) -> None:
     modules = modules_after(COMMAND, *args)
     assert f"lightning_megatron.cli.{args[0]}" in modules
