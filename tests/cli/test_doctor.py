@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -15,7 +16,7 @@ from lightning_megatron.cli import doctor
 from lightning_megatron.cli.doctor import sections_of
 from lightning_megatron.cli.doctor_facts import DoctorFacts, FoundGpu, TorchFacts, gathered_facts
 from lightning_megatron.cli.doctor_finding import KINDS, mind, ok, section_text, summary_text, wrong
-from lightning_megatron.cli.doctor_outcome import PingOutcome
+from lightning_megatron.cli.doctor_outcome import FORMULA, PingOutcome, Timing, ping_findings
 from lightning_megatron.cli.doctor_ping import PingRequest
 from lightning_megatron.cli.main import main
 from lightning_megatron.testing.processes import free_port
@@ -55,6 +56,24 @@ def test_all_sections_of_a_machine_that_is_well_are_ok() -> None:
     sections = sections_of(FACTS)
     assert list(sections) == ["versions", "GPUs", "launcher", "variables", "machine"]
     assert {finding.kind for findings in sections.values() for finding in findings} == {"ok"}
+
+
+def test_the_page_shows_what_is_printed() -> None:
+    page = (ROOT / "docs/doctor.md").read_text()
+    timings = tuple(Timing(size_bytes=size, seconds=0.001, bus_gb_per_second=1.0) for size in (4, 10**6, 64 * 10**6))
+    sections = {
+        **sections_of(replace(FACTS, torch=CPU_TORCH, variables={"NCCL_SOCKET_IFNAME": "eth9"})),
+        f"ping: {FORMULA}": ping_findings(PingOutcome(world=2, backend="gloo", timings=timings)),
+    }
+    titles, shown = set(), 0
+    for block in re.findall(r"^```text\n(.*?)^```", page, re.MULTILINE | re.DOTALL):
+        for line in block.splitlines():
+            if match := re.match(r"  (ok   |mind |wrong)  (.*?): ", line):
+                assert match[2] in {finding.about for findings in sections.values() for finding in findings}, line
+                shown += 1
+            elif not line.startswith("         mend: ") and not re.fullmatch(r"\d+ wrong, \d+ mind, \d+ ok", line):
+                titles.add(line)
+    assert titles == set(sections) and shown > 10
 
 
 def test_the_facts_of_this_machine_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,6 +113,11 @@ def test_the_launch_has_the_numbers_of_the_launcher() -> None:
     assert replace(launch_of(OPEN_MPI), address="") == Launch(
         launcher="Open MPI", rank=1, world=4, local_rank=1, local_world=2, num_nodes=2
     )
+    # How many of the eight share a machine nobody tells.
+    some = launch_of({**LSF, "JSM_NAMESPACE_SIZE": "8", "JSM_NAMESPACE_LOCAL_RANK": "3"})
+    assert (some.world, some.local_rank, some.local_world, some.num_nodes) == (8, 3, 4, 1)
+    told = launch_of({**LSF, "JSM_NAMESPACE_SIZE": "8", "JSM_NAMESPACE_LOCAL_SIZE": "4"})
+    assert (told.local_world, told.num_nodes) == (4, 2)
     pod = launch_of(KUBEFLOW)
     assert (pod.launcher, pod.rank, pod.local_world, pod.num_nodes) == ("Kubeflow", 2, 1, 4)
 
@@ -144,6 +149,7 @@ def test_a_launch_that_is_well_is_ok(variables: dict[str, str]) -> None:
             "wrong",
             "SLURM_NTASKS_PER_NODE is not set",
         ),
+        ({k: v for k, v in SLURM.items() if k != "SLURM_PROCID"}, "SLURM_PROCID", "wrong", "srun has not started"),
         ({**SLURM, "SLURM_NTASKS": "5"}, "SLURM_NTASKS", "wrong", "5 ranks are not SLURM_NNODES (2) x"),
         ({**SLURM, "SLURM_JOB_NAME": "bash"}, "SLURM_NTASKS", "mind", "4 tasks"),
         ({"LOCAL_RANK": "0"}, "launcher", "mind", "LOCAL_RANK=0"),

@@ -265,10 +265,12 @@ def parameters_of(kind: type) -> set[str]:
 
 
 def known_options() -> set[str]:
-    """Options of the recipes, of our own commands, and of torchrun."""
+    """Options of the recipes, of our own commands, of torchrun, and of srun."""
     options = {"config", "print_config", "ckpt_path", "optimizer", "lr_scheduler"}
     # Those of a class of torch's.
     options |= {"optimizer.lr", "lr_scheduler.T_max"}
+    # SLURM's: Lightning refuses tasks without it.
+    options |= {"ntasks-per-node"}
     options |= {f"trainer.{name}" for name in parameters_of(L.Trainer)}
     options |= {f"trainer.strategy.init_args.{name}" for name in parameters_of(MegatronStrategy)}
     options |= {f"data.{name}" for name in parameters_of(GPTDataConfig)}
