@@ -17,7 +17,7 @@ Variables = Mapping[str, str]
 _NUMBERS = {
     "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"),
     "SLURM": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE", "SLURM_NNODES"),
-    "LSF": ("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK", "", ""),
+    "LSF": ("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_SIZE", ""),
     "Open MPI": (
         "OMPI_COMM_WORLD_RANK",
         "OMPI_COMM_WORLD_SIZE",
@@ -68,8 +68,12 @@ def launch_of(variables: Variables) -> Launch:
     num_ranks = max(_number(variables, world, 1), 1)
     num_nodes = max(_number(variables, nodes, 0), 0)
     local = max(_number(variables, local_world, 0), 0)
-    if not num_nodes:
-        num_nodes = -(-num_ranks // local) if local else num_ranks if launcher == "Kubeflow" else 1
+    if launcher == "Kubeflow":
+        num_nodes = num_ranks
+    elif not num_nodes:
+        num_nodes = -(-num_ranks // local) if local else 1
+        # Of ranks that nothing tells to share this machine none is counted.
+        local = local or _number(variables, local_rank, 0) + 1
     if launcher == "SLURM":
         job = variables.get("SLURM_JOB_ID", "")[-4:]
         address = address or _first_node(variables.get("SLURM_NODELIST", "127.0.0.1"))
@@ -128,6 +132,10 @@ def _number_faults(launch: Launch, variables: Variables) -> Iterator[Finding]:
     for name in [*names, "MASTER_PORT"]:
         if (text := variables.get(name)) is not None and not text.isdecimal():
             yield wrong(name, f"{text!r} is no number from 0", f"set {name} as the launcher does, or unset it")
+    if launch.launcher == "SLURM":
+        for name in names[:1] + names[2:3]:
+            if name not in variables:
+                yield wrong(name, "it is not there, so that srun has not started this process", "start it by srun")
     if launch.launcher in ("torchrun", "Kubeflow"):
         for name in names:
             if name not in variables:
