@@ -27,7 +27,7 @@ HANGS = "ranks._timed = lambda size_bytes, device: time.sleep(600)"
 FAULTY = "reduce = ranks.dist.all_reduce; ranks.dist.all_reduce = lambda x, *op: (reduce(x, *op), x.add_(1))"
 RAISES = "ranks.dist.init_process_group = lambda *_, **__: 1 / 0"
 # Under load processes start slowly.
-PATIENT, IMPATIENT = 60.0, 12.0
+PATIENT, IMPATIENT = 60.0, 20.0
 
 
 @pytest.fixture(autouse=True)
