@@ -102,17 +102,15 @@ def run_doctor(options: argparse.Namespace) -> int:
             ]
         )
     sections = sections_of(facts)
-    # Of a process that does not know its place nobody else tells.
-    speaks = launch.rank == 0 or not _is_placed(sections)
-    if speaks and not options.json:
+    if launch.rank == 0 and not options.json:
         print("\n".join(section_text(title, findings) for title, findings in sections.items()), flush=True)
     try:
         further, outcome = _pinged(options, facts, sections, sizes_bytes)
     except NobodyThereError as error:
         print(f"error: rank {launch.rank} on {facts.machine.host}: {error}", file=sys.stderr)
         return 1
-    if not speaks:
-        return 0
+    if launch.rank != 0:
+        return _tell_why_not_met(facts, sections, further)
     everything = {**sections, **further}
     if options.json:
         record = {"formula": FORMULA, "ping": None if outcome is None else outcome.record}
@@ -126,6 +124,16 @@ def run_doctor(options: argparse.Namespace) -> int:
 
 def _is_placed(sections: Sections) -> bool:
     return all(finding.kind != "wrong" for finding in sections["launcher"])
+
+
+def _tell_why_not_met(facts: DoctorFacts, sections: Sections, further: Sections) -> int:
+    """The exit code of a rank that is not the first: of one that did not join nobody else knows why, so it says it."""
+    if _PING not in further:
+        return 0
+    amiss = [*further[_PING], *(finding for finding in sections["launcher"] if finding.kind == "wrong")]
+    told = "; ".join(f"{finding.about}: {finding.found}" for finding in amiss)
+    print(f"error: rank {facts.launch.rank} on {facts.machine.host}: {told}", file=sys.stderr)
+    return 1
 
 
 def _pinged(
