@@ -6,6 +6,7 @@ from typing import Any
 import lightning as L
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 from torch.utils._pytree import tree_leaves
 from transformers import (
     AutoModelForCausalLM,
@@ -23,12 +24,46 @@ from lightning_megatron.testing.tiny import twin_of
 
 VOCABULARY, TOKENS, ROWS, IMAGE, IMAGE_TOKEN = 64, 12, 8, 32, 3
 
+DOTS3: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 4,
+    "swa_head_dim": 8,
+    "swa_qk_nope_head_dim": 4,
+    "swa_v_head_dim": 8,
+}
+QWEN4: dict[str, Any] = {
+    "head_dim": 8,
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 8,
+    "indexer_budget": 4,
+    "indexer_compress_ratio": 2,
+}
+
 SETTINGS: dict[str, dict[str, Any]] = {
     "beit": {"num_hidden_layers": 4},
     "bit": {"embedding_size": 8, "hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 2, 1], "num_groups": 4},
     "bloom": {"n_layer": 4},
+    "blt": {
+        "encoder_config": {"hidden_size_global": 32},
+        "decoder_config": {"hidden_size_global": 32},
+        "encoder_hash_byte_group_vocab": 64,
+        "patch_size": 4,
+    },
+    "cohere_compass_text": {
+        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}}
+    },
     "convnext": {"hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 3, 1], "patch_size": 2},
     "convnextv2": {"hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 3, 1], "patch_size": 2},
+    "dbrx": {
+        "n_layers": 4,
+        "n_heads": 4,
+        "d_model": 32,
+        "attn_config": {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 8.0},
+        "ffn_config": {"moe_top_k": 2},
+    },
     "deepseek_v2": {"num_experts_per_tok": 2},
     "deit": {"architectures": ["DeiTForImageClassification"]},
     "dinov2": {"num_hidden_layers": 4},
@@ -36,27 +71,88 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "distilbert": {"dim": 32, "hidden_dim": 64},
     "donut-swin": {"embed_dim": 16, "depths": [1, 3], "num_heads": [2, 4], "window_size": 2, "patch_size": 4},
     "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
+    "dots3_note": {
+        "text_config": DOTS3,
+        "vision_config": {
+            "hidden_size": 32,
+            "num_attention_heads": 4,
+            "mlp_layer_types": ["dense"] * 4,
+            "num_hidden_layers": 4,
+            "adapter_in_dim": 32,
+            "adapter_out_dim": 32,
+        },
+        "audio_config": {
+            "hidden_size": 32,
+            "num_attention_heads": 4,
+            "adapter_input_size": 32,
+            "adapter_out_dim": 32,
+        },
+    },
+    "dots3_note_text": DOTS3,
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8},
+    "gemma3n_text": {
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 0,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
     "hunyuan_v1_dense": {"head_dim": 8},
     "hunyuan_v1_moe": {"head_dim": 8, "num_experts": 4, "moe_topk": 2},
     "lfm2_moe": {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "full_attention"]},
     "marian": {"decoder_vocab_size": VOCABULARY, "decoder_start_token_id": 0},
     "ministral": {"head_dim": 8},
     "mobilebert": {"intra_bottleneck_size": 32, "embedding_size": 32},
-    "mobilevitv2": {"patch_size": 2},
+    "levit": {
+        "architectures": ["LevitForImageClassification"],
+        "hidden_sizes": [16, 24, 32],
+        "num_attention_heads": [2, 3, 4],
+        "depths": [2, 2, 2],
+        "key_dim": [8, 8, 8],
+        "patch_size": 16,
+    },
+    "mobilevitv2": {"patch_size": 1, "width_multiplier": 0.25},
     # Experts take all tokens: by default they drop some, by what else is in the batch, and jitter.
     "nllb-moe": {"expert_capacity": 4096, "router_jitter_noise": 0.0, "second_expert_policy": "all"},
     "nemotron": {"head_dim": 8, "num_key_value_heads": 2},
-    "reformer": {"is_decoder": True},
+    "neomme": {
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "rope_parameters": {"full_attention": {"partial_rotary_factor": 0.5}},
+    },
+    "perceiver": {
+        "architectures": ["PerceiverForImageClassificationLearned"],
+        "max_position_embeddings": TOKENS,
+        "num_latents": 8,
+        "d_latents": 32,
+        "num_self_attends_per_block": 4,
+    },
+    "pp_lcnet": {"scale": 0.25, "class_expand": 32},
+    "reformer": {
+        "axial_pos_shape": [3, 4],
+        "axial_pos_embds_dim": [16, 16],
+        "attn_layers": ["local", "lsh"] * 2,
+        "local_attn_chunk_length": 4,
+        "lsh_attn_chunk_length": 4,
+        "num_buckets": 4,
+        "hash_seed": 1,
+    },
+    "qwen4_exp": {"text_config": QWEN4},
+    "qwen4_exp_text": QWEN4,
     "regnet": {"embedding_size": 8, "hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 3, 1], "groups_width": 8},
     "resnet": {"embedding_size": 8, "hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 3, 1]},
     "swin": {"embed_dim": 16, "depths": [1, 3], "num_heads": [2, 4], "window_size": 2, "patch_size": 4},
     "swinv2": {"embed_dim": 16, "depths": [1, 3], "num_heads": [2, 4], "window_size": 2, "patch_size": 4},
     "switch_transformers": {"expert_capacity": 4096, "router_jitter_noise": 0.0},
     "vipllava": {"vision_feature_layers": [-1, -2]},
+    "zamba": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2},
     "xmod": {"default_language": "en_XX"},
 }
 """Values that the defaults of a type leave out, and without which it cannot be built or called."""
+
+WHOLE: dict[str, dict[str, Any]] = {
+    # Its attention is of two inputs side by side.
+    "zamba": {"attention_hidden_size": 64, "attention_head_dim": 16},
+}
+"""Values that a twin takes too small."""
 
 SQUARES = ("aya_vision", "cohere2_vision", "deepseek_vl", "gemma3", "got_ocr2", "internvl", "llava", "ovis2")
 SQUARES += ("paligemma", "pp_chart2table", "qianfan_ocr", "shieldgemma2", "vipllava")
@@ -75,6 +171,8 @@ class Causal(L.LightningModule):
     auto: Any = AutoModelForCausalLM
     types: Mapping[str, Any] = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     layouts: tuple[str, ...] = ("pp2", "pp2vp2-zb_v", "tp2", "tp2-sp", "dp2pp2tp2-zero", "cp2", "ep2")
+    settings: Mapping[str, dict[str, Any]] = {"reformer": {"is_decoder": True}}
+    """Values of a type that are others in another family."""
 
     def __init__(self, model_type: str) -> None:
         super().__init__()
@@ -84,7 +182,7 @@ class Causal(L.LightningModule):
     def configure_model(self) -> None:
         if self.model is None:
             torch.manual_seed(1)
-            self.model = self.auto.from_config(config_of(self.model_type))
+            self.model = self.auto.from_config(config_of(self.model_type, **self.settings.get(self.model_type, {})))
             if self.model_type in DRAWING:
                 self.model.eval()
             norms = [one for one in self.model.modules() if isinstance(one, nn.modules.batchnorm._BatchNorm)]
@@ -112,7 +210,13 @@ class Causal(L.LightningModule):
     @classmethod
     def batches(cls, model_type: str) -> list[dict[str, Tensor]]:
         """The batches that train a type."""
-        return batches()
+        found = batches()
+        if model_type == "git":
+            # It reads its loss behind the features of an image.
+            generator = torch.Generator().manual_seed(4)
+            for batch in found:
+                batch["pixel_values"] = torch.randn(ROWS, 3, IMAGE, IMAGE, generator=generator)
+        return found
 
 
 class Masked(Causal):
@@ -121,6 +225,7 @@ class Masked(Causal):
     auto = AutoModelForMaskedLM
     types = modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
     layouts = ("pp2", "pp2vp2-zb_v", "tp2", "tp2-sp", "dp2pp2tp2-zero", "cp2")
+    settings: Mapping[str, dict[str, Any]] = {}
 
     @classmethod
     def batches(cls, model_type: str) -> list[dict[str, Tensor]]:
@@ -150,14 +255,28 @@ class Images(Causal):
     types = dict.fromkeys(set(modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES) - {"efficientnet"})
     layouts = ("pp2", "pp2vp2-zb_v", "tp2", "dp2pp2tp2-zero")
 
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        found = self.model(**batch)
+        # A type may leave the loss to others.
+        return found.loss if "loss" in found else cross_entropy(found.last_hidden_state, batch["labels"])
+
     @classmethod
     def batches(cls, model_type: str) -> list[dict[str, Tensor]]:
         generator = torch.Generator().manual_seed(3)
-        shape = (ROWS, 3, IMAGE, IMAGE)
-        return [
-            {"pixel_values": torch.randn(shape, generator=generator), "labels": (torch.arange(ROWS) + number) % 4}
-            for number in range(3)
-        ]
+        found = []
+        for number in range(3):
+            images = torch.randn(ROWS, 3, IMAGE, IMAGE, generator=generator)
+            batch = {"pixel_values": images, "labels": (torch.arange(ROWS) + number) % 4}
+            if model_type == "imagegpt":
+                # Its images are colours among few, pixel by pixel.
+                batch["input_ids"] = (batch.pop("pixel_values")[:, 0, :4, :4].flatten(1).sigmoid() * VOCABULARY).long()
+            elif model_type == "siglip2":
+                # Its images are patches of a grid, of any height and width.
+                batch["pixel_values"] = images.view(ROWS, 16, -1)
+                batch["spatial_shapes"] = torch.tensor([[4, 4], [2, 8]]).repeat(ROWS // 2, 1)
+                batch["pixel_attention_mask"] = torch.ones(ROWS, 16)
+            found.append(batch)
+        return found
 
 
 class ImageText(Causal):
@@ -225,12 +344,13 @@ FAMILIES: dict[str, tuple[str, type[Causal]]] = {
 }
 
 
-def config_of(model_type: str) -> Any:
+def config_of(model_type: str, **settings: Any) -> Any:
     """The configuration of a type, small, without dropout."""
-    settings = SETTINGS.get(model_type, {})
+    settings = {**SETTINGS.get(model_type, {}), **settings}
     config = twin_of(CONFIG_MAPPING[model_type](**settings))
-    inner = [one for one in vars(config).values() if isinstance(one, PreTrainedConfig)]
-    for one in {id(one): one for one in (config, config.get_text_config(), *inner)}.values():
+    for name, value in WHOLE.get(model_type, {}).items():
+        setattr(config, name, value)
+    for one in _all_of(config):
         for name, value in list(vars(one).items()):
             if "drop" in name and isinstance(value, (float, list)):
                 setattr(one, name, [0.0] * len(value) if isinstance(value, list) else 0.0)
@@ -263,6 +383,12 @@ def config_of(model_type: str) -> Any:
         one._experts_implementation = "eager"
     config.num_labels = 4
     return config
+
+
+def _all_of(config: Any) -> list[Any]:
+    """A configuration and all inside of it."""
+    inner = {id(one): one for one in vars(config).values() if isinstance(one, PreTrainedConfig)}
+    return [config, *(found for one in inner.values() for found in _all_of(one))]
 
 
 def batches() -> list[dict[str, Tensor]]:
