@@ -21,6 +21,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from lightning_megatron import ModelPlan
 from lightning_megatron.testing.tiny import twin_of
+from tests.any_module.network_families import Family, Networks
 
 VOCABULARY, TOKENS, ROWS, IMAGE, IMAGE_TOKEN = 64, 12, 8, 32, 3
 
@@ -110,6 +111,18 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "patch_size": 16,
     },
     "mobilevitv2": {"patch_size": 1, "width_multiplier": 0.25},
+    "nemo_speechlm": {
+        "text_config": {"hybrid_override_pattern": "ME*E"},
+        "audio_config": {
+            "diarization_config": {
+                "chunk_length": 16,
+                "chunk_left_context": 4,
+                "chunk_right_context": 4,
+                "fifo_length": 4,
+                "speaker_cache_update_period": 12,
+            }
+        },
+    },
     # Experts take all tokens: by default they drop some, by what else is in the batch, and jitter.
     "nllb-moe": {"expert_capacity": 4096, "router_jitter_noise": 0.0, "second_expert_policy": "all"},
     "nemotron": {"head_dim": 8, "num_key_value_heads": 2},
@@ -142,6 +155,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "swin": {"embed_dim": 16, "depths": [1, 3], "num_heads": [2, 4], "window_size": 2, "patch_size": 4},
     "swinv2": {"embed_dim": 16, "depths": [1, 3], "num_heads": [2, 4], "window_size": 2, "patch_size": 4},
     "switch_transformers": {"expert_capacity": 4096, "router_jitter_noise": 0.0},
+    "vibevoice_asr": {
+        f"{kind}_tokenizer_encoder_config": {"num_filters": 4, "downsampling_ratios": [2, 2], "depths": [1, 1, 1]}
+        for kind in ("acoustic", "semantic")
+    },
     "vipllava": {"vision_feature_layers": [-1, -2]},
     "zamba": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2},
     "xmod": {"default_language": "en_XX"},
@@ -335,12 +352,13 @@ class ImageText(Causal):
         return int(sum(one.numel() for one in tree_leaves(found)) // width)
 
 
-FAMILIES: dict[str, tuple[str, type[Causal]]] = {
+FAMILIES: dict[str, tuple[str, Family]] = {
     "causal": ("Causal models", Causal),
     "masked": ("Encoders", Masked),
     "translation": ("Encoder-decoders", Translation),
     "images": ("Classifiers of images", Images),
     "image-text": ("Language models that see images", ImageText),
+    "networks": ("Networks of other kinds", Networks()),
 }
 
 

@@ -1,4 +1,4 @@
-"""Trains a tiny twin of each model of the installed transformers, unchanged, on layouts, beside one device.
+"""Trains a tiny twin of each model of the installed transformers, unchanged, and other networks, beside one device.
 
     python -m tests.any_module.models_table [--families causal masked ...] [--types llama qwen3 ...]
         [--layouts pp2 tp2 ...] [--results FOLDER] [--write PAGE]
@@ -21,20 +21,21 @@ import torch
 import transformers
 
 from lightning_megatron.testing import CertifyError, certify
-from tests.any_module.model_families import FAMILIES, Causal
+from tests.any_module.model_families import FAMILIES
+from tests.any_module.network_families import Family
 
 _WHAT = """\
 `python -m tests.any_module.models_table` trains a tiny twin of each model of the installed transformers, as it is, on
 layouts and on one device. A cell is the largest deviation, relative to the largest value of each tensor, of losses,
 every gradient, the gradient norm and the weights over three steps of AdamW in float64; or a number in brackets, for the
 reason below. What the models compute in float32 is computed in float64 on both sides. Rows were gathered over several
-commits."""
+commits. The networks of other kinds, which come last, are those of `tests/any_module/network_families.py`."""
 
 Row = dict[str, str]
 """Cells of a type, by layout."""
 
 
-def row_of(family: type[Causal], model_type: str, layouts: tuple[str, ...]) -> Row:
+def row_of(family: Family, model_type: str, layouts: tuple[str, ...]) -> Row:
     """What each layout gave: the largest deviation, or a reason."""
     make_batches = functools.partial(family.batches, model_type)
     try:
@@ -70,13 +71,17 @@ def is_number(cell: str) -> bool:
 def page_of(tables: dict[str, dict[str, Row]]) -> str:
     """The tables of the families, and the reasons that their cells point to."""
     reasons: dict[str, int] = {}
-    text = ["# Models of transformers, unchanged", "", "<!-- Written by `make models-table`; do not edit by hand. -->"]
+    text = [
+        "# Models of transformers and other networks, unchanged",
+        "",
+        "<!-- Written by `make models-table`; do not edit by hand. -->",
+    ]
     text += ["", _WHAT, "", f"transformers {transformers.__version__}, torch {torch.__version__}."]
     for name, rows in tables.items():
         title, family = FAMILIES[name]
         counts = Counter(layout for row in rows.values() for layout, cell in row.items() if is_number(cell))
         trained = sum(not all(cell.startswith("one device") for cell in row.values()) for row in rows.values())
-        text += ["", f"## {title}", "", f"{len(rows)} types, of which {trained} train as a tiny twin on one device;"]
+        text += ["", f"## {title}", "", f"{len(rows)} types, of which {trained} train on one device;"]
         text += [f"equal to it: {', '.join(f'{layout} {counts[layout]}' for layout in family.layouts)}.", ""]
         text += [f"| type | {' | '.join(family.layouts)} |", f"|---|{'---:|' * len(family.layouts)}"]
         for model_type, row in sorted(rows.items()):

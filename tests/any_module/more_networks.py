@@ -251,13 +251,39 @@ class Outside(Forked):
 class FitsForked(Fits):
     """A weighted sum of two losses, each a mean over the rows."""
 
-    network = Forked
-    plan = ModelPlan(layers=("net.groups.0", "net.groups.1"))
+    network: type[nn.Module] = Forked
+    plan = ModelPlan(
+        layers=("net.groups.0", "net.groups.1"),
+        styles={"net.groups.*.*.up": "colwise", "net.groups.*.*.down": "rowwise"},
+    )
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
         logits, value = self.net(batch["x"])
         loss = F.cross_entropy(logits, batch["y"]) + 0.5 * F.mse_loss(value, batch["y"].to(value.dtype))
         return {"loss": loss, "loss_weight": torch.tensor(float(len(value)))}
+
+
+class TwoHeads(nn.Module):
+    """One trunk in one list, with a head for classes and one for a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(40, WIDTH)
+        self.trunk = nn.ModuleList(Deep(WIDTH) for _ in range(4))
+        self.first, self.second = nn.Linear(WIDTH, CLASSES), nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.table(x[:, 0])
+        for layer in self.trunk:
+            y = layer(y)
+        return self.first(y), self.second(y)[:, 0]
+
+
+class FitsTwoHeads(FitsForked):
+    """Its list is found."""
+
+    network = TwoHeads
+    plan = ModelPlan(styles={"net.trunk.*.up": "colwise", "net.trunk.*.down": "rowwise"})
 
 
 class FitsOutside(FitsForked):
@@ -267,24 +293,24 @@ class FitsOutside(FitsForked):
 
 
 def images() -> list[dict[str, Tensor]]:
-    """Two batches: images [8, 3, 8, 8] and classes."""
+    """Three batches: images [8, 3, 8, 8] and classes."""
     generator = torch.Generator().manual_seed(1)
     return [
         {
             "x": torch.randn(ROWS, 3, 8, 8, generator=generator),
             "y": torch.randint(0, CLASSES, (ROWS,), generator=generator),
         }
-        for _ in range(2)
+        for _ in range(3)
     ]
 
 
 def ids() -> list[dict[str, Tensor]]:
-    """Two batches: ids [8, 6] and classes."""
+    """Three batches: ids [8, 6] and classes."""
     generator = torch.Generator().manual_seed(1)
     return [
         {
             "x": torch.randint(0, 30, (ROWS, 6), generator=generator),
             "y": torch.randint(0, CLASSES, (ROWS,), generator=generator),
         }
-        for _ in range(2)
+        for _ in range(3)
     ]

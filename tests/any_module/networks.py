@@ -721,8 +721,9 @@ class TrainsTranslator(Trains):
     network = Translator
 
     def model_plan(self) -> ModelPlan:
-        """Encoder and decoder are both cut."""
-        return ModelPlan(layers=("net.encoder.layers", "net.decoder.layers"))
+        """Encoder and decoder are both cut, and their feed-forward networks over tp."""
+        styles = {"net.*coder.layers.*.linear1": "colwise", "net.*coder.layers.*.linear2": "rowwise"}
+        return ModelPlan(layers=("net.encoder.layers", "net.decoder.layers"), styles=styles)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         logits = self.net(batch["tokens"], batch["tokens"].flip(1))
@@ -760,6 +761,10 @@ class PredictsEncoded(Built):
 
 class TrainsDiffusion(Trains):
     network = Diffusion
+
+    def model_plan(self) -> ModelPlan:
+        """The feed-forward networks are cut over tp."""
+        return ModelPlan(styles={"net.blocks.*.up": "colwise", "net.blocks.*.down": "rowwise"})
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return F.mse_loss(self.net(batch["noisy"], batch["time"]), batch["noisy"].flip(1))
