@@ -178,6 +178,12 @@ GRIDS += ("lfm3_vl", "minimax_m3_vl", "qwen2_5_omni_thinker", "qwen2_5_vl", "qwe
 GRIDS += ("qwen3_omni_moe_thinker", "qwen3_vl", "qwen3_vl_moe")
 """Types whose images are [3, height, width], and patches of a grid."""
 
+FEATURES: dict[str, dict[str, tuple[int, ...]]] = {
+    "git": {"pixel_values": (3, IMAGE, IMAGE)},
+    "voxtral_realtime": {"input_features": (128, 8 * TOKENS)},
+}
+"""Shapes of what a row of a type has beside its tokens, without which it cannot be called."""
+
 DRAWING = ("phimoe",)
 """Types that draw experts at random while they train, and not while they are evaluated: they train so here."""
 
@@ -228,11 +234,10 @@ class Causal(L.LightningModule):
     def batches(cls, model_type: str) -> list[dict[str, Tensor]]:
         """The batches that train a type."""
         found = batches()
-        if model_type == "git":
-            # It reads its loss behind the features of an image.
-            generator = torch.Generator().manual_seed(4)
+        generator = torch.Generator().manual_seed(4)
+        for name, shape in FEATURES.get(model_type, {}).items():
             for batch in found:
-                batch["pixel_values"] = torch.randn(ROWS, 3, IMAGE, IMAGE, generator=generator)
+                batch[name] = torch.randn(ROWS, *shape, generator=generator)
         return found
 
 
