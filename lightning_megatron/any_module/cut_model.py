@@ -246,7 +246,7 @@ class CutModel(PipelineModule):
             last = self.stages[stage].stop - 1
             shape = wanted[last].shape if last in wanted else torch.Size()
             summed = {id(getattr(owner, key)) for found in tokens.summed.values() for owner, key in found}
-            vectors = self._vectors(stage, summed) if shape else {}
+            weights = self._compared_weights(stage, summed) if shape else {}
 
             def differentiated(received: dict[int, Any]) -> dict[str, Tensor]:
                 with recording():
@@ -254,9 +254,9 @@ class CutModel(PipelineModule):
                     scale = torch.arange(shape.numel(), dtype=hidden.dtype, device=hidden.device).cos().view(shape)
                     number = (hidden * tokens.own_part(scale, hidden.shape)).sum()
                     held = dict(self._whole.named_parameters())
-                    return gradients(number, {name: held[name] for name in vectors})
+                    return gradients(number, {name: held[name] for name in weights})
 
-            with stand_ins(self._whole, vectors.values()):
+            with stand_ins(self._whole, weights.values()):
                 found = differentiated(short)
                 with tokens.off():
                     meant = differentiated(whole)
@@ -274,9 +274,9 @@ class CutModel(PipelineModule):
                     f"{tokens.without}"
                 )
         are_all = last in self._ends or last == len(self.part_names) - 1
-        own = {key: tokens.sum_of(one, are_all, over_sp=id(vectors[key]) in summed) for key, one in found.items()}
+        own = {key: tokens.sum_of(one, are_all, over_sp=id(weights[key]) in summed) for key, one in found.items()}
         # On whole sequences a rank has a term of these, too: of its features.
-        of_features = {name for name, one in vectors.items() if id(one) in summed and self._is_on_features(one)}
+        of_features = {name for name, one in weights.items() if id(one) in summed and self._is_on_features(one)}
         meant |= {name: collectives.all_reduce(meant[name], tokens.sp) for name in sorted(of_features)}
         terms, _, wrong = told_apart(own, meant, tokens.sp)
         if wrong:
@@ -286,19 +286,27 @@ class CutModel(PipelineModule):
                 "is used where all tokens are, too, such as by a part of the layer that it is handed to; use "
                 f"{tokens.without}"
             )
-        for layer in [self.part_names[index] for index in self.stages[stage]] if terms else ():
-            names = [name.removeprefix(f"{layer}.") for name in terms if name.startswith(f"{layer}.")]
-            SummedInCalls(self.get_submodule(layer), names, tokens.sp, lambda: not tokens.is_off)
+        own_layers = [self.part_names[index] for index in self.stages[stage]]
+        owners: dict[str, list[str]] = {}
+        for name in terms:
+            layer = next((one for one in own_layers if name.startswith(f"{one}.")), name.rpartition(".")[0])
+            owners.setdefault(layer, []).append(name.removeprefix(f"{layer}."))
+        for owner, names in owners.items():
+            SummedInCalls(self.get_submodule(owner), names, tokens.sp, lambda: not tokens.is_off)
 
-    def _vectors(self, stage: int, summed: set[int]) -> dict[str, nn.Parameter]:
-        """The weights of own layers that may be used on own tokens, by name: other matrices are where all tokens are.
+    def _compared_weights(self, stage: int, summed: set[int]) -> dict[str, nn.Parameter]:
+        """Weights that may be used on own tokens, by name: vectors of own layers, and under sequence parallelism all
+        that ranks of tp hold whole, in front of the layers too, since a layer may be given a condition that has no
+        tokens. An embedding is read where all tokens are.
 
         `summed` are ids of weights whose gradients are summed over sp."""
         layers = tuple(f"{self.part_names[index]}." for index in self.stages[stage])
+        tables = {id(one.weight) for one in self._whole.modules() if isinstance(one, nn.Embedding)}
         return {
             name: one
             for name, one in whole_weights(self._whole).items()
-            if name.startswith(layers) and (one.dim() <= 1 or id(one) in summed)
+            if (self.tokens.sp.size > 1 and id(one) not in tables)
+            or (name.startswith(layers) and (one.dim() <= 1 or id(one) in summed))
         }
 
     def _hidden_states(
