@@ -1,7 +1,7 @@
 """`lightning-megatron convert`: between a folder with a Hugging Face model and a checkpoint directory.
 
 The kind of the source decides the direction, and the target's name with --upcycle, which may keep the format. The work
-is `hf.convert`'s; here are the options and the messages.
+is `hf.convert`'s, and of models of transformers `hf.convert_unchanged`'s; here are the options and the messages.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from lightning_megatron.cli.usage import UsageError
 from lightning_megatron.hf.convert import Converted, to_checkpoint, to_folder
 from lightning_megatron.hf.folder import on_disk, read_config
 from lightning_megatron.hf.shards import MAX_SHARD_BYTES
-from lightning_megatron.hf.weights import in_checkpoint, in_folder, moe_config
+from lightning_megatron.hf.weights import folder_of_run, in_checkpoint, in_folder, moe_config
 from lightning_megatron.hub import CONFIG_FILES, model_folder
 from lightning_megatron.text_files import read_table
 
@@ -35,10 +35,12 @@ examples:
   lightning-megatron convert llama/ llama.ckpt
   lightning-megatron convert last.ckpt out/ --family llama --dtype bfloat16 --tokenizer-from llama/
   lightning-megatron convert llama/ experts/ --upcycle moe.yaml --tokenizer-from llama/
+  lightning-megatron convert last.ckpt out/ --model-from gemma/
 """
 # Options for one kind of source, or of target, alone, and their defaults.
-_FROM_CHECKPOINTS = {"submodule": None, "config": None}
+_FROM_CHECKPOINTS = {"submodule": None, "config": None, "model_from": None}
 _TO_FOLDERS = {"family": None, "max_shard_bytes": MAX_SHARD_BYTES, "tokenizer_from": None}
+_OF_OWN_MODELS = {"config": None, "family": None, "upcycle": None}
 
 
 def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
@@ -47,7 +49,8 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         commands,
         "convert",
         "Converts a Hugging Face model folder into a checkpoint directory, or a checkpoint directory into such a "
-        "folder. Holds one tensor in memory at a time.",
+        "folder. Holds one tensor in memory at a time, and of a model that was trained as transformers has it also "
+        "what transformers writes in other pieces, such as experts.",
         run=run_convert,
         epilog=_EPILOG,
     )
@@ -72,10 +75,19 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         metavar="FILE",
         help="YAML or JSON file with the model's fields, if the checkpoint lacks them",
     )
+    source.add_argument(
+        "--model-from",
+        metavar="FOLDER",
+        help="folder, or owner/model on the hub, with the config.json of a model of transformers that was trained as "
+        "it is (default: the path that the checkpoint's hyper-parameters name, if it is there)",
+    )
     out = parser.add_argument_group("options if TARGET is a folder")
     out.add_argument("--family", metavar="NAME", help="model_type to write, if several fit")
     out.add_argument(
-        "--tokenizer-from", type=Path, metavar="FOLDER", help="copy the tokenizer's files from this folder"
+        "--tokenizer-from",
+        type=Path,
+        metavar="FOLDER",
+        help="copy the tokenizer's files from this folder (default of a model of transformers: that of --model-from)",
     )
     out.add_argument(
         "--max-shard-bytes",
@@ -135,16 +147,23 @@ def _convert(options: argparse.Namespace) -> Converted:
                 fields[option] = _fields(option, file)
         except ValueError as error:
             faults.append(" ".join(str(error).split()))
+    model_from = options.model_from
+    if is_from_checkpoint and model_from is None and options.config is None:
+        model_from = folder_of_run(options.source)
+    if is_from_checkpoint and model_from:
+        told = f"a model of this package alone, and {options.source} has one of transformers (of {model_from})"
+        faults += _unused(options, _OF_OWN_MODELS, told)
     if faults:
         raise UsageError(faults)
+    if model_from:
+        return _convert_unchanged(options, model_from)
     if is_from_checkpoint:
         weights = in_checkpoint(options.source, options.submodule, fields.get("config"))
     else:
         weights = in_folder(options.source)
     if "upcycle" in fields:
         weights = weights.upcycled(moe_config(fields["upcycle"]))
-    if not is_remote(options.target):
-        require_writable(Path(options.target).parent, f"TARGET ({options.target})")
+    _require_writable(options.target)
     dtype = None if options.dtype is None else _DTYPES[options.dtype]
     if is_to_checkpoint:
         return to_checkpoint(weights, options.target, dtype=dtype)
@@ -156,6 +175,28 @@ def _convert(options: argparse.Namespace) -> Converted:
         max_shard_bytes=options.max_shard_bytes,
         tokenizer_from=options.tokenizer_from,
     )
+
+
+def _convert_unchanged(options: argparse.Namespace, model_from: str) -> Converted:
+    """A model of transformers as it is, into a folder."""
+    # It imports transformers, which takes seconds.
+    from lightning_megatron.hf.convert_unchanged import unchanged_to_folder
+
+    _require_writable(options.target)
+    return unchanged_to_folder(
+        options.source,
+        options.target,
+        model_from=model_from,
+        submodule=options.submodule,
+        dtype=None if options.dtype is None else _DTYPES[options.dtype],
+        max_shard_bytes=options.max_shard_bytes,
+        tokenizer_from=options.tokenizer_from,
+    )
+
+
+def _require_writable(target: str) -> None:
+    if not is_remote(target):
+        require_writable(Path(target).parent, f"TARGET ({target})")
 
 
 def _unused(options: argparse.Namespace, defaults: Mapping[str, Any], needed: str) -> list[str]:

@@ -11,10 +11,11 @@ from lightning_megatron.rules.limits import MOST_LAYERS, limit_faults
 from lightning_megatron.text_files import read_json_table
 
 
-def meta_model(path: Path) -> nn.Module:
-    """The model of a configuration, given by its folder or as the file, by its architecture, on the meta device.
+def meta_model(path: Path, auto_class: str = "") -> nn.Module:
+    """The model of a configuration, given by its folder or as the file, on the meta device.
 
-    Raises ValueError where there is no configuration, or transformers makes no model of it.
+    It is the configuration's architecture, or what the class of transformers of that name makes of it
+    (`AutoModelForCausalLM`). Raises ValueError where there is no configuration, or transformers makes no model of it.
     """
     import transformers
 
@@ -36,10 +37,11 @@ def meta_model(path: Path) -> nn.Module:
     if faults := limit_faults({"num_hidden_layers": num_layers}, MOST_LAYERS):
         raise ValueError(f"{file}: {faults[0]}")
     names = [str(name) for name in config.architectures or []]
-    kind: Any = getattr(transformers, names[0], None) if names else transformers.AutoModel
-    if not hasattr(kind, "_from_config") and kind is not transformers.AutoModel:
+    is_auto = bool(auto_class) or not names
+    kind: Any = getattr(transformers, (auto_class or "AutoModel") if is_auto else names[0], None)
+    if not hasattr(kind, "from_config" if is_auto else "_from_config"):
         raise ValueError(f"{file}: the installed transformers has no model {names[0]}")
-    make = kind.from_config if kind is transformers.AutoModel else kind._from_config
+    make = kind.from_config if is_auto else kind._from_config
     try:
         with torch.device("meta"):
             made: nn.Module = make(config)

@@ -38,7 +38,7 @@ def has_adapters(model: nn.Module) -> bool:
     return peft is not None and isinstance(model, peft.PeftModel)
 
 
-def _of_adapters(model: Any, names: Iterable[str]) -> set[str]:
+def of_adapters(model: Any, names: Iterable[str]) -> set[str]:
     """Names of the parameters that peft saves with a model's adapters, out of `names`, those of all it has here.
 
     Raises ValueError for adapters that are prompts, and not weights beside those of a layer.
@@ -74,7 +74,7 @@ def save_unchanged(
         name: Piece.all_like(one, one.detach()) for name, one in {**dict(model.named_parameters()), **buffers}.items()
     }
     if has_adapters(model):
-        pieces = {name: pieces[name] for name in _of_adapters(model, pieces)}
+        pieces = {name: pieces[name] for name in of_adapters(model, pieces)}
     full = gather_on_first_rank(pieces, world)
     fault: Exception | None = None
     if world.is_first:
@@ -82,7 +82,7 @@ def save_unchanged(
         if dtype is not None:
             full = {name: one.to(dtype) if one.is_floating_point() else one for name, one in full.items()}
         try:
-            _write(model, full, target, tokenizer, max_shard_bytes, dtype)
+            write_folder(model, full, target, tokenizer, max_shard_bytes, dtype)
         except Exception as error:
             # Of any kind: the other ranks wait to hear of it.
             fault = error
@@ -90,7 +90,7 @@ def save_unchanged(
         raise fault
 
 
-def _write(
+def write_folder(
     model: Any,
     full: dict[str, torch.Tensor],
     target: Path,
@@ -98,6 +98,10 @@ def _write(
     max_shard_bytes: int,
     dtype: torch.dtype | None,
 ) -> None:
+    """Writes whole weights, by their names in the model, as the model's own `save_pretrained` does.
+
+    `dtype` is that of the weights, by default the model's.
+    """
     draft = start_draft(target, tokenizer)
     try:
         # Not the model's own attribute: which refuses.

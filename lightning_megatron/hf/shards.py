@@ -135,11 +135,9 @@ def write_json(file: Path, value: Mapping[str, Any]) -> None:
     file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
-def start_draft(path: Path, tokenizer_from: Path | None) -> Path:
-    """A new folder next to `path`, to be renamed to it. Raises ValueError where `path` is taken."""
-    if path.is_dir() and not any(path.iterdir()):
-        path.rmdir()
-    if path.exists():
+def require_target(path: Path, tokenizer_from: Path | None) -> None:
+    """Raises ValueError where `path` is taken, and for a folder that has no tokenizer."""
+    if path.exists() and not _is_empty_folder(path):
         raise ValueError(f"{path} exists and is not empty; give a path where nothing is, or remove it")
     if tokenizer_from is not None and not tokenizer_from.is_dir():
         raise ValueError(f"tokenizer_from ({tokenizer_from}) is no folder; give the folder that the tokenizer is in")
@@ -148,9 +146,20 @@ def start_draft(path: Path, tokenizer_from: Path | None) -> Path:
             f"tokenizer_from ({tokenizer_from}) has none of the files of a tokenizer ({', '.join(_TOKENIZER_FILES)}); "
             "give the folder that the tokenizer is in, or leave it out"
         )
+
+
+def start_draft(path: Path, tokenizer_from: Path | None) -> Path:
+    """A new folder next to `path`, to be renamed to it. Raises ValueError as `require_target` does."""
+    require_target(path, tokenizer_from)
+    if path.exists():
+        path.rmdir()
     draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}.draft")
     draft.mkdir(parents=True)
     return draft
+
+
+def _is_empty_folder(path: Path) -> bool:
+    return path.is_dir() and not any(path.iterdir())
 
 
 def has_tokenizer(folder: Path) -> bool:

@@ -222,10 +222,15 @@ def _loaded(path: str, dtype: torch.dtype | None, auto_class: Any) -> Any:
         owner, _, last = name.rpartition(".")
         model.get_submodule(owner)._buffers[last] = torch.empty_like(buffer, device="cpu")
     model.initialize_weights()
-    if (on_disk(path) / _GENERATION).is_file():
-        model.generation_config = GenerationConfig.from_pretrained(path)
+    read_generation(model, path)
     fill_later(model, converted)
     return model.eval()
+
+
+def read_generation(model: Any, path: str) -> None:
+    """Gives a model the settings of generation in a folder, where there are some."""
+    if (on_disk(path) / _GENERATION).is_file():
+        model.generation_config = GenerationConfig.from_pretrained(path)
 
 
 def on_meta(config: Any, options: dict[str, Any], source: str, auto_class: Any = AutoModelForCausalLM) -> Any:

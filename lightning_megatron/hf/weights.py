@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import torch
@@ -18,20 +19,23 @@ from lightning_megatron.checkpoint import Piece, TensorEntry
 from lightning_megatron.checkpoint.summary import read_own_meta
 from lightning_megatron.hf.families import family_of_file
 from lightning_megatron.hf.family import CONFIGS, Config, Model, Table, listed, model_of
-from lightning_megatron.hf.folder import WeightFiles, on_disk, read_config
+from lightning_megatron.hf.folder import CONFIG, WeightFiles, on_disk, read_config
 from lightning_megatron.hf.load import Source, upcycling
 from lightning_megatron.hf.save import common_dtype
 from lightning_megatron.host_memory import machine_memory_bytes
-from lightning_megatron.hub import model_folder
+from lightning_megatron.hub import CONFIG_FILES, model_folder
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.models.gpt import GPTConfig
 from lightning_megatron.models.upcycle import Read
 from lightning_megatron.moe.config import MoEConfig
 from lightning_megatron.rules.limits import model_limit_faults
 from lightning_megatron.sharding import Box, shard_of
+from lightning_megatron.transformer.lora import LoraConfig
 
 MODELS = "models"
 """Key of a checkpoint's metadata that says which submodule is which model."""
+HYPER_PARAMETERS = "hyper_parameters"
+"""Lightning's key of what `save_hyperparameters` saved."""
 _GIB = 2**30
 
 
@@ -91,7 +95,15 @@ def in_checkpoint(
     model = on_meta(found)
     shapes = {name: shard_of(parameter).global_shape for name, parameter in model.named_parameters()}
     known = dict(model.named_buffers())
-    _compare(shapes, ours, known.keys(), f"submodule {submodule!r} of checkpoint {path}")
+    faults = misfits(shapes, ours, known.keys())
+    if any(".lora." in name for name in ours):
+        faults.append(
+            "LoRA adapters are not converted; `recipes/finetune_hf.py fit --ckpt_path ... --export.path ...` "
+            "merges them into the weights and writes the folder"
+        )
+    if faults:
+        where = f"submodule {submodule!r} of checkpoint {path}"
+        raise ValueError("\n  ".join([f"{where} does not fit its configuration:", *faults]))
 
     def read(name: str, box: Box, out: Tensor) -> None:
         piece = Piece(ours[name].shape, box, out)
@@ -99,6 +111,28 @@ def in_checkpoint(
 
     dtype = common_dtype(ours[name].dtype for name in shapes)
     return Weights(kind=type(model).__name__, config=found, dtype=dtype, read=read)
+
+
+def folder_of_run(path: str | os.PathLike[str]) -> str:
+    """The folder, or the name on the hub, of the model of transformers that a checkpoint's module was made of.
+
+    A `CausalModule` saves it, `path` among its hyper-parameters. Empty where the checkpoint names no folder with a
+    config.json, or models of this package.
+    """
+    meta = read_own_meta(path)
+    named = "" if meta.get(MODELS) else _named_folder(meta)
+    return named if named and Path(model_folder(named, CONFIG_FILES), CONFIG).is_file() else ""
+
+
+def _named_folder(meta: Mapping[str, Any]) -> str:
+    saved = meta.get(HYPER_PARAMETERS)
+    named = saved.get("path") if isinstance(saved, Mapping) else None
+    return named if isinstance(named, str) else ""
+
+
+def _lost(meta: Mapping[str, Any]) -> str:
+    named = _named_folder(meta)
+    return f" (its hyper-parameters name {named}, where there is no {CONFIG})" if named else ""
 
 
 def on_meta(config: Config) -> Model:
@@ -116,6 +150,12 @@ def gpt_config(saved: Mapping[str, Any]) -> GPTConfig:
 def moe_config(saved: Mapping[str, Any]) -> MoEConfig:
     """MoEConfig with those fields, nested ones given as tables."""
     config: MoEConfig = _rebuilt(MoEConfig, saved)
+    return config
+
+
+def lora_config(saved: Mapping[str, Any]) -> LoraConfig:
+    """LoraConfig with those fields."""
+    config: LoraConfig = _rebuilt(LoraConfig, saved)
     return config
 
 
@@ -165,8 +205,7 @@ def _model_of(
             raise ValueError(
                 f"checkpoint {where} does not say what its models are (no {MODELS!r} in its metadata). A GPTModel "
                 "needs its configuration, a YAML or JSON file with the fields of its GPTConfig: --config model.yaml. A "
-                "model of transformers writes itself: lightning_megatron.load_from_checkpoint(MyModule, "
-                f"{os.fspath(where)!r}).model.save_pretrained(folder)"
+                f"model of transformers needs the folder with its config.json: --model-from FOLDER{_lost(meta)}"
             )
         return submodule if submodule is not None else "model", gpt_config(config)
     if config is not None:
@@ -184,24 +223,17 @@ def _model_of(
     return name, config_of
 
 
-def _compare(
-    shapes: Mapping[str, tuple[int, ...]], ours: Mapping[str, TensorEntry], may_be_there: Iterable[str], where: str
-) -> None:
-    """Raises ValueError with every tensor that does not fit."""
+def misfits(
+    shapes: Mapping[str, tuple[int, ...]], ours: Mapping[str, TensorEntry], may_be_there: Iterable[str]
+) -> list[str]:
+    """Errors of tensors that do not fit the shapes of a model, a line for each kind."""
     misshapen = [
         f"{name} ({ours[name].shape} there, {shape} by the configuration)"
         for name, shape in shapes.items()
         if name in ours and ours[name].shape != shape
     ]
-    faults = [
+    return [
         *listed(shapes.keys() - ours.keys(), "needed and not in it"),
         *listed(ours.keys() - shapes.keys() - set(may_be_there), "in it and unknown to the configuration"),
         *listed(misshapen, "of another shape"),
     ]
-    if any(".lora." in name for name in ours):
-        faults.append(
-            "LoRA adapters are not converted; `recipes/finetune_hf.py fit --ckpt_path ... --export.path ...` "
-            "merges them into the weights and writes the folder"
-        )
-    if faults:
-        raise ValueError("\n  ".join([f"{where} does not fit its configuration:", *faults]))

@@ -120,7 +120,7 @@ def test_mistakes_are_one_line_with_the_way_out(capsys: pytest.CaptureFixture[st
         (("model.ckpt", "x", "--submodule", "net"), "--submodule ('net') must be one of 'model'"),
         (("model.ckpt", "x", "--family", "llama", "--tokenizer-from", "empty"), "--tokenizer-from (empty) has none"),
         (("bare.ckpt", "x"), "--config model.yaml"),
-        (("bare.ckpt", "x"), "load_from_checkpoint(MyModule, 'bare.ckpt').model.save_pretrained(folder)"),
+        (("bare.ckpt", "x"), "A model of transformers needs the folder with its config.json: --model-from FOLDER"),
         (("bare.ckpt", "x", "--config", "broken.yaml"), "--config (broken.yaml) is no YAML"),
         (("bare.ckpt", "x", "--config", "list.yaml"), "is no table of fields; give a file of YAML or JSON"),
         (("bare.ckpt", "x", "--config", "none.yaml"), "--config (none.yaml) cannot be read: No such file or directory"),
