@@ -35,7 +35,7 @@ examples:
   lightning-megatron convert llama/ llama.ckpt
   lightning-megatron convert last.ckpt out/ --family llama --dtype bfloat16 --tokenizer-from llama/
   lightning-megatron convert llama/ experts/ --upcycle moe.yaml --tokenizer-from llama/
-  lightning-megatron convert last.ckpt out/ --model-from gemma/
+  lightning-megatron convert last.ckpt out/ --model-from gemma/    # trained as transformers has it
 """
 # Options for one kind of source, or of target, alone, and their defaults.
 _FROM_CHECKPOINTS = {"submodule": None, "config": None, "model_from": None}

@@ -10,6 +10,9 @@ from lightning_megatron.hf.folder import CONFIG
 from lightning_megatron.rules.limits import MOST_LAYERS, limit_faults
 from lightning_megatron.text_files import read_json_table
 
+# Of what transformers says, which may go on with how to install another version.
+_LONGEST_REASON = 300
+
 
 def meta_model(path: Path, auto_class: str = "") -> nn.Module:
     """The model of a configuration, given by its folder or as the file, on the meta device.
@@ -30,7 +33,7 @@ def meta_model(path: Path, auto_class: str = "") -> nn.Module:
         config = transformers.AutoConfig.from_pretrained(str(file.parent if file.name == CONFIG else file))
     except Exception as error:
         # Transformers reads the fields before it looks at their types.
-        told = str(error).partition("\n")[0]
+        told = " ".join(str(error).split())[:_LONGEST_REASON]
         raise ValueError(f"{file} is no configuration that transformers reads: {told}") from error
     # A model of meta tensors takes time and memory for each layer, whatever its size.
     num_layers = getattr(config.get_text_config(), "num_hidden_layers", 0)

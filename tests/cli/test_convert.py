@@ -7,13 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoModelForCausalLM
 
 from lightning_megatron.checkpoint import is_checkpoint, pieces_of_module, save
 from lightning_megatron.cli.main import main
 from lightning_megatron.hf import from_pretrained
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.models import GPTConfig, GPTModel
+from tests.any_module.model_families import config_of
 from tests.checkpoint import object_store
+from tests.data.chats import write_tokenizer
+from tests.hf.test_convert_unchanged import checkpoint_of
 from tests.hf.tiny import files_of, saved
 
 FIELDS: dict[str, Any] = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 5}
@@ -177,3 +181,86 @@ def test_mistakes_of_upcycling_are_one_line_with_the_way_out(capsys: pytest.Capt
     ):
         assert words in shown(capsys, *options), options
     assert not Path("x").exists() and not Path("x.ckpt").exists()
+
+
+def unchanged(folder: str, checkpoint: str) -> Any:
+    """A model of transformers in its folder, and in a checkpoint whose hyper-parameters name that."""
+    model = AutoModelForCausalLM.from_config(config_of("gemma2"))
+    model.save_pretrained(folder)
+    write_tokenizer(Path(folder), None)
+    checkpoint_of(Path(checkpoint), {"hyper_parameters": {"path": folder}}, model=model)
+    return model
+
+
+def test_a_model_of_transformers_is_found_by_the_path_of_its_run(capsys: pytest.CaptureFixture[str]) -> None:
+    model = unchanged("theirs", "last.ckpt")
+    num = sum(one.numel() for one in model.parameters())
+    assert printed(capsys, "last.ckpt", "out") == f"out: gemma2, {num:,} parameters in 46 tensors of float32\n"
+    model.config.save_pretrained("config")
+    options = ("--model-from", "config", "--tokenizer-from", "theirs", "--dtype", "float16", "--json")
+    record = json.loads(printed(capsys, "last.ckpt", "half", *options))
+    assert record == {
+        "source": "last.ckpt",
+        "target": "half",
+        "family": "gemma2",
+        "num_tensors": 46,
+        "num_parameters": num,
+        "dtype": "float16",
+    }
+    assert files_of(Path("out")).keys() == files_of(Path("half")).keys() > {"tokenizer.json", "generation_config.json"}
+    Path("theirs").rename("moved")
+    told = shown(capsys, "last.ckpt", "x")
+    assert "--model-from FOLDER (its hyper-parameters name theirs, where there is no config.json)" in told
+    assert printed(capsys, "last.ckpt", "again", "--model-from", "moved")
+    assert files_of(Path("again")) == files_of(Path("out"))
+
+
+def test_mistakes_about_a_model_of_transformers_are_one_line_with_the_way_out(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    unchanged("theirs", "last.ckpt")
+    saved("llama", Path("llama"))
+    assert printed(capsys, "llama", "own.ckpt")
+    for name, fields in (
+        ("other", {"vocab_size": 65}),
+        ("short", {"num_hidden_layers": 3}),
+        ("odd", {"num_attention_heads": "four"}),
+        ("unknown", {"architectures": ["NoModel"], "vocab_size": 5}),
+        ("untyped", {"model_type": "no_type"}),
+    ):
+        Path(name).mkdir()
+        config = json.loads(Path("theirs/config.json").read_text())
+        Path(name, "config.json").write_text(json.dumps(config | fields))
+    Path("vast").mkdir()
+    Path("vast/config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 10**9}))
+    Path("moe.yaml").write_text(MOE)
+    for options, words in (
+        (("last.ckpt", "x", "--model-from", "nowhere"), "nowhere is no folder"),
+        (("last.ckpt", "x", "--model-from", "last.ckpt"), "last.ckpt has no config.json"),
+        (
+            ("last.ckpt", "x", "--model-from", "other"),
+            "a Gemma2ForCausalLM of --model-from (other): 1 of another shape",
+        ),
+        (("last.ckpt", "x", "--model-from", "llama"), "does not fit a LlamaForCausalLM of --model-from (llama): "),
+        (("last.ckpt", "x", "--model-from", "short"), "`num_hidden_layers` (3) must be equal to the number of"),
+        (("last.ckpt", "x", "--model-from", "odd"), "odd/config.json"),
+        (("last.ckpt", "x", "--model-from", "unknown"), "the installed transformers has no model NoModel"),
+        (("last.ckpt", "x", "--model-from", "untyped"), "untyped/config.json is no configuration that transformers"),
+        (("last.ckpt", "x", "--model-from", "vast"), "num_hidden_layers (1000000000)"),
+        (("last.ckpt", "x", "--submodule", "net"), "--submodule ('net') has no weights in checkpoint last.ckpt, which"),
+        (("last.ckpt", "x", "--family", "llama"), "--family acts on a model of this package alone, and last.ckpt has"),
+        (("last.ckpt", "x", "--upcycle", "moe.yaml"), "--upcycle acts on a model of this package alone"),
+        (("last.ckpt", "x", "--config", "moe.yaml", "--model-from", "theirs"), "--config acts on a model of this"),
+        (("last.ckpt", "x", "--max-shard-bytes", "0"), "--max-shard-bytes (0) must be at least 1"),
+        (("last.ckpt", "x", "--tokenizer-from", "y"), "--tokenizer-from (y) is no folder"),
+        (("last.ckpt", "x.ckpt"), "TARGET (x.ckpt) becomes a folder"),
+        (("last.ckpt", "theirs"), "theirs exists and is not empty"),
+        (("last.ckpt", "memory://x"), "memory://x is an address"),
+        (("own.ckpt", "x", "--model-from", "llama"), "--model-from (llama) acts on a model of transformers alone"),
+        (("llama", "x.ckpt", "--model-from", "llama"), "--model-from acts on a checkpoint as SOURCE alone"),
+    ):
+        assert words in shown(capsys, *options), options
+    for file in Path("last.ckpt").glob("*.distcp"):
+        file.write_bytes(bytes(file.stat().st_size))
+    assert "last.ckpt" in shown(capsys, "last.ckpt", "x")
+    assert not Path("x").exists() and not [path for path in Path().iterdir() if path.name.startswith(".")]
