@@ -45,7 +45,7 @@ class Networks:
         "nanoGPT's shape": (networks.TrainsPacked, networks.batches),
         "torch's encoder and decoder": (networks.TrainsTranslator, networks.batches),
     }
-    layouts: tuple[str, ...] = ("pp2", "pp2vp2-zb_v", "tp2", "dp2pp2tp2-zero")
+    layouts: tuple[str, ...] = ("pp2", "pp2vp2-zb_v", "tp2", "tp2-sp", "dp2pp2tp2-zero")
 
     def __call__(self, model_type: str) -> L.LightningModule:
         make, _ = self.types[model_type]

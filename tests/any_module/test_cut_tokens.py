@@ -35,6 +35,33 @@ def test_a_weight_that_is_handed_out_of_a_part_is_summed_over_ranks() -> None:
     certify(networks.TrainsLending, networks.batches, layouts=("tp2-sp",), steps=2).assert_equal()
 
 
+def test_conditions_without_tokens_get_the_gradients_of_all_tokens() -> None:
+    certify(networks.TrainsDiffusion, networks.batches, layouts=("tp2-sp", "pp2tp2-sp"), steps=2).assert_equal()
+
+
+class AddsItsCondition(networks.Diffusion):
+    """What conditions the layers is added to the hidden states, too."""
+
+    def forward(self, noisy: Tensor, time: Tensor) -> Tensor:
+        condition = self.time(time)
+        x = self.enter(noisy) + condition.unsqueeze(1)
+        for block in self.blocks:
+            x, _ = block(x, condition)
+        left: Tensor = self.leave(x)
+        return left
+
+
+class TrainsAddedCondition(networks.TrainsDiffusion):
+    network = AddsItsCondition
+
+
+def test_a_condition_that_is_in_the_hidden_states_too_is_refused() -> None:
+    certify(TrainsAddedCondition, networks.batches, layouts=("tp2",), steps=2).assert_equal()
+    [result] = certify(TrainsAddedCondition, networks.batches, layouts=("tp2-sp",), steps=1).results
+    assert result.verdict == "refused"
+    assert "the gradient of time.0.weight is another one where its layer runs on a rank's own tokens" in result.message
+
+
 class CountsMessages(L.Callback):
     """Counts how often the second step calls a collective on so many numbers."""
 
