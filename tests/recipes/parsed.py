@@ -7,21 +7,11 @@ from typing import Any
 from unittest.mock import patch
 
 from lightning_megatron.cli.recipe import RecipeCLI
+from lightning_megatron.cli.shipped_recipes import shipped_recipe
 from lightning_megatron.mesh import Sizes, StageLayout
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 CONFIGS = RECIPES / "configs"
-# The recipe of a configuration, by how its name begins; the first that fits.
-_SCRIPTS = {
-    "bert_": "pretrain_bert",
-    "megatron_bert_": "pretrain_bert",
-    "t5_": "pretrain_t5",
-    "llava_": "pretrain_llava",
-    "finetune_t5_": "finetune_t5",
-    "finetune_": "finetune_hf",
-    "hf_": "pretrain_hf",
-    "": "pretrain_gpt",
-}
 
 
 class Parsed(RecipeCLI):
@@ -36,7 +26,7 @@ class Parsed(RecipeCLI):
 
 def script_of(name: str) -> Path:
     """The recipe that a configuration is for."""
-    return RECIPES / f"{next(script for start, script in _SCRIPTS.items() if name.startswith(start))}.py"
+    return shipped_recipe(name.removesuffix(".yaml")).script
 
 
 @cache

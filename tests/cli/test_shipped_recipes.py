@@ -1,0 +1,49 @@
+"""The recipes of the package: every configuration has a script that is there, and every script a configuration."""
+
+from pathlib import Path
+
+import pytest
+
+from lightning_megatron.cli.shipped_recipes import shipped_recipe, shipped_recipes
+from lightning_megatron.cli.usage import UsageError
+
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+
+
+def test_every_configuration_is_a_recipe_of_a_script_that_runs_one() -> None:
+    found = shipped_recipes()
+    assert {recipe.config for recipe in found} == set((RECIPES / "configs").glob("*.yaml"))
+    scripts = {path for path in RECIPES.glob("*.py") if "run_recipe(" in path.read_text()}
+    assert {recipe.script for recipe in found} == scripts
+    assert {recipe.name for recipe in found} >= {"toy", "gpt2_124m", "megatron_bert_3.9b"}
+
+
+def test_every_script_shows_how_it_is_run_by_a_configuration_of_its_own() -> None:
+    for recipe in shipped_recipes():
+        shown = recipe.script.read_text().partition("--config recipes/configs/")[2].partition(".yaml")[0]
+        assert shipped_recipe(shown).script == recipe.script
+
+
+def test_every_recipe_says_what_it_trains() -> None:
+    said = [recipe.trains for recipe in shipped_recipes()]
+    assert len(set(said)) == len(said) and all(10 < len(words) < 120 and words[0].isupper() for words in said)
+    assert shipped_recipe("toy").trains == "A GPT of 3.6 million parameters that two cores train in minutes"
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("gpt2_124", ("there is no recipe 'gpt2_124'; did you mean gpt2_124m", "there are finetune_llama3_8b, ")),
+        ("recipes/configs/toy.yaml", ("did you mean toy", "t5_v1_1_xl")),
+        ("", ("there is no recipe ''; there are ",)),
+        ("toy.yaml", ("'toy.yaml' is a file", "python SCRIPT fit --config toy.yaml runs it")),
+    ],
+)
+def test_an_unknown_name_is_told_with_the_known_ones(
+    name: str, words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("toy.yaml").touch()
+    with pytest.raises(UsageError) as raised:
+        shipped_recipe(name)
+    assert all(word in str(raised.value) for word in words), raised.value
