@@ -99,7 +99,7 @@ def command_line(called: Collection[str] = tuple(COMMANDS)) -> argparse.Argument
     """The parser of all commands; those that are not called have a name and a line of help, and no options."""
     parser = _Parser(
         prog="lightning-megatron",
-        description="What one asks before and after a run of lightning_megatron; no command starts training.",
+        description="Runs the recipes of lightning_megatron, and answers what one asks before and after a run.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="show the versions of this, torch and Lightning")

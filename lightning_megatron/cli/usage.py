@@ -1,6 +1,7 @@
 """`UsageError`: a user's mistake on the command line, which ends a command with a message and exit code 2.
 
-Beside it what else counts as one, wherever it comes from: files that cannot be read or written, and too little memory.
+Beside it what else counts as one, wherever it comes from: files that cannot be read or written, packages that are not
+installed, and too little memory.
 """
 
 from collections.abc import Sequence
@@ -12,6 +13,8 @@ USAGE_ERROR = 2
 _LONGEST_LINE = 2000
 # How torch says it, on a CPU and on a GPU, in errors of no class of their own.
 _OUT_OF_MEMORY = ("can't allocate memory", "out of memory")
+# How the package and Lightning say that the package of an extra is not installed.
+_WITHOUT_EXTRA, _WITHOUT_JSONARGPARSE = "pip install 'lightning", "jsonargparse"
 
 
 class UsageError(Exception):
@@ -27,8 +30,10 @@ def mistake_of(error: BaseException) -> str:
         names = " -> ".join(str(name) for name in (error.filename, error.filename2) if name is not None)
         return f"{names} cannot be read or written: {error.strerror or error}"
     text = " ".join(str(error).split())
-    if isinstance(error, UnreadableFile):
+    if isinstance(error, UnreadableFile) or (isinstance(error, ImportError) and _WITHOUT_EXTRA in text):
         return text
+    if isinstance(error, ModuleNotFoundError) and _WITHOUT_JSONARGPARSE in text:
+        return "recipes need the package 'jsonargparse[signatures]': pip install 'lightning-megatron[data]'"
     if isinstance(error, MemoryError) or any(words in text for words in _OUT_OF_MEMORY):
         return f"the memory of this machine is not enough{f': {text}' if text else ''}; use a smaller model or batch"
     if isinstance(error, UnicodeError) or "null byte" in text:
