@@ -24,7 +24,9 @@ from lightning_megatron.checkpoint import is_checkpoint, read_meta
 from lightning_megatron.cli.bounded_yaml import BOUNDED_YAML, require_readable_configs
 from lightning_megatron.cli.option_errors import STRATEGY, about_option, error_lines, settings_faults
 from lightning_megatron.cli.recipe_optimizer import OPTIMIZER, SCHEDULER, add_optimizer_options, use_optimizer
+from lightning_megatron.cli.short_run import shorten_warmup
 from lightning_megatron.cli.usage import USAGE_ERROR, UsageError, mistake_of, shortened
+from lightning_megatron.lightning_modules import AdamWConfig
 from lightning_megatron.lightning_modules.data_module import config_of
 from lightning_megatron.mesh import Sizes
 from lightning_megatron.precision.fp8 import Fp8Config, engine_faults
@@ -60,7 +62,7 @@ class RecipeCLI(LightningCLI):
         run: bool = True,
     ) -> None:
         """Without `run` the options have no subcommand, and module, data and Trainer are made and left alone."""
-        given = list(sys.argv[1:] if args is None else args)
+        given = self._given = list(sys.argv[1:] if args is None else args)
         self._subcommand = given[0] if given and given[0] in LightningCLI.subcommands() else None
         self._links, self._made_links = links, made_links or {}
         self._callbacks = callbacks
@@ -125,6 +127,14 @@ class RecipeCLI(LightningCLI):
         if not isinstance(seed, bool) and seed is not None and not 0 <= seed <= _MOST_SEED:
             raise UsageError([f"--seed_everything ({shown(seed)}) must be at least 0 and at most {_MOST_SEED}"])
         super()._set_seed()
+
+    def before_instantiate_classes(self) -> None:
+        if self.subcommand != "fit" or self._get(self.config, OPTIMIZER):
+            return
+        optimizer = inspect.signature(self._owners["model"]).parameters.get("optimizer")
+        settings = self._get(self.config, "model.optimizer")
+        if settings is not None and optimizer is not None and optimizer.annotation is AdamWConfig:
+            shorten_warmup(settings, self._get(self.config, "trainer.max_steps"), self._given)
 
     def instantiate_classes(self) -> None:
         try:
