@@ -16,7 +16,7 @@ import pytest
 from torch.distributed import run as torchrun
 
 from lightning_megatron import MegatronStrategy
-from lightning_megatron.cli.main import command_line
+from lightning_megatron.cli.main import command_line, main
 from lightning_megatron.lightning_modules import (
     AdamWConfig,
     BertDataConfig,
@@ -258,6 +258,20 @@ def test_every_make_target_exists_and_is_documented() -> None:
         assert named <= targets, (page, named - targets)
     shown = set(re.findall(r"`make ([a-z]+)`", (ROOT / "README.md").read_text()))
     assert shown >= {"demo", "test", "certificate", "bench"}
+
+
+def test_what_the_recipes_print_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with contextlib.chdir(tmp_path):
+        assert main(["recipes"]) == 0
+        listed = capsys.readouterr().out.splitlines()
+        assert main(["recipes", "copy", "toy", "."]) == 0
+        copied = capsys.readouterr().out
+    for page in (ROOT / "README.md", ROOT / "docs/cli.md"):
+        texts = [block.text for block in blocks_of(page) if block.kind == "text"]
+        assert texts.count(copied) == 1
+        [shown] = [text.splitlines() for text in texts if text.startswith(listed[0])]
+        # In their order, with lines left out.
+        assert [line for line in listed if line in shown] == [line for line in shown if line != "..."]
 
 
 def parameters_of(kind: type) -> set[str]:
