@@ -14,6 +14,7 @@ import lightning_megatron
 ROOT = Path(__file__).resolve().parents[2]
 # Packages that take seconds to import, and that no command needs which neither trains nor reads text.
 HEAVY = {"lightning", "pytorch_lightning", "torchmetrics", "transformers", "datasets", "matplotlib", "tokenizers"}
+RECIPES = ("recipes",)
 PLAN = ("plan", "gpt3_175b", "--gpu", "h100", "--num-gpus", "1024", "--layout", "tp=8,pp=8")
 
 
@@ -59,6 +60,7 @@ CODES = (
     (COMMAND, *SCHEDULE),
     (COMMAND, *PLAN),
     (COMMAND, *DOCTOR),
+    (COMMAND, *RECIPES),
     (FIRST + TRAINER,),
     (SECOND + TRAINER,),
     (PACKAGE,),
@@ -102,7 +104,7 @@ def test_help_imports_neither_torch_nor_any_command() -> None:
     }
 
 
-@pytest.mark.parametrize("args", [SCHEDULE, PLAN, DOCTOR], ids=["schedule", "plan", "doctor"])
+@pytest.mark.parametrize("args", [SCHEDULE, PLAN, DOCTOR, RECIPES], ids=["schedule", "plan", "doctor", "recipes"])
 def test_a_command_that_trains_nothing_imports_no_package_that_trains(args: tuple[str, ...]) -> None:
     modules = modules_after(COMMAND, *args)
     assert f"lightning_megatron.cli.{args[0]}" in modules
