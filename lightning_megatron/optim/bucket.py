@@ -47,7 +47,9 @@ class Bucket:
     """Gradients that need the same reductions: over data-parallel ranks, over the axis of a partial sum, over holders.
 
     `shards` is the axis over which the sum is scattered: the data-parallel ranks, or a single rank. `dtype` is of the
-    gradients, `low` of the parameters with master weights, None where they keep their own.
+    gradients, `low` of the parameters with master weights, None where they keep their own. Where `adds_shards` says so
+    the memory of all gradients is there from the first gradient of a backward to the end of their reduction, and
+    reductions of a step add up in this rank's shard.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class Bucket:
         shards: Axis,
         dtype: torch.dtype,
         low: torch.dtype | None = None,
+        adds_shards: bool = False,
     ) -> None:
         first = members[0]
         self.low = low
@@ -68,20 +71,87 @@ class Bucket:
         self.holders = first.holders
         self.is_outside = first.is_outside
         self.replicas, self.shards = first.replicas, shards
-        # Zeros, because gaps between parameters are reduced too.
-        self.gradient = torch.zeros(layout.num_elements, dtype=dtype, device=first.parameter.device)
-        self.grad_views: dict[Tensor, Tensor] = {
-            param.parameter: self.gradient[start : start + param.parameter.numel()].view(param.parameter.shape)
-            for param, start in zip(members, layout.starts, strict=True)
-        }
+        self.dtype, self.device = dtype, first.parameter.device
+        self.adds_shards = adds_shards and shards.size > 1
+        self._gradient: Tensor | None = None
+        self._grad_views: dict[Tensor, Tensor] = {}
+        # Sum of this step's reductions, where shards are added.
+        self._sum: Tensor | None = None
+        if self.adds_shards:
+            self._sum = torch.zeros(layout.num_elements // shards.size, dtype=dtype, device=self.device)
+        else:
+            self._allocate()
         self.pending: Pending | None = None
+        self.reduced: set[Tensor] = set()
+        """Parameters with a gradient in this step whose gradients are in the sum of shards."""
+        self.was_reduced = False
+        """Whether a reduction was complete in this step, where shards are added."""
         # Minimum and maximum [2] of each of this rank's own gradients before the last reduction.
         self.extremes: list[tuple[ModelParam, Tensor]] = []
+
+    def _allocate(self) -> None:
+        # Zeros, because gaps between parameters are reduced too.
+        self._gradient = torch.zeros(self.layout.num_elements, dtype=self.dtype, device=self.device)
+        self._grad_views = {
+            param.parameter: self._gradient[start : start + param.parameter.numel()].view(param.parameter.shape)
+            for param, start in zip(self.members, self.layout.starts, strict=True)
+        }
+
+    @property
+    def gradient(self) -> Tensor:
+        """The gradients of all members, flat."""
+        if self._gradient is None:
+            self._allocate()
+        assert self._gradient is not None
+        return self._gradient
+
+    @property
+    def grad_views(self) -> dict[Tensor, Tensor]:
+        """The view of the flat gradients of each parameter."""
+        if self._gradient is None:
+            self._allocate()
+        return self._grad_views
+
+    @property
+    def held(self) -> list[Tensor]:
+        """The memory of gradients that is there now."""
+        return [one for one in (self._gradient, self._sum) if one is not None]
 
     @property
     def own(self) -> Tensor:
         """This rank's flat shard of the gradients."""
-        return collectives.shard_slice(self.gradient, self.shards)
+        return collectives.shard_slice(self.gradient, self.shards) if self._sum is None else self._sum
+
+    def own_part(self, index: int) -> Tensor:
+        """What this rank's shard has of the member number `index`, flat."""
+        found, length = self.own_range(index), self.layout.num_elements // self.shards.size
+        first = self.layout.starts[index] + found.start - self.shards.rank * length
+        return self.own[first : first + found.end - found.start]
+
+    def begin(self) -> None:
+        """Begins the sums of a step, where shards are added."""
+        self.reduced, self.was_reduced, self.extremes = set(), False, []
+        if self._sum is not None:
+            self._sum.zero_()
+
+    def land(self) -> None:
+        """Adds a reduction to the sum of shards, once it is complete, and frees the memory of all gradients."""
+        assert self._sum is not None
+        if self.pending is None:
+            return
+        self.pending.wait()
+        self.pending = None
+        self._sum += collectives.shard_slice(self.gradient, self.shards)
+        self.was_reduced = True
+        self.drop()
+
+    def drop(self) -> None:
+        """Frees the memory of all gradients, where shards are added."""
+        if self._sum is not None:
+            for param in self.members:
+                if self.has_grad_view(param):
+                    param.parameter.grad = None
+            self._gradient, self._grad_views = None, {}
 
     @property
     def is_trained(self) -> bool:
@@ -101,14 +171,20 @@ class Bucket:
 
     def has_grad_view(self, param: ModelParam) -> bool:
         """Whether a parameter's gradient is its view of the bucket."""
-        return param.parameter.grad is self.grad_views[param.parameter]
+        view = self._grad_views.get(param.parameter)
+        return view is not None and param.parameter.grad is view
+
+    def has_gradient(self, param: ModelParam) -> bool:
+        """Whether a parameter has a gradient in this step, on it or in the sum of shards."""
+        return param.parameter.grad is not None or param.parameter in self.reduced
 
     def move_grad(self, param: ModelParam) -> None:
         """Moves a parameter's gradient into the bucket, unless it is there; a sparse one of a single rank stays."""
         parameter = param.parameter
-        gradient, grad_view = parameter.grad, self.grad_views[parameter]
-        if gradient is None or gradient is grad_view:
+        gradient = parameter.grad
+        if gradient is None or self.has_grad_view(param):
             return
+        grad_view = self.grad_views[parameter]
         if gradient.is_sparse:
             if self.replicas.size == 1 and self.holders is None:
                 return
@@ -119,6 +195,8 @@ class Bucket:
 
     def reduce(self, *, is_checked: bool) -> None:
         """Starts the reduction over data-parallel ranks; a parameter without a gradient counts as zeros."""
+        if self._sum is not None:
+            self.reduced |= {param.parameter for param in self.members if param.parameter.grad is not None}
         for param in self.members:
             self.move_grad(param)
             if not self.has_grad_view(param):
@@ -126,7 +204,8 @@ class Bucket:
         if is_checked:
             # Read later, so that no device is waited for in the middle of a backward.
             present = [(param, param.parameter.grad) for param in self.members]
-            self.extremes = [(param, extremes(gradient)) for param, gradient in present if gradient is not None]
+            found = [(param, extremes(gradient)) for param, gradient in present if gradient is not None]
+            self.extremes = found if self._sum is None else [*self.extremes, *found]
         if self.shards.size > 1:
             self.pending = collectives.reduce_scatter_(self.gradient, self.shards, wait=False)
         else:
@@ -134,6 +213,9 @@ class Bucket:
 
     def wait(self) -> bool:
         """Whether the bucket was reduced in this step, once the reduction is complete."""
+        if self._sum is not None:
+            self.land()
+            return self.was_reduced
         if self.pending is None:
             return False
         self.pending.wait()
@@ -149,6 +231,7 @@ def make_buckets(
     no_split: bool,
     dtype_of: Callable[[nn.Parameter], torch.dtype],
     low_of: Callable[[nn.Parameter], torch.dtype | None],
+    adds_shards: bool = False,
 ) -> list[Bucket]:
     """Buckets of the parameters, in about the order in which backward completes them."""
     groups: dict[tuple[Any, ...], list[ModelParam]] = {}
@@ -179,7 +262,7 @@ def make_buckets(
         for layout in bucket_layouts(sizes, num_shards=shards.size, bucket_size=bucket_size, no_split=no_split):
             chosen = [members[index] for index in layout.members]
             dtype, low = dtype_of(chosen[0].parameter), low_of(chosen[0].parameter)
-            buckets.append(Bucket(chosen, layout, shards=shards, dtype=dtype, low=low))
+            buckets.append(Bucket(chosen, layout, shards=shards, dtype=dtype, low=low, adds_shards=adds_shards))
     # Buckets of the first stages come last, and within a stage those of its first layers: a bucket of norms alone is
     # complete late, and no other may wait for it.
     return sorted(
@@ -192,7 +275,8 @@ class GradReducer:
     """Reduces buckets as their last gradients are ready.
 
     A schedule says which backward of a stage is the last of the step (`expect`), and when a stage is done
-    (`complete`).
+    (`complete`). Buckets that add shards are reduced in each backward that a schedule expects, and are complete when it
+    has ended (`end_backward`).
     """
 
     def __init__(self, buckets: Sequence[Bucket], *, is_checked: bool) -> None:
@@ -202,9 +286,15 @@ class GradReducer:
             param.parameter: bucket for bucket in buckets for param in bucket.members
         }
         self._params = {param.parameter: param for bucket in buckets for param in bucket.members}
+        self._indices: dict[Tensor, int] = {
+            param.parameter: index for bucket in buckets for index, param in enumerate(bucket.members)
+        }
         self._is_open = False
         self._num_reduced = 0
         self._stages_left: dict[Bucket, set[int]] = {}
+        # Buckets that add shards, in the backward that runs now, and the one whose reduction is in flight.
+        self._queue: list[Bucket] = []
+        self._in_flight: Bucket | None = None
         # Buckets in their last backward, with the parameters whose gradients are not ready yet.
         self._missing: dict[Bucket, set[Tensor]] = {}
         # Nodes with their hooks: autograd keeps a node only as long as somebody holds it.
@@ -236,9 +326,48 @@ class GradReducer:
         bucket = self._bucket_of.get(parameter)
         return None if bucket is None else bucket.grad_views[parameter]
 
+    @property
+    def adds_shards(self) -> bool:
+        """Whether buckets are reduced in each backward."""
+        return any(bucket.adds_shards for bucket in self._buckets)
+
+    def has_gradient(self, param: ModelParam) -> bool:
+        """Whether a parameter has a gradient in this step, on it or in a sum of shards."""
+        bucket = self._bucket_of.get(param.parameter)
+        return param.parameter.grad is not None if bucket is None else bucket.has_gradient(param)
+
+    def has_grad_view(self, param: ModelParam) -> bool:
+        """Whether a parameter's gradient is its view of a bucket."""
+        bucket = self._bucket_of.get(param.parameter)
+        return bucket is not None and bucket.has_grad_view(param)
+
+    def own_part(self, parameter: Tensor) -> Tensor:
+        """What this rank's shard has of the gradient of a parameter in a bucket, flat."""
+        bucket = self._bucket_of[parameter]
+        return bucket.own_part(self._indices[parameter])
+
+    @property
+    def is_scattering(self) -> bool:
+        """Whether buckets are reduced in the backwards of the step that is under way."""
+        return self._is_open and self.adds_shards
+
+    def note_zero(self, parameter: Tensor) -> bool:
+        """Notes that a parameter has a gradient of zeros, where its bucket has been added to a sum of shards."""
+        bucket = self._bucket_of.get(parameter)
+        if bucket is None or not bucket.was_reduced:
+            return False
+        bucket.reduced.add(parameter)
+        return True
+
+    def begin(self) -> None:
+        """Begins the sums of a step."""
+        for bucket in self._buckets:
+            bucket.begin()
+
     def open(self) -> None:
         """Begins a step whose buckets may be reduced as soon as they are complete."""
         self._is_open, self._num_reduced = True, 0
+        self.begin()
         self._stages_left = {bucket: set(bucket.stages) for bucket in self._buckets}
         self._missing = {}
 
@@ -248,10 +377,25 @@ class GradReducer:
         if not self._is_open:
             return
         chosen = None if parameters is None else set(parameters)
-        for bucket, stages in self._stages_left.items():
-            if stages == {stage}:
-                trained: set[Tensor] = {param.parameter for param in bucket.members if param.parameter.requires_grad}
-                self._missing[bucket] = trained if chosen is None else trained & chosen
+        expected = [bucket for bucket, stages in self._stages_left.items() if stages == {stage}]
+        for bucket in expected:
+            trained: set[Tensor] = {param.parameter for param in bucket.members if param.parameter.requires_grad}
+            self._missing[bucket] = trained if chosen is None else trained & chosen
+        if self.adds_shards:
+            self._queue = [bucket for bucket in expected if bucket.adds_shards and bucket.is_trained]
+            self._reduce_complete()
+
+    def end_backward(self) -> None:
+        """A backward has ended: buckets that add shards are reduced, and their memory is freed."""
+        for bucket in self._queue:
+            self._missing[bucket] = set()
+        self._reduce_complete()
+        self._land()
+
+    def _land(self) -> None:
+        if self._in_flight is not None:
+            self._in_flight.land()
+            self._in_flight = None
 
     def grad_ready(self, parameter: Tensor) -> None:
         """A parameter's gradient of this backward is complete."""
@@ -264,7 +408,7 @@ class GradReducer:
 
     def complete(self, stage: int) -> None:
         """All backwards of a stage have run."""
-        if not self._is_open:
+        if not self._is_open or self.adds_shards:
             return
         for bucket, stages in self._stages_left.items():
             stages.discard(stage)
@@ -273,25 +417,47 @@ class GradReducer:
         self._reduce_complete()
 
     def close(self, *, everything: bool) -> None:
-        """Ends the step's backwards and reduces the buckets left: all, or those with a gradient."""
+        """Ends the step's backwards and reduces the buckets left: all, or those with a gradient.
+
+        Raises RuntimeError where a gradient was made after its last sum.
+        """
+        self._land()
         sent = self._buckets[: self._num_reduced] if self._is_open else []
         for bucket in self._buckets:
-            if bucket not in sent and bucket.is_trained and (everything or bucket.is_touched):
+            if bucket.adds_shards and bucket.was_reduced:
+                for param in bucket.members:
+                    self._refuse_late(param)
+            elif bucket not in sent and bucket.is_trained and (everything or bucket.is_touched):
                 bucket.reduce(is_checked=self._is_checked)
+                if bucket.adds_shards:
+                    bucket.land()
         self._is_open, self._missing, self._num_reduced = False, {}, 0
 
     def _accumulated(self, param: ModelParam) -> None:
         self.require_own_backward(param.name)
         bucket = self._bucket_of[param.parameter]
-        if bucket.pending is not None and param.parameter.grad is not None:
-            raise RuntimeError(
-                f"a gradient of {param.name!r} was made after its sum over ranks had begun; a step that runs "
-                "several backwards needs OptimizerConfig(overlap_grad_reduce=False)"
-            )
+        if bucket.pending is not None:
+            self._refuse_late(param)
         bucket.move_grad(param)
         self.grad_ready(param.parameter)
 
+    @staticmethod
+    def _refuse_late(param: ModelParam) -> None:
+        if param.parameter.grad is not None:
+            raise RuntimeError(
+                f"a gradient of {param.name!r} was made after its sum over ranks had begun; a step that runs "
+                'several backwards needs OptimizerConfig(overlap_grad_reduce=False) and no kind "distributed_gradients"'
+            )
+
     def _reduce_complete(self) -> None:
+        while self._queue and not self._missing.get(self._queue[0]):
+            bucket = self._queue.pop(0)
+            # One at a time has all of its gradients here, beside the one that fills.
+            self._land()
+            bucket.reduce(is_checked=self._is_checked)
+            self._in_flight = bucket
+        if self.adds_shards:
+            return
         while self._num_reduced < len(self._buckets):
             bucket = self._buckets[self._num_reduced]
             missing = self._missing.get(bucket)

@@ -4,7 +4,7 @@ from typing import Literal, get_args
 
 from lightning_megatron.config_dataclass import config_dataclass
 
-OptimizerKind = Literal["replicated", "distributed"]
+OptimizerKind = Literal["replicated", "distributed", "distributed_gradients"]
 GradientDtype = Literal["auto", "float32", "bfloat16"]
 OnNonfinite = Literal["stop", "skip", "ignore"]
 DeclaredScope = Literal["auto", "elementwise", "parameter"]
@@ -12,15 +12,16 @@ DeclaredScope = Literal["auto", "elementwise", "parameter"]
 
 @config_dataclass
 class OptimizerConfig:
-    """Gradient reduction over data-parallel ranks, and sharding of the optimizer.
+    """Gradient reduction over data-parallel ranks, and sharding of the optimizer and of gradients.
 
-    Source of the distributed kind: Rajbhandari et al., arXiv 1910.02054, section 5.1 (ZeRO, stage 1).
+    Source of the distributed kinds: Rajbhandari et al., arXiv 1910.02054, sections 5.1 and 5.2 (ZeRO, stages 1 and 2).
     """
 
     kind: OptimizerKind = "replicated"
     """Which data-parallel ranks step which weights. replicated: each steps all weights that it holds. distributed
     (ZeRO-1): each of the d ranks (dp x cp; for experts edp) holds the optimizer state of 1/d of the weights and steps
-    those, and the ranks all-gather the result."""
+    those, and the ranks all-gather the result. distributed_gradients (ZeRO-2): so, and between backwards a rank holds
+    the sums of 1/d of the gradients, which each backward of a microbatch reduce-scatters."""
     grad_dtype: GradientDtype = "auto"
     """Dtype in which gradients are accumulated and reduced. auto: float32 under mixed precision, else the dtype of the
     weights."""
@@ -44,6 +45,16 @@ class OptimizerConfig:
     depends on other elements of the weight, as in Muon. auto: unknown, hence refused where tensor or expert parallelism
     shards weights."""
 
+    @property
+    def shards_states(self) -> bool:
+        """Whether each data-parallel rank steps weights of its own."""
+        return self.kind != "replicated"
+
+    @property
+    def shards_gradients(self) -> bool:
+        """Whether each data-parallel rank holds gradients of its own between backwards."""
+        return self.kind == "distributed_gradients"
+
     def __post_init__(self) -> None:
         choices = (
             ("kind", self.kind, get_args(OptimizerKind)),
@@ -65,7 +76,7 @@ class OptimizerConfig:
             )
         if self.overlap_param_gather and self.kind == "replicated":
             faults.append(
-                "overlap_param_gather (True) needs kind 'distributed': ranks that step all of their weights gather none"
+                "overlap_param_gather (True) needs a distributed kind: ranks that step all of their weights gather none"
             )
         if faults:
             raise ValueError("\n".join(faults))

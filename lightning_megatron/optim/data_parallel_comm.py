@@ -41,12 +41,21 @@ class DataParallelComm:
 
     def begin_backwards(self) -> None:
         """The backwards of a step begin; from here on buckets may be reduced as they are complete."""
-        if self.gradients.config.overlap_grad_reduce:
+        if self.gradients.config.overlap_grad_reduce or self.gradients.reducer.adds_shards:
             self.gradients.reducer.open()
 
     def expect(self, stage: int, parameters: Iterable[Tensor] | None = None) -> None:
         """The last backward of a stage is about to run; only the gradients of `parameters`, if given, are missing."""
         self.gradients.reducer.expect(stage, parameters)
+
+    @property
+    def expects_each(self) -> bool:
+        """Whether gradients are reduced in every backward, and not in the last one of a stage alone."""
+        return self.gradients.reducer.is_scattering
+
+    def end_backward(self) -> None:
+        """A backward that was expected has run."""
+        self.gradients.reducer.end_backward()
 
     def grad_ready(self, parameter: Tensor) -> None:
         """The last gradient of a parameter whose weight gradient was deferred is complete."""

@@ -72,7 +72,7 @@ class Gradients:
         self.mesh = mesh
         self.device = device
         self.config = config if config is not None else OptimizerConfig()
-        is_distributed = self.config.kind == "distributed"
+        is_distributed = self.config.shards_states
         named = list(named_parameters)
         if names_by_rank is None:
             names_by_rank = collectives.gather_objects([name for name, _ in named], mesh.pp)
@@ -94,14 +94,15 @@ class Gradients:
             no_split=no_split,
             dtype_of=lambda parameter: parameter.dtype if dtype is None else dtype,
             low_of=lambda parameter: low if _is_lowered(parameter) else None,
+            adds_shards=self.config.shards_gradients,
         )
-        grad_views = {parameter for bucket in self.buckets for parameter in bucket.grad_views}
+        in_buckets = {param.parameter for bucket in self.buckets for param in bucket.members}
         # Frozen so far; if they are unfrozen later, they are reduced one by one.
-        self._loose = [param for param in self.params if param.parameter not in grad_views]
+        self._loose = [param for param in self.params if param.parameter not in in_buckets]
         self.param_shards = [
             ParamShard(param, param.parameter, Range(0, param.parameter.numel()))
             for param in self.params
-            if param.parameter in grad_views
+            if param.parameter in in_buckets
         ]
         self.has_master_weights = False
         # Whether gradients were reduced since the last optimizer step.
@@ -121,7 +122,7 @@ class Gradients:
         for param in self.params:
             gradient = param.parameter.grad
             if gradient is not None:
-                has_grad_view = copied and gradient is self.reducer.grad_view(param.parameter)
+                has_grad_view = copied and self.reducer.has_grad_view(param)
                 taken[param.parameter] = gradient.clone() if has_grad_view else gradient
                 param.parameter.grad = None
         return taken
@@ -160,9 +161,11 @@ class Gradients:
         all; one without any keeps None.
         """
         # With overlap some ranks have begun reductions that others have not: all must begin all before other messages.
-        overlaps = self.config.overlap_grad_reduce
+        overlaps = self.config.overlap_grad_reduce or self.reducer.is_scattering
         if overlaps:
             self.reducer.close(everything=True)
+        else:
+            self.reducer.begin()
         self._agree_on_presence(outside_over_stages)
         if not overlaps:
             self.reducer.close(everything=False)
@@ -210,17 +213,20 @@ class Gradients:
         for shard in self.param_shards:
             parameter, main = shard.param.parameter, shard.tensor
             # Lightning's `toggle_optimizer` freezes what other optimizers step.
-            if parameter.grad is None or not main.requires_grad:
+            if not self.reducer.has_gradient(shard.param) or not main.requires_grad:
                 continue
-            # A sparse gradient of a single data-parallel rank is not at grad_view.
-            gradient = parameter.grad if parameter.grad.is_sparse else self.reducer.grad_view(parameter)
+            # A sparse gradient of a single data-parallel rank is not in its bucket.
+            is_sparse = parameter.grad is not None and parameter.grad.is_sparse
+            gradient = parameter.grad if is_sparse else self.reducer.own_part(parameter).view(main.shape)
             assert gradient is not None
-            if not gradient.is_sparse:
-                gradient = gradient.view(-1)[shard.range.start : shard.range.end].view(main.shape)
             part = gradient.to(main.dtype)
             main.grad = part if main.grad is None else main.grad.add_(part)
         for bucket in self.buckets:
-            self.handed_over[bucket] = [param for param in bucket.members if bucket.has_grad_view(param)]
+            self.handed_over[bucket] = [
+                param
+                for param in bucket.members
+                if (bucket.adds_shards and bucket.has_gradient(param)) or bucket.has_grad_view(param)
+            ]
             if bucket.shards.size > 1:
                 for param in bucket.members:
                     param.parameter.grad = None
@@ -246,7 +252,7 @@ class Gradients:
         axes += [shared[ranks] for ranks in sorted(shared)]
         if not axes:
             return
-        flags = on_device([param.parameter.grad is not None for param in trained], self.device, torch.int32)
+        flags = on_device([self.reducer.has_gradient(param) for param in trained], self.device, torch.int32)
         for axis, indices in axes:
             own = on_device(indices, self.device)
             flags[own] = collectives.all_reduce(flags[own], axis, "max")
@@ -255,7 +261,7 @@ class Gradients:
     def add_zeros(self, parameters: Iterable[nn.Parameter]) -> None:
         """Gives zero gradients to those of the parameters that have none."""
         for parameter in parameters:
-            if parameter.grad is not None:
+            if parameter.grad is not None or self.reducer.note_zero(parameter):
                 continue
             grad_view = self.reducer.grad_view(parameter)
             if grad_view is None:
@@ -288,7 +294,7 @@ class Gradients:
     def stepped(self) -> Iterator[tuple[ModelParam, nn.Parameter, bool]]:
         """Tensors that optimizers may step, and whether this data-parallel rank alone has the gradient."""
         for shard in self.param_shards:
-            yield shard.param, shard.tensor, self.has_master_weights and self.config.kind == "distributed"
+            yield shard.param, shard.tensor, self.has_master_weights and self.config.shards_states
         for param in self._loose:
             yield param, param.parameter, False
 

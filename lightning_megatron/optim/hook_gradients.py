@@ -65,6 +65,8 @@ class HookGradients:
         """The buckets are about to be used for new gradients."""
         if not dropped:
             self.take()
+        for bucket in self._shown:
+            bucket.drop()
         self._shown, self._seen = {}, {}
 
     def _merge(self, bucket: Bucket, parameter: nn.Parameter) -> None:

@@ -9,6 +9,7 @@ schedulers and callbacks that hold it go on. After a step the new weights are ca
     32-true, distributed                4         4           -              8/d
     bf16-mixed, replicated              2         4           4              8
     bf16-mixed, distributed             2         4           4/d            8/d
+    bf16-mixed, distributed gradients   2         4/d         4/d            8/d
 
 Where a parameter and its master weights have one dtype they share memory.
 Source: Rajbhandari et al., arXiv 1910.02054, sections 3.1 and 5.1.
@@ -54,7 +55,7 @@ class MasterWeights:
         own_dtype = self._dtypes[bucket] = bucket.members[0].parameter.dtype
         dtype = own_dtype if bucket.low is None else bucket.low
         if bucket.shards.size > 1:
-            self._flat[bucket] = torch.zeros(bucket.layout.num_elements, dtype=dtype, device=bucket.gradient.device)
+            self._flat[bucket] = torch.zeros(bucket.layout.num_elements, dtype=dtype, device=bucket.device)
         for index, param in enumerate(bucket.members):
             parameter, own = param.parameter, bucket.own_range(index)
             before = parameter.detach()
@@ -64,7 +65,7 @@ class MasterWeights:
             else:
                 self._param_views[parameter] = before if dtype == own_dtype else torch.empty_like(before, dtype=dtype)
             self._move_data(parameter)
-            _set_grad_dtype(parameter, bucket.gradient.dtype)
+            _set_grad_dtype(parameter, bucket.dtype)
             if own.is_empty and parameter.numel():
                 continue
             full = parameter.detach() if dtype == own_dtype else before

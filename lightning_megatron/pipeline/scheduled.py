@@ -39,6 +39,15 @@ class OpenGradients(Protocol):
 class DataParallelHooks(Protocol):
     """Sums gradients over data-parallel ranks while backwards run, and gathers stepped weights before forwards."""
 
+    @property
+    def expects_each(self) -> bool:
+        """Whether every backward is expected, and not the last one of a stage alone."""
+        ...
+
+    def end_backward(self) -> None:
+        """A backward that was expected has run."""
+        ...
+
     def expect(self, stage: int, parameters: Iterable[Tensor] | None = None) -> None:
         """The last backward of a stage is about to run; only the gradients of `parameters` miss, where given."""
         ...
@@ -58,6 +67,11 @@ class DataParallelHooks(Protocol):
 
 class NoDataParallelHooks:
     """Hooks of a model without data parallelism: there is nothing to sum or to gather."""
+
+    expects_each = False
+
+    def end_backward(self) -> None:
+        """Nothing to do."""
 
     def expect(self, stage: int, parameters: Iterable[Tensor] | None = None) -> None:
         """Nothing to do."""
@@ -224,9 +238,12 @@ class ScheduledCall:
 
     def backward(self, stage: int, microbatch: int, grad: Payload | None) -> Payload | None:
         """Runs the backward of a microbatch through a stage."""
-        if self._is_last(microbatch):
+        if self._is_expected(microbatch):
             self._data_parallel.expect(stage)
-        return self._run_backward(stage, microbatch, grad, None)
+        received = self._run_backward(stage, microbatch, grad, None)
+        if self._data_parallel.expects_each:
+            self._data_parallel.end_backward()
+        return received
 
     def backward_input(self, stage: int, microbatch: int, grad: Payload | None) -> Payload | None:
         """Runs the backward without the weight gradients of linears that can defer theirs."""
@@ -237,15 +254,17 @@ class ScheduledCall:
     def backward_weight(self, stage: int, microbatch: int) -> None:
         """Adds the weight gradients that were deferred."""
         tasks = self._weight_tasks.pop((stage, microbatch))
-        is_last = self._is_last(microbatch)
-        if is_last:
+        is_expected = self._is_expected(microbatch)
+        if is_expected:
             self._data_parallel.expect(stage, [weight for weight, _ in tasks])
         left = Counter(weight for weight, _ in tasks)
         for weight, task in tasks:
             task()
             left[weight] -= 1
-            if is_last and not left[weight]:
+            if is_expected and not left[weight]:
                 self._data_parallel.grad_ready(weight)
+        if self._data_parallel.expects_each:
+            self._data_parallel.end_backward()
 
     def reduce_gradients(self, stage: int) -> None:
         """Signals that the gradients of a stage are complete."""
@@ -255,9 +274,9 @@ class ScheduledCall:
         """Signals that the weights of a stage are needed."""
         self._data_parallel.gather(stage)
 
-    def _is_last(self, microbatch: int) -> bool:
+    def _is_expected(self, microbatch: int) -> bool:
         # Every schedule takes the backwards of a stage in the order of the microbatches.
-        return microbatch == len(self._first_samples) - 1
+        return self._data_parallel.expects_each or microbatch == len(self._first_samples) - 1
 
     def _run_backward(
         self, stage: int, microbatch: int, grad: Payload | None, queue: list[Task] | None

@@ -138,7 +138,7 @@ def build_rank(run: RunSettings, mesh: Mesh, new_group: NewGroup, device: torch.
         low=low,
         names_by_rank=trained.names_by_rank(module),
     )
-    has_master_weights = config.kind == "distributed" or low is not None or config.grad_dtype != "auto"
+    has_master_weights = config.shards_states or low is not None or config.grad_dtype != "auto"
     master_weights = MasterWeights(gradients, [optimizer]) if has_master_weights else None
     dp_comm = DataParallelComm(gradients, master_weights, parameters_in_parts(module))
     if config.overlap_param_gather:

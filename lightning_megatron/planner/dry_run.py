@@ -191,7 +191,9 @@ class DryRuns:
     ) -> _Known:
         run = own.run
         # Deferred weight gradients are not those of a layer at a time.
-        can_be_shallow = parts is not None and not spec_of(run.schedule.name).splits_backward
+        # With layers left out no bucket of theirs is full before the backward has ended.
+        is_in_turn = not (spec_of(run.schedule.name).splits_backward or run.optimizer.shards_gradients)
+        can_be_shallow = parts is not None and is_in_turn
         kinds = [] if parts is None else _kinds_by_module(own, parts)
         step = DryStep(own, meta_of(own), tracker, ledger, kinds, is_shallow=can_be_shallow)
         name_tensors(tracker, own)
@@ -287,7 +289,7 @@ def name_tensors(tracker: MemoryTracker, own: Rank) -> None:
     """Names the tensors that are held from step to step."""
     gradients = own.gradients
     tracker.name("weights", (param.parameter.data for param in gradients.params))
-    tracker.name("gradients", (bucket.gradient for bucket in gradients.buckets))
+    tracker.name("gradients", (one for bucket in gradients.buckets for one in bucket.held))
     tracker.name("master weights", (shard.tensor.data for shard in gradients.param_shards))
     tracker.name("moments", own.moments())
 

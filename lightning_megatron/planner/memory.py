@@ -115,9 +115,10 @@ def _states(run: Run, held_by_kind: tuple[int, int], trained_by_kind: tuple[int,
         own = number / ranks
         # Frozen weights keep the precision that they are loaded in.
         frozen = run.stepped_bytes * ((every - number) / (ranks if sharding == "always" else 1))
-        stepped = own if run.optimizer.kind == "distributed" or sharding != "none" else number
+        stepped = own if run.optimizer.shards_states or sharding != "none" else number
         held["weights"] += low * (own if sharding == "always" else number) + frozen
-        held["gradients"] += run.gradient_bytes * (own if sharding != "none" else number)
+        are_sharded = run.optimizer.shards_gradients or sharding != "none"
+        held["gradients"] += run.gradient_bytes * (own if are_sharded else number)
         held["master_weights"] += master * stepped
         held["moments"] += moments * stepped
     return held
@@ -132,6 +133,10 @@ def _buffers(run: Run, stages: tuple[Stage, ...]) -> float:
         # Weights are cast once a step, and transposed.
         with_scales = 1.0 if run.saves_float8 else 1 + 1 / BLOCK
         buffers += 2 * with_scales * sum(held[part] * count for part, count in parts if part.layer is not None)
+    if run.optimizer.shards_gradients:
+        # A bucket whose reduction is in flight, and the one that fills.
+        of_bucket = max(run.optimizer.bucket_size, *held.values())
+        buffers += run.gradient_bytes * min(2 * of_bucket, sum(held[part] * count for part, count in parts))
     if run.framework.shards_weights == "always":
         # The current layer, the next one in flight, and the layer's gradients before they are scattered.
         buffers += 3 * run.bytes_per_element * max(held.values())

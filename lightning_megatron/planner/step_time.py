@@ -330,7 +330,7 @@ def _data_parallel_seconds(
     dense, experts = trained
     groups = groups_of(run.sizes)
     is_sharded = sharding != "none"
-    is_cut = run.optimizer.kind == "distributed" or is_sharded
+    is_cut = run.optimizer.shards_states or is_sharded
     waited, stepped = 0.0, 0.0
     width = run.gradient_bytes
     for number, group in ((dense, groups["dp_cp"]), (experts, groups["edp"])):
@@ -339,8 +339,10 @@ def _data_parallel_seconds(
             continue
         scatter = gather_seconds(width * number, group, gpu, constants)
         gather = gather_seconds(run.bytes_per_element * number if is_cut else width * number, group, gpu, constants)
+        each = run.optimizer.shards_gradients and run.num_accumulated == 1
         # Accumulated gradients are reduced after all backwards.
-        is_early = run.optimizer.overlap_grad_reduce and run.num_accumulated == 1
+        is_early = each or (run.optimizer.overlap_grad_reduce and run.num_accumulated == 1)
+        scatter *= max(run.num_microbatches, 1) if each else 1
         waited += _unhidden(scatter, backward, is_early, constants)
         waited += _unhidden(gather, forward, run.optimizer.overlap_param_gather, constants)
     step_bytes = _STEP_NUMBERS * run.stepped_bytes + _LOW_BYTES * run.is_mixed

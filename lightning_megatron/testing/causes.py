@@ -348,7 +348,7 @@ def _moved(of: Evidence, names: str) -> Found:
 def _weights(of: Evidence) -> Found:
     if of.has_different_copies or of.differs_on_some_ranks:
         return _drifting(of, "weights")
-    if of.layout.tp > 1 or of.layout.is_distributed:
+    if of.layout.tp > 1 or of.layout.optimizer != "replicated":
         return (
             f"the gradients are equal and {of.names} moved otherwise: the optimizer looks at more than single numbers "
             "(norms of matrices), and a rank has a part of them; or a rate goes by trainer.world_size",

@@ -10,17 +10,20 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, cast
 
-from lightning_megatron.optim.config import OptimizerConfig
+from lightning_megatron.optim.config import OptimizerConfig, OptimizerKind
 from lightning_megatron.pipeline.registry import SCHEDULES, ScheduleName
 from lightning_megatron.trainer.config import PipelineConfig
 from lightning_megatron.trainer.strategy import MegatronStrategy
 
 WORDS = {
     "sp": "sequence parallelism",
+    "zero2": "the distributed optimizer with sharded gradients",
     "zero": "the distributed optimizer",
     "collective": "collective mode",
 }
 """Words of a name that are no size, and what each is."""
+
+_KINDS: dict[str, OptimizerKind] = {"zero2": "distributed_gradients", "zero": "distributed"}
 
 MOST_RANKS = 8
 """Ranks of a layout, each a process of this machine."""
@@ -48,7 +51,7 @@ class Layout:
     dp: int = 1
     microbatches: int = 1
     has_sequence_parallel: bool = False
-    is_distributed: bool = False
+    optimizer: OptimizerKind = "replicated"
     is_collective: bool = False
     schedule: ScheduleName | Literal["auto"] = "auto"
 
@@ -79,7 +82,7 @@ class Layout:
             sequence_parallel=self.has_sequence_parallel,
             num_microbatches=self.microbatches,
             pipeline=PipelineConfig(mode="collective" if self.is_collective else "auto", schedule=self.schedule),
-            optimizer=OptimizerConfig(kind="distributed" if self.is_distributed else "replicated"),
+            optimizer=OptimizerConfig(kind=self.optimizer),
             timeout_seconds=timeout_seconds,
         )
 
@@ -119,7 +122,7 @@ def layout_of(name: str) -> Layout:
         dp=dp,
         microbatches=sizes["m"] or (2 if pp > 1 else 1),
         has_sequence_parallel="sp" in words,
-        is_distributed="zero" in words,
+        optimizer=next((kind for word, kind in _KINDS.items() if word in words), "replicated"),
         is_collective="collective" in words,
         schedule=schedule,
     )

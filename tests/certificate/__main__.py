@@ -113,6 +113,7 @@ def described(layout: Layout) -> str:
         (layout.accumulate > 1, f"accumulate {layout.accumulate}"),
         (layout.clip is not None, f"clip {layout.clip}"),
         (layout.distributed, "distributed optimizer"),
+        (layout.sharded, "distributed optimizer and gradients"),
         (layout.overlap, "overlap"),
         (layout.rule.startswith("adamw"), "AdamW"),
         (layout.rule == "muon", "Muon"),

@@ -243,6 +243,8 @@ class Layout:
     schedule: Literal["auto"] | ScheduleName = "auto"
     distributed: bool = False
     """The optimizer."""
+    sharded: bool = False
+    """Gradients between backwards."""
     overlap: bool = False
     """Of gradient sums with backward, and of weights with forward where the optimizer is distributed."""
     rule: Literal["sgd", "adamw", "adamw, 16 bits", "muon"] = "sgd"
@@ -352,6 +354,11 @@ LAYOUTS = {
     "ZeRO dp2 ZB-V pp2 overlap": Layout(
         world=4, pp=2, vp=2, microbatches=4, schedule="zb_v", distributed=True, overlap=True
     ),
+    "ZeRO-2 dp4 AdamW clip 0.05": Layout(world=4, microbatches=2, sharded=True, rule="adamw", clip=0.05),
+    "ZeRO-2 dp2 tp2+sp": Layout(world=4, tp=2, sp=True, microbatches=2, sharded=True, overlap=True),
+    "ZeRO-2 dp2 pp2 vp2": Layout(world=4, pp=2, vp=2, microbatches=4, sharded=True, rule="adamw"),
+    "ZeRO-2 dp2 ZB-H1 pp2 overlap": Layout(world=4, pp=2, microbatches=3, schedule="zb_h1", sharded=True, overlap=True),
+    "ZeRO-2 dp2 accumulate 2": Layout(world=2, microbatches=2, accumulate=2, sharded=True),
     "ZeRO dp2 accumulate 2": Layout(world=2, microbatches=2, accumulate=2, distributed=True, overlap=True),
     "Muon": Layout(world=1, rule="muon"),
     "Muon tp2": Layout(world=2, tp=2, rule="muon"),
@@ -410,6 +417,7 @@ LAYOUTS = {
     "ZeRO dp4 ep2 overlap": Layout(world=4, ep=2, microbatches=2, distributed=True, overlap=True),
     "Muon ep2 etp2": Layout(world=4, ep=2, etp=2, microbatches=3, rule="muon"),
     "Muon tp2+sp ep2": Layout(world=2, tp=2, sp=True, ep=2, microbatches=2, rule="muon"),
+    "ZeRO-2 dp4 ep2": Layout(world=4, ep=2, microbatches=2, sharded=True, overlap=True),
     "Muon ZeRO dp4 ep2 overlap": Layout(world=4, ep=2, microbatches=2, distributed=True, overlap=True, rule="muon"),
     "ep2 accumulate 2": Layout(world=2, ep=2, microbatches=2, accumulate=2),
     "pp2 ep2": Layout(world=4, pp=2, ep=2, microbatches=3),
@@ -489,6 +497,7 @@ HALF_LAYOUTS = {
     "16 bits, ZeRO dp2": Layout(world=2, distributed=True, rule="adamw, 16 bits"),
     "16 bits, tp2+sp": Layout(world=2, tp=2, sp=True, microbatches=2),
     "16 bits, pp2": Layout(world=2, pp=2, microbatches=3, rule="adamw, 16 bits"),
+    "16 bits, ZeRO-2 dp2 pp2": Layout(world=4, pp=2, microbatches=2, sharded=True, rule="adamw, 16 bits"),
     "16 bits, ZeRO dp2 tp2": Layout(world=4, tp=2, microbatches=2, distributed=True),
     "16 bits, ZeRO dp2 pp2 vp2": Layout(world=4, pp=2, vp=2, microbatches=4, distributed=True, rule="adamw, 16 bits"),
     "16 bits, cp2": Layout(world=2, cp=2, microbatches=2),

@@ -375,9 +375,9 @@ def _fit(layout: Layout, module: Module, recorder: L.Callback, dtype: torch.dtyp
             overlap_expert_exchange=layout.joint,
         ),
         optimizer=OptimizerConfig(
-            kind="distributed" if layout.distributed else "replicated",
+            kind="distributed_gradients" if layout.sharded else "distributed" if layout.distributed else "replicated",
             overlap_grad_reduce=layout.overlap,
-            overlap_param_gather=layout.overlap and layout.distributed,
+            overlap_param_gather=layout.overlap and (layout.distributed or layout.sharded),
             bucket_size=BUCKET_SIZE,
         ),
         recompute=layout.recompute,

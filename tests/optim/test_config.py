@@ -21,7 +21,7 @@ def test_all_faults_of_an_optimizer_config_are_reported_together() -> None:
         OptimizerConfig(**wrong)
     lines = str(error.value).splitlines()
     assert lines == [
-        "optimizer kind ('zero3') must be one of replicated, distributed",
+        "optimizer kind ('zero3') must be one of replicated, distributed, distributed_gradients",
         "optimizer grad_dtype ('float16') must be one of auto, float32, bfloat16",
         "optimizer on_nonfinite ('warn') must be one of stop, skip, ignore",
         "optimizer update_scope ('matrix') must be one of auto, elementwise, parameter",
@@ -38,7 +38,7 @@ def test_a_bucket_holds_at_least_one_number(size: int) -> None:
 
 
 def test_weights_that_nobody_else_steps_are_not_gathered() -> None:
-    with pytest.raises(ValueError, match=r"overlap_param_gather \(True\) needs kind 'distributed'"):
+    with pytest.raises(ValueError, match=r"overlap_param_gather \(True\) needs a distributed kind"):
         OptimizerConfig(overlap_param_gather=True)
     assert OptimizerConfig(kind="distributed", overlap_param_gather=True).overlap_param_gather
 

@@ -1,13 +1,13 @@
 """A step waits for the weights that it is about to use and no others, and the end of training leaves plain weights."""
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from lightning_megatron.mesh import Mesh, Sizes
-from lightning_megatron.optim.config import OptimizerConfig
+from lightning_megatron.optim.config import OptimizerConfig, OptimizerKind
 from lightning_megatron.optim.data_parallel_comm import DataParallelComm
 from lightning_megatron.optim.gradients import Gradients
 from lightning_megatron.optim.master_weights import MasterWeights
@@ -27,7 +27,7 @@ class Steps:
         self.optimizer = torch.optim.SGD(self.named.values(), lr=1.0)
         config = OptimizerConfig(bucket_size=1, **options)
         gradients = Gradients(self.named.items(), set(), mesh, group, CPU, config=config, low=low)
-        has_master_weights = config.kind == "distributed" or low is not None
+        has_master_weights = config.shards_states or low is not None
         self.master_weights = MasterWeights(gradients, [self.optimizer]) if has_master_weights else None
         self.dp_comm = DataParallelComm(gradients, self.master_weights, [self.named["a"], self.named["b"]])
 
@@ -79,14 +79,14 @@ def test_without_overlap_parameters_are_gathered_when_the_update_returns() -> No
 
 
 def steps_twice(kind: str) -> list[float]:
-    steps = Steps(make_mesh(Sizes(world=2)), kind=kind, overlap_param_gather=kind == "distributed")
+    steps = Steps(make_mesh(Sizes(world=2)), kind=kind, overlap_param_gather=kind != "replicated")
     steps.step()
     steps.step()
     steps.dp_comm.synchronize()
     return steps.values()
 
 
-@pytest.mark.parametrize("kind", ["replicated", "distributed"])
+@pytest.mark.parametrize("kind", get_args(OptimizerKind))
 def test_synchronized_parameters_have_the_values_of_all_steps(kind: str) -> None:
     assert run_on_ranks(2, steps_twice, kind) == [[-3, -2, -1]] * 2
 
@@ -153,11 +153,11 @@ def released(kind: str, low: torch.dtype | None) -> list[Any]:
     return [has_shards, during, {p.dtype for p in steps.named.values()}, steps.values(), is_watched]
 
 
-@pytest.mark.parametrize("kind", ["replicated", "distributed"])
+@pytest.mark.parametrize("kind", get_args(OptimizerKind))
 @pytest.mark.parametrize("low", [None, torch.bfloat16])
 def test_released_parameters_have_the_dtype_of_before_and_the_values_of_now(kind: str, low: torch.dtype | None) -> None:
     for has_shards, during, dtypes, values, is_watched in run_on_ranks(2, released, kind, low):
-        assert has_shards == (kind == "distributed")
+        assert has_shards == (kind != "replicated")
         assert during == (low or torch.float32) and dtypes == {torch.float32}
         assert values == [-1, 5, 1] and not is_watched
 

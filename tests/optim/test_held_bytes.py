@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from lightning_megatron.mesh import Sizes
 from lightning_megatron.optim.bucket_layout import ALIGNMENT
-from lightning_megatron.optim.config import OptimizerConfig
+from lightning_megatron.optim.config import OptimizerConfig, OptimizerKind
 from lightning_megatron.optim.data_parallel_comm import DataParallelComm
 from lightning_megatron.optim.gradients import Gradients
 from lightning_megatron.optim.master_weights import MasterWeights
@@ -26,14 +26,14 @@ def held_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(storages.values())
 
 
-def bytes_of(low: torch.dtype | None, grads: torch.dtype | None) -> list[int]:
+def bytes_of(kind: OptimizerKind, low: torch.dtype | None, grads: torch.dtype | None) -> list[int]:
     """What is held after a step, of a first training and of one that follows it with the same parameters."""
     sizes = Sizes(world=torch.distributed.get_world_size())
     mesh = make_mesh(sizes)
     named, found = {name: nn.Parameter(torch.randn(shape)) for name, shape in LARGE.items()}, []
     for _ in range(2):
         optimizer = torch.optim.AdamW(list(named.values()))
-        config = OptimizerConfig(kind="distributed", bucket_size=40_000)
+        config = OptimizerConfig(kind=kind, bucket_size=40_000)
         gradients = Gradients(named.items(), set(), mesh, no_group, CPU, config=config, dtype=grads, low=low)
         dp_comm = DataParallelComm(gradients, MasterWeights(gradients, [optimizer]))
         for parameter in named.values():
@@ -44,7 +44,7 @@ def bytes_of(low: torch.dtype | None, grads: torch.dtype | None) -> list[int]:
         dp_comm.update_params()
         optimizer.zero_grad()
         states = [value for state in optimizer.state.values() for value in state.values()]
-        buckets = [bucket.gradient for bucket in gradients.buckets]
+        buckets = [one for bucket in gradients.buckets for one in bucket.held]
         mains = [shard.tensor for shard in gradients.param_shards]
         found.append(held_bytes([*named.values(), *buckets, *mains, *states]))
         dp_comm.release()
@@ -53,21 +53,24 @@ def bytes_of(low: torch.dtype | None, grads: torch.dtype | None) -> list[int]:
 
 @pytest.mark.parametrize("d", [1, 2, 4])
 @pytest.mark.parametrize(
-    ("low", "grads", "fixed", "shared"),
+    ("kind", "low", "grads", "fixed", "shared"),
     [
-        (torch.bfloat16, None, 6, 12),
-        (torch.bfloat16, torch.bfloat16, 4, 12),
-        (None, None, 8, 8),
+        ("distributed", torch.bfloat16, None, 6, 12),
+        ("distributed", torch.bfloat16, torch.bfloat16, 4, 12),
+        ("distributed", None, None, 8, 8),
+        ("distributed_gradients", torch.bfloat16, None, 2, 16),
+        ("distributed_gradients", torch.bfloat16, torch.bfloat16, 2, 14),
+        ("distributed_gradients", None, None, 4, 12),
     ],
 )
 def test_a_rank_holds_the_bytes_that_are_promised(
-    d: int, low: torch.dtype | None, grads: torch.dtype | None, fixed: int, shared: int
+    d: int, kind: OptimizerKind, low: torch.dtype | None, grads: torch.dtype | None, fixed: int, shared: int
 ) -> None:
     # Vectors stay in float32 and share memory with their master weights.
-    of_vectors = (4 + (2 if grads is not None else 4)) + 8 / d
-    promised = NUM_MATRICES * (fixed + shared / d) + NUM_VECTORS * of_vectors
+    of_gradient = (2 if grads is not None else 4) / (d if kind == "distributed_gradients" else 1)
+    promised = NUM_MATRICES * (fixed + shared / d) + NUM_VECTORS * (4 + of_gradient + 8 / d)
     # A parameter and a shard each begin at a multiple of some elements, of 4 bytes in weights and in gradients.
     padding = (len(LARGE) + 4 * d) * ALIGNMENT * 8
-    for first, second in run_on_ranks(d, bytes_of, low, grads):
+    for first, second in run_on_ranks(d, bytes_of, kind, low, grads):
         assert abs(first - promised) <= padding < NUM_MATRICES / 5
         assert abs(second - first) <= padding

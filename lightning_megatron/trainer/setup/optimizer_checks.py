@@ -34,7 +34,7 @@ def require_separable(
         # Dp+cp, and edp where there are experts.
         shards = [shard_of(parameter) for parameter in parameters]
         data_axes = {"dp+cp" if shard.data is None else shard.data.name for shard in shards}
-        is_sharded = config.kind == "distributed" and any(mesh.axis(axis).size > 1 for axis in data_axes)
+        is_sharded = config.shards_states and any(mesh.axis(axis).size > 1 for axis in data_axes)
         is_parted = mesh.pp.size > 1 or is_sharded
         is_cut, cutting = any(shard.is_cut for shard in shards), _cutting(shards)
         if scope == "model" and (is_cut or mesh.pp.size > 1):

@@ -37,7 +37,7 @@ _READERS = {"grad", "clip_grad_norm_", "clip_grad_value_", "get_total_norm"}
 
 def has_master_weights(config: OptimizerConfig, plugin: MegatronPrecision) -> bool:
     """Whether optimizers step something else than the parameters, or gradients of another dtype."""
-    return config.kind == "distributed" or plugin.low_dtype() is not None or plugin.gradient_dtype(config) is not None
+    return config.shards_states or plugin.low_dtype() is not None or plugin.gradient_dtype(config) is not None
 
 
 def make_data_parallel_comm(

@@ -109,6 +109,8 @@ class StepGradients:
             self.dp_comm.begin_backwards()
             self.dp_comm.expect(0)
         self._differentiate(loss, differentiate)
+        if self.dp_comm.expects_each:
+            self.dp_comm.end_backward()
         self.dp_comm.complete(0)
         if reduce_now:
             self._reduce(outside_over_stages=False)
