@@ -136,14 +136,44 @@ FAULTS = (
     Fault("optim/bucket.py", "self.grad_views[param.parameter].zero_()", "pass", ("optim",)),
     Fault(
         "optim/bucket.py",
-        "        self.pending.wait()\n        self.pending = None",
-        "        self.pending = None",
+        "        self.pending.wait()\n        self.pending = None\n        return True",
+        "        self.pending = None\n        return True",
         ("optim",),
     ),
     Fault(
         "optim/bucket.py",
-        "            if stages == {stage}:",
-        "            if stage in stages:",
+        "self._sum += collectives.shard_slice(self.gradient, self.shards)",
+        "self._sum.copy_(collectives.shard_slice(self.gradient, self.shards))",
+        ("optim/test_sharded_gradients.py",),
+    ),
+    Fault(
+        "optim/bucket.py",
+        "        if self._sum is not None:\n            self._sum.zero_()",
+        "        if self._sum is None:\n            return",
+        ("optim/test_sharded_gradients.py",),
+    ),
+    Fault(
+        "optim/bucket.py",
+        "first = self.layout.starts[index] + found.start - self.shards.rank * length",
+        "first = self.layout.starts[index] - self.shards.rank * length",
+        ("optim/test_sharded_gradients.py",),
+    ),
+    Fault(
+        "optim/bucket.py",
+        "            self._gradient, self._grad_views = None, {}",
+        "            pass",
+        ("optim/test_sharded_gradients.py",),
+    ),
+    Fault(
+        "any_module/cut_model.py",
+        "if (self.tokens.sp.size > 1 and id(one) not in tables)",
+        "if (self.tokens.sp.size > 3 and id(one) not in tables)",
+        ("any_module/test_cut_tokens.py",),
+    ),
+    Fault(
+        "optim/bucket.py",
+        "in self._stages_left.items() if stages == {stage}]",
+        "in self._stages_left.items() if stage in stages]",
         ("optim/test_bucket.py",),
     ),
     Fault(
