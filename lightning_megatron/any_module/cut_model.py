@@ -247,14 +247,20 @@ class CutModel(PipelineModule):
             shape = wanted[last].shape if last in wanted else torch.Size()
             summed = {id(getattr(owner, key)) for found in tokens.summed.values() for owner, key in found}
             weights = self._compared_weights(stage, summed) if shape else {}
+            # Places of what layers are given beside their hidden states, by what they are called in errors.
+            places: dict[str, tuple[int, int]] = {}
 
             def differentiated(received: dict[int, Any]) -> dict[str, Tensor]:
-                with recording():
+                with recording(), tokens.noting_given() as noted:
                     hidden = self._hidden_states(stage, *copied((args, kwargs, received)))[last]
                     scale = torch.arange(shape.numel(), dtype=hidden.dtype, device=hidden.device).cos().view(shape)
                     number = (hidden * tokens.own_part(scale, hidden.shape)).sum()
                     held = dict(self._whole.named_parameters())
-                    return gradients(number, {name: held[name] for name in weights})
+                    of_weights = {name: held[name] for name in weights}
+                    places.update({f"argument {at} of {self.part_names[index]}": (index, at) for index, at in noted})
+                    found = gradients(number, of_weights | {name: noted[place] for name, place in places.items()})
+                    # Where cp cuts, too, a rank's gradient of an argument is that of a mean.
+                    return {name: one for name, one in found.items() if tokens.cp.size == 1 or name in weights}
 
             with stand_ins(self._whole, weights.values()):
                 found = differentiated(short)
@@ -274,7 +280,10 @@ class CutModel(PipelineModule):
                     f"{tokens.without}"
                 )
         are_all = last in self._ends or last == len(self.part_names) - 1
-        own = {key: tokens.sum_of(one, are_all, over_sp=id(weights[key]) in summed) for key, one in found.items()}
+        own = {
+            key: tokens.sum_of(one, are_all, over_sp=key in weights and id(weights[key]) in summed)
+            for key, one in found.items()
+        }
         # On whole sequences a rank has a term of these, too: of its features.
         of_features = {name for name, one in weights.items() if id(one) in summed and self._is_on_features(one)}
         meant |= {name: collectives.all_reduce(meant[name], tokens.sp) for name in sorted(of_features)}
@@ -286,27 +295,21 @@ class CutModel(PipelineModule):
                 "is used where all tokens are, too, such as by a part of the layer that it is handed to; use "
                 f"{tokens.without}"
             )
-        own_layers = [self.part_names[index] for index in self.stages[stage]]
-        owners: dict[str, list[str]] = {}
-        for name in terms:
-            layer = next((one for one in own_layers if name.startswith(f"{one}.")), name.rpartition(".")[0])
-            owners.setdefault(layer, []).append(name.removeprefix(f"{layer}."))
-        for owner, names in owners.items():
-            SummedInCalls(self.get_submodule(owner), names, tokens.sp, lambda: not tokens.is_off)
+        tokens.sum_given(places[name] for name in terms if name in places)
+        for layer in [self.part_names[index] for index in self.stages[stage]] if terms else ():
+            names = [name.removeprefix(f"{layer}.") for name in terms if name.startswith(f"{layer}.")]
+            SummedInCalls(self.get_submodule(layer), names, tokens.sp, lambda: not tokens.is_off)
 
     def _compared_weights(self, stage: int, summed: set[int]) -> dict[str, nn.Parameter]:
-        """Weights that may be used on own tokens, by name: vectors of own layers, and under sequence parallelism all
-        that ranks of tp hold whole, in front of the layers too, since a layer may be given a condition that has no
-        tokens. An embedding is read where all tokens are.
+        """Weights of own layers that may be used on own tokens, by name: vectors, and under sequence parallelism all
+        that ranks of tp hold whole, since a layer may be given a condition that has no tokens.
 
         `summed` are ids of weights whose gradients are summed over sp."""
         layers = tuple(f"{self.part_names[index]}." for index in self.stages[stage])
-        tables = {id(one.weight) for one in self._whole.modules() if isinstance(one, nn.Embedding)}
         return {
             name: one
             for name, one in whole_weights(self._whole).items()
-            if (self.tokens.sp.size > 1 and id(one) not in tables)
-            or (name.startswith(layers) and (one.dim() <= 1 or id(one) in summed))
+            if name.startswith(layers) and (self.tokens.sp.size > 1 or one.dim() <= 1 or id(one) in summed)
         }
 
     def _hidden_states(
@@ -418,7 +421,7 @@ class CutModel(PipelineModule):
     ) -> Any:
         """What a layer returns for own tokens; for all of them where it ends a list."""
         is_start = index == 0 or index - 1 in self._ends
-        output = run(self.tokens.enter(args, kwargs, is_whole=is_start))
+        output = run(self.tokens.enter(index, args, kwargs, is_whole=is_start))
         is_end = index in self._ends or index == len(self.part_names) - 1
         return self.tokens.leave(output) if is_end else output
 

@@ -15,13 +15,13 @@ Which modules mix tokens cannot be read off them. So before the first step each 
 whole and cut, and refuses those whose numbers differ.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from lightning_megatron.any_module.cut_error import CutError
 from lightning_megatron.any_module.tensor_styles import ColwiseLinear, RowwiseLinear, sum_gradients
@@ -51,6 +51,10 @@ class CutTokens:
         """Whether layers run on whole sequences for now."""
         # Weights whose gradients are summed over sp, by the layer that they are in: owners and names.
         self.summed: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
+        # Places of what layers are given beside their hidden states of whose gradients ranks of sp have terms.
+        self._terms: set[tuple[int, int]] = set()
+        # What layers are given so while they are looked at, by layer and place.
+        self._given: dict[tuple[int, int], Tensor] | None = None
         # Shape of the hidden states that the running layer was given.
         self._local: torch.Size | None = None
         # Own tokens of the running part's inputs, each behind the tensor that was gathered from them.
@@ -88,12 +92,14 @@ class CutTokens:
             self.summed.setdefault(layer, []).append((owner, name))
 
     def enter(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_whole: bool
+        self, layer: int, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_whole: bool
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments of a layer for own tokens; its hidden states may be those of all tokens (`is_whole`) or own ones.
 
         Raises CutError where the ranks do not divide the tokens.
         """
+        if self._given is not None:
+            args, kwargs = self._noted(layer, args, kwargs)
         if self.is_off or self.size == 1:
             return args, kwargs
         hidden = _hidden(args, kwargs)
@@ -107,13 +113,44 @@ class CutTokens:
                 f"{self.cp.size}, sequence parallel over {self.sp.size}); pad batches to a multiple of {self.size}"
             )
 
-        def own(value: Any) -> Any:
+        def own(place: int, value: Any) -> Any:
             if value is hidden:
                 return self._own_tokens(value) if is_whole else value
+            if (layer, place) in self._terms:
+                value = differentiable.copy(value, self.sp)
             return self._own_rows(value, num_tokens)
 
-        cut: tuple[tuple[Any, ...], dict[str, Any]] = tree_map(own, (args, kwargs))
+        leaves, spec = tree_flatten((args, kwargs))
+        cut: tuple[tuple[Any, ...], dict[str, Any]] = tree_unflatten(
+            [own(place, value) for place, value in enumerate(leaves)], spec
+        )
         return cut
+
+    @contextmanager
+    def noting_given(self) -> Iterator[dict[tuple[int, int], Tensor]]:
+        """Inside the block layers are given leaves of their own in place of what takes a gradient beside their hidden
+        states; yields them by layer and place."""
+        self._given = {}
+        try:
+            yield self._given
+        finally:
+            self._given = None
+
+    def sum_given(self, terms: Iterable[tuple[int, int]]) -> None:
+        """Ranks have terms of the gradients of what layers are given at these places: they are summed over sp."""
+        self._terms.update(terms)
+
+    def _noted(
+        self, layer: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        hidden = _hidden(args, kwargs)
+        leaves, spec = tree_flatten((args, kwargs))
+        assert self._given is not None
+        for place, value in enumerate(leaves):
+            if value is not hidden and isinstance(value, Tensor) and value.requires_grad:
+                leaves[place] = self._given[layer, place] = value.detach().requires_grad_()
+        noted: tuple[tuple[Any, ...], dict[str, Any]] = tree_unflatten(leaves, spec)
+        return noted
 
     def leave(self, output: Any) -> Any:
         """Output of a layer that ends a list, with its hidden states, and what has their shape, for all tokens."""
@@ -139,6 +176,11 @@ class CutTokens:
         if value.dim() == 4 and value.shape[2:] == (num_tokens, num_tokens):
             # A mask, or a bias of scores, has a row for each query.
             return differentiable.split_of_mean(value, self.cp, 2)
+        if value.requires_grad and self.sp.size > 1:
+            raise CutError(
+                f"a layer is given a tensor {list(value.shape)} that has no tokens and takes a gradient, which is summed "
+                f"over one of two axes alone; use {self.without.replace(' and ', ' or ')}"
+            )
         # Every rank has terms of its own tokens of this gradient.
         return differentiable.copy_of_mean(value, self.cp) if value.requires_grad else value
 
