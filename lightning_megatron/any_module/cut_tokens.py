@@ -178,7 +178,7 @@ class CutTokens:
             return differentiable.split_of_mean(value, self.cp, 2)
         if value.requires_grad and self.sp.size > 1:
             raise CutError(
-                f"a layer is given a tensor {list(value.shape)} that has no tokens and takes a gradient, which is summed "
+                f"a layer is given a tensor {list(value.shape)} without tokens that takes a gradient, which is summed "
                 f"over one of two axes alone; use {self.without.replace(' and ', ' or ')}"
             )
         # Every rank has terms of its own tokens of this gradient.

@@ -19,10 +19,11 @@ def tolerance_of(x: Tensor) -> float:
     return _TOLERANCES.get(coarsest(x), 1e-1)
 
 
-def relative_deviation(found: Tensor, wanted: Tensor) -> str:
-    """The deviation relative to the largest value, in words; empty where sums in another order explain it."""
+def relative_deviation(found: Tensor, wanted: Tensor, part: float = 1.0) -> str:
+    """The deviation relative to the largest value, in words; empty where it is at most this `part` of what sums in
+    another order explain."""
     if not wanted.numel():
         return ""
     scale = max(float(wanted.abs().max()), torch.finfo(wanted.dtype).tiny)
     deviation = float((found - wanted).abs().max()) / scale
-    return "" if deviation <= tolerance_of(wanted) else f"off by {deviation:.0e} of the largest"
+    return "" if deviation <= part * tolerance_of(wanted) else f"off by {deviation:.0e} of the largest"

@@ -18,6 +18,7 @@ from lightning_megatron.any_module.pipelined_modules import pipelined_modules
 from lightning_megatron.any_module.plan import ModelPlan
 from lightning_megatron.cli.usage import UsageError
 from lightning_megatron.comm.p2p import Payload, TensorMeta
+from lightning_megatron.hf.later_weights import forget_left
 from lightning_megatron.mesh import Mesh, ambient
 from lightning_megatron.pipeline.scheduled import ScheduledCall
 from lightning_megatron.planner.dry_rank import Batch, call_context, lower_weights
@@ -135,6 +136,9 @@ class DryModule:
                     module.configure_model()
             except ValueError as error:
                 raise UsageError(str(error).splitlines()) from error
+            if device == META:
+                # A dry run has no values.
+                forget_left(module)
             return module.to(device)
 
     def names_by_rank(self, own: nn.Module) -> list[list[str]]:

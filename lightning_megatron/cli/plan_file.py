@@ -35,7 +35,7 @@ def trains_unchanged(config: str, model: str | None) -> bool:
     `CausalModule`, or one that fine-tunes a type of model which is of no family here. `model` takes the place of the
     recipe's own path."""
     path = Path(config)
-    if ":" in config and not path.exists():
+    if ":" in config and config.rpartition(":")[2].isidentifier() and not path.exists():
         return True
     if is_causal_recipe(path):
         return True

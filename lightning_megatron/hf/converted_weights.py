@@ -85,7 +85,14 @@ class ConvertedWeights(LaterWeights):
         """Shapes of the weights by name."""
         self._conversions: dict[frozenset[str], Conversion] = {}
         for conversion in conversions:
-            made = self._convert(conversion, conversion.sources, on_meta=True)
+            try:
+                made = self._convert(conversion, conversion.sources, on_meta=True)
+            except (RuntimeError, ValueError, IndexError) as error:
+                shapes = ", ".join(f"{one.name} {list(files.shapes[one.name])}" for one in conversion.sources[:4])
+                raise ValueError(
+                    f"{conversion.target} cannot be put together of the {len(conversion.sources)} weights for it in "
+                    f"{files.folder} ({shapes}, ...): one is missing, or has another shape; fetch the files again"
+                ) from error
             self.shapes |= {name: tuple(one.shape) for name, one in made.items()}
             self._conversions[frozenset(made)] = conversion
 

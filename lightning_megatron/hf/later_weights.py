@@ -54,8 +54,8 @@ class LaterWeights(ABC):
             )
 
     def note_versions(self, model: nn.Module) -> None:
-        """Notes which tensors of the model are as they were made."""
-        self._versions = {name: (one, one._version) for name, one in _named_tensors(model)}
+        """Notes which tensors of the model have no values yet, as they were made."""
+        self._versions = {name: (one, one._version) for name, one in _named_tensors(model) if one.is_meta}
 
     def require_versions(self, model: nn.Module) -> None:
         """Raises ValueError for tensors of the model that were changed since `note_versions`."""
@@ -80,6 +80,8 @@ def fill_later(model: nn.Module, weights: LaterWeights) -> None:
     if sizes.tp * sizes.pp * sizes.ep == 1:
         weights.fill(model)
         return
+    if not weights.groups():
+        return
     model.__dict__[_LATER] = weights
     weights.note_versions(model)
 
@@ -90,6 +92,12 @@ def require_unchanged(module: nn.Module) -> None:
         weights: LaterWeights | None = model.__dict__.get(_LATER)
         if weights is not None:
             weights.require_versions(model)
+
+
+def forget_left(module: nn.Module) -> None:
+    """Leaves the models within a module that `fill_later` left without values for good."""
+    for model in module.modules():
+        model.__dict__.pop(_LATER, None)
 
 
 def fill_left(module: nn.Module) -> None:

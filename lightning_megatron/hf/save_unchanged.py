@@ -138,31 +138,35 @@ class _SavePretrained:
 
 
 class _Generate:
-    """The method `generate` of a model whose layers or tokens are cut: without a cache, which a rank would have of its
-    own layers and tokens alone."""
+    """The method `generate` of a model that is cut, with `options` that are given where a caller does not.
 
-    def __init__(self, model: Any) -> None:
-        self.model = model
+    Where layers or tokens are cut it has no cache: a rank would have one of its own layers and tokens alone. Where
+    experts are, all ranks go on until the last has all of its text: the others run its experts.
+    """
+
+    def __init__(self, model: Any, options: dict[str, Any]) -> None:
+        self.model, self.options = model, options
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return type(self.model).generate(self.model, *args, **{"use_cache": False, **kwargs})
+        return type(self.model).generate(self.model, *args, **{**self.options, **kwargs})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Generate":
-        return _Generate(memo.get(id(self.model), self.model))
+        return _Generate(memo.get(id(self.model), self.model), self.options)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Generate, (self.model,)
+        return _Generate, (self.model, self.options)
 
 
 def knows_its_ranks(network: nn.Module, mesh: Mesh) -> None:
     """Makes the models of transformers in a network know the ranks that train them, for `hf.save_pretrained`, and has
     them generate text as these can."""
-    is_cut = mesh.pp.size * mesh.cp.size * mesh.sp.size > 1
+    options = {"use_cache": False} if mesh.pp.size * mesh.cp.size * mesh.sp.size > 1 else {}
+    options |= {"synced_gpus": True} if mesh.sizes.ep > 1 else {}
     for module in network.modules():
         if is_saved_by_itself(module):
             module.__dict__["save_pretrained"] = _SavePretrained(module, mesh)
-        if is_cut and isinstance(module, PreTrainedModel) and module.can_generate():
-            module.__dict__["generate"] = _Generate(module)
+        if options and isinstance(module, PreTrainedModel) and module.can_generate():
+            module.__dict__["generate"] = _Generate(module, options)
 
 
 def mesh_of(model: nn.Module) -> Mesh:

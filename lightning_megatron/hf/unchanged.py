@@ -9,6 +9,7 @@ import inspect
 import logging
 import operator
 import os
+import re
 from typing import Any
 
 import torch
@@ -38,8 +39,8 @@ logger = logging.getLogger(__name__)
 _GENERATION = "generation_config.json"
 # Few, so that each weighs much. No usual number of ranks divides it: ranks of cp and sp each take all of them.
 _NUM_LOOKED_AT = 7
-_NUM_OF_FIRST = 4
-"""Tokens of the first of two documents in a row that is looked at."""
+# More than blocks of tokens that a layer compresses, and a prime, too.
+_NUM_OF_DOCUMENTS = 293
 
 
 def read_config(path: str | os.PathLike[str]) -> Any:
@@ -65,27 +66,39 @@ def deviation_by_later_tokens(model: Any) -> str:
 
     Calls a causal model once, on all ranks that it is cut over, and leaves it and random numbers as they were.
     """
-    row_T, other_T = _two_rows(model)
+    row_T, other_T = _two_rows(model, _NUM_LOOKED_AT)
     other_T[0] = row_T[0]
     [logits] = _logits(model, {"input_ids": torch.stack([row_T, other_T])})
     return _deviation(logits[0, 0], logits[1, 0])
 
 
 def deviation_by_other_documents(model: Any) -> str:
-    """The deviation, in words, of the logits of a document behind another one in its row from those of the document
-    alone; empty where rounding explains it.
+    """The deviation, in words, of the logits of a document by the one before it in its row, or from those of the
+    document alone; empty where rounding explains it.
 
     Calls a causal model twice, as `deviation_by_later_tokens`. Raises ValueError for one that takes no position_ids.
     """
     base = model.get_base_model() if has_adapters(model) else model
     if "position_ids" not in inspect.signature(base.forward).parameters:
         raise ValueError(f"{type(base).__name__} takes no position_ids, by which documents of a row are told apart")
-    row_T, _ = _two_rows(model)
-    segments_T = (torch.arange(len(row_T)) >= _NUM_OF_FIRST).long()
-    # With a cache it would look for no documents.
-    together = {"input_ids": row_T[None], "position_ids": document_positions(segments_T[None]), "use_cache": False}
-    logits, alone = _logits(model, together, {"input_ids": row_T[None, _NUM_OF_FIRST:], "use_cache": False})
-    return _deviation(alone[0], logits[0, _NUM_OF_FIRST:])
+    longest = num_positions(base)
+    num_tokens = _NUM_OF_DOCUMENTS if longest is None else min(_NUM_OF_DOCUMENTS, longest)
+    first = num_tokens // 2 + 2
+    row_T, other_T = _two_rows(model, num_tokens)
+    other_T[first:] = row_T[first:]
+    index_T = torch.arange(num_tokens)
+    # A third row, with another bound: some kernels keep documents apart where a call has a single row.
+    segments_3T = torch.stack([index_T >= first, index_T >= first, index_T >= first - 1]).long()
+    together = {
+        "input_ids": torch.stack([row_T, other_T, row_T]),
+        "position_ids": document_positions(segments_3T),
+        # With a cache it would look for no documents.
+        "use_cache": False,
+    }
+    logits, alone = _logits(model, together, {"input_ids": row_T[None, first:], "use_cache": False})
+    own = logits[:, first:]
+    # Of two rows of one shape rounding is the same, or nearly so.
+    return _deviation(own[0], own[1], part=0.02) or _deviation(alone[0], own[0])
 
 
 def document_positions(segments_BT: Tensor) -> Tensor:
@@ -96,10 +109,10 @@ def document_positions(segments_BT: Tensor) -> Tensor:
     return index_T - torch.where(is_first_BT, index_T, 0).cummax(dim=1).values
 
 
-def _two_rows(model: Any) -> tuple[Tensor, Tensor]:
+def _two_rows(model: Any, num_tokens: int) -> tuple[Tensor, Tensor]:
     """Two rows of tokens that differ everywhere."""
     size = int(model.config.get_text_config().vocab_size)
-    row_T = torch.randint(size, (_NUM_LOOKED_AT,), generator=torch.Generator().manual_seed(0))
+    row_T = torch.randint(size, (num_tokens,), generator=torch.Generator().manual_seed(0))
     return row_T, (row_T + 1) % size
 
 
@@ -123,10 +136,11 @@ def _logits(model: Any, *calls: dict[str, Any]) -> list[Tensor]:
             one.copy_(value)
 
 
-def _deviation(wanted: Tensor, found: Tensor) -> str:
+def _deviation(wanted: Tensor, found: Tensor, part: float = 1.0) -> str:
+    """What `relative_deviation` says of the two."""
     # Masks of finite numbers let a millionth through (ProphetNet), which is no sight in float64 either.
     wanted, found = (one.float() if one.dtype == torch.float64 else one for one in (wanted, found))
-    return relative_deviation(found, wanted)
+    return relative_deviation(found, wanted, part)
 
 
 def num_positions(model: Any) -> int | None:
@@ -211,8 +225,8 @@ def _loaded(path: str, dtype: torch.dtype | None, auto_class: Any) -> Any:
             "%s in %s: transformers reads this model, and every process all of it into host memory", unfit, path
         )
         return auto_class.from_pretrained(path, config=config, dtype=dtype or "auto")
-    wanted = model.state_dict()
-    state = {name: files.mapped(source).to(wanted[name].dtype) for name, source in sources.names.items()}
+    dtypes = dtypes_of(model)
+    state = {name: files.mapped(source).to(dtypes[name]) for name, source in sources.names.items()}
     model.load_state_dict(state, strict=False, assign=True)
     model.tie_weights()
     for tensor in model.state_dict(keep_vars=True).values():
@@ -239,12 +253,28 @@ def on_meta(config: Any, options: dict[str, Any], source: str, auto_class: Any =
     `options` are those of `auto_class.from_config`. Raises ValueError, which names `source`, where there is no such
     model.
     """
+    if not hasattr(auto_class, "from_config"):
+        raise ValueError(
+            f"auto_class ({getattr(auto_class, '__name__', auto_class)!r}) must be a class of transformers that finds "
+            "the model's own, as AutoModelForSeq2SeqLM"
+        )
     try:
         with torch.device("meta"):
             return auto_class.from_config(config, **options)
     except ValueError as error:
         kind = "causal model" if auto_class is AutoModelForCausalLM else f"model of {auto_class.__name__}"
         raise ValueError(f"no {kind} can be made of {source}: {_first_line(error)}") from error
+
+
+def dtypes_of(model: PreTrainedModel) -> dict[str, torch.dtype]:
+    """Dtypes in which transformers reads a model's weights, by name: some types keep some in float32."""
+    # Transformers looks for these anywhere in a name.
+    kept = [name.replace("*", ".*") for name in model._get_dtype_plan(model.dtype)]
+    pattern = re.compile("|".join(kept)) if kept else None
+    return {
+        name: torch.float32 if pattern is not None and pattern.search(name) else tensor.dtype
+        for name, tensor in model.state_dict().items()
+    }
 
 
 def _unfit(model: PreTrainedModel, files: WeightFiles, sources: Sources, converted: ConvertedWeights) -> str:

@@ -545,7 +545,8 @@ class MegatronStrategy(ParallelStrategy):
         schedule = self.pipeline.schedule_of(pp=self.mesh.pp.size, vp=self.mesh.sizes.vp, microbatches=1)
         if self.mesh.pp.size > 1 and spec_of(schedule.name).splits_backward:
             run.lent_linears = [lend(linear) for linear in plain_linears(pipelined)]
-            model_checks.tell_whole_backwards(whole_backwards(pipelined), schedule.name)
+            of_ranks = collectives.gather_objects(whole_backwards(pipelined), self.mesh.pp)
+            model_checks.tell_whole_backwards([name for names in of_ranks for name in names], schedule.name)
         run.steps = Steps(
             trainer=trainer,
             module=module,

@@ -346,7 +346,7 @@ def test_modules_whose_backward_stays_whole_are_told(caplog: pytest.LogCaptureFi
         tell_whole_backwards(names, "zb_h1")
         tell_whole_backwards([], "zb_v")
     [told] = [record.getMessage() for record in caplog.records if "puts off" in record.getMessage()]
-    assert "2 other modules of these stages compute theirs at once: blocks.0.up (Derived), blocks.1.up" in told
+    assert "2 other modules compute theirs at once: blocks.0.up (Derived), blocks.1.up" in told
 
 
 @on_ranks(1, init=False)

@@ -234,7 +234,7 @@ def tell_whole_backwards(names: Sequence[str], schedule: str) -> None:
         shown = ", ".join(names[:_MOST_NAMES]) + (", ..." if len(names) > _MOST_NAMES else "")
         rank_zero_info(
             f"schedule {schedule!r} puts off the weight gradients of nn.Linear and of this package's layers; "
-            f"{len(names)} other modules of these stages compute theirs at once: {shown}"
+            f"{len(names)} other modules compute theirs at once: {shown}"
         )
 
 
