@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -177,7 +178,33 @@ def _meeting_store(launch: Launch, until_seconds: float) -> Store:
         if time.monotonic() > until_seconds:
             raise NobodyThereError(f"rank 0 has not come to {launch.address}:{launch.port}: nobody listens there")
         time.sleep(_POLL_SECONDS * 4)
-    return TCPStore(launch.address, launch.port, is_master=False, timeout=timeout)
+    return _client(launch, timeout)
+
+
+def _client(launch: Launch, timeout: timedelta) -> Store:
+    """A client of rank 0's store. Raises NobodyThereError where what listens there is none."""
+    made: list[Store] = []
+    failed: list[Exception] = []
+
+    def connect() -> None:
+        try:
+            made.append(TCPStore(launch.address, launch.port, is_master=False, timeout=timeout))
+        except Exception as error:
+            # Raised again by whoever waits.
+            failed.append(error)
+
+    # It waits for an answer without end, whatever its own time limit.
+    thread = threading.Thread(target=connect, daemon=True)
+    thread.start()
+    thread.join(timeout.total_seconds() + _LAST_SECONDS)
+    if failed:
+        raise failed[0]
+    if not made:
+        raise NobodyThereError(
+            f"what listens at {launch.address}:{launch.port} does not answer as rank 0 does; another program may have "
+            "the port"
+        )
+    return made[0]
 
 
 def _listens(address: str, port: int) -> bool:

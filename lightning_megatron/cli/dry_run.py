@@ -21,7 +21,7 @@ from lightning_megatron.cli.plan_run import (
     add_run_options,
     count_faults,
     read_run,
-    require_no_data,
+    require_no_module,
 )
 from lightning_megatron.cli.usage import UsageError
 from lightning_megatron.planner.dry_rank import FullModel, Trained
@@ -132,7 +132,7 @@ def _read(options: argparse.Namespace) -> tuple[RunSettings, Trained, list[str]]
         asked = read_module_run(options)
         unchanged = _explained(asked.request, options)
         return unchanged, asked.module(unchanged), _notes(asked.request, options)
-    require_no_data(options)
+    require_no_module(options)
     is_own = options.layout in (None, OF_RECIPE)
     own = with_balanced_batch(read_run(options), options.document_lengths, gpu_of(_GPU), is_own=is_own)
     run, notes = _explained(own, options), _notes(own, options)

@@ -25,7 +25,7 @@ from lightning_megatron.cli.dry_module import META, DryModule, quiet
 from lightning_megatron.cli.plan_file import table_of
 from lightning_megatron.cli.plan_recipe import run_of_causal_recipe
 from lightning_megatron.cli.plan_request import PlanRequest
-from lightning_megatron.cli.plan_run import require_no_data, with_run_options
+from lightning_megatron.cli.plan_run import require_no_module, with_run_options
 from lightning_megatron.cli.usage import UsageError
 from lightning_megatron.hf.adapters import add_adapters
 from lightning_megatron.hf.unchanged import on_meta, read_config
@@ -40,7 +40,10 @@ from lightning_megatron.testing.subject import Subject, SubjectError, require_mo
 from lightning_megatron.testing.telling import telling
 from lightning_megatron.testing.user_file import called, spec_fault
 
-_ADAMW = "states are those of AdamW, whatever configure_optimizers makes"
+_ASSUMED = (
+    "states are those of AdamW, whatever configure_optimizers makes, and the strategy's optimizer is "
+    "OptimizerConfig(kind='distributed', overlap_grad_reduce=True, overlap_param_gather=True)"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +63,7 @@ def read_module_run(options: argparse.Namespace) -> ModuleRun:
 
 
 def _of_recipe(options: argparse.Namespace) -> ModuleRun:
-    require_no_data(options)
+    require_no_module(options)
     path = Path(options.config)
     try:
         asked, arguments = run_of_causal_recipe(path, table_of(path), options)
@@ -144,9 +147,10 @@ def _of_file(options: argparse.Namespace) -> ModuleRun:
         lengths=SequenceLengths(sequence=_num_tokens(row)),
         sizes=Sizes(world=options.num_gpus),
         global_batch_size=options.global_batch_size,
+        precision=options.precision or "32-true",
         optimizer=OptimizerConfig(kind="distributed", overlap_grad_reduce=True, overlap_param_gather=True),
     )
-    request = with_run_options(PlanRequest(run=settings, has_layout=False, notes=(_ADAMW,)), options)
+    request = with_run_options(PlanRequest(run=settings, has_layout=False, notes=(_ASSUMED,)), options)
     if faults := _faults_of_fp8(request.run):
         raise UsageError(faults)
     made = partial(_user_module, options.config, row)

@@ -19,7 +19,13 @@ from lightning_megatron.cli.plan_file import trains_unchanged
 from lightning_megatron.cli.plan_layout import OF_RECIPE, explained, notes_on_layout
 from lightning_megatron.cli.plan_picture import plan_panels
 from lightning_megatron.cli.plan_request import PlanRequest
-from lightning_megatron.cli.plan_run import add_model_options, add_run_options, count_faults, read_run, require_no_data
+from lightning_megatron.cli.plan_run import (
+    add_model_options,
+    add_run_options,
+    count_faults,
+    read_run,
+    require_no_module,
+)
 from lightning_megatron.cli.target import require_writable
 from lightning_megatron.cli.usage import UsageError
 from lightning_megatron.planner.comparison import comparison_text
@@ -159,7 +165,7 @@ def _read_request(options: argparse.Namespace, cache: PlanCache) -> tuple[PlanRe
     except ValueError as error:
         raise UsageError(str(error).splitlines()) from error
     if not is_unchanged:
-        require_no_data(options)
+        require_no_module(options)
         return read_run(options), cache.measured, None
     # What trains takes seconds to import.
     from lightning_megatron.cli.plan_module import read_unchanged

@@ -18,7 +18,7 @@ from lightning_megatron.optim.config import OptimizerConfig
 from lightning_megatron.planner.model_parts import Model, SequenceLengths
 from lightning_megatron.planner.model_size import kind_name
 from lightning_megatron.planner.presets import preset_of
-from lightning_megatron.planner.run import Run
+from lightning_megatron.planner.run import PRECISIONS, Run
 from lightning_megatron.precision.fp8 import Fp8Config
 from lightning_megatron.rules.limits import MOST, limit_faults, model_limit_faults, shown
 from lightning_megatron.transformer.recompute import RecomputeConfig
@@ -39,6 +39,11 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         metavar="DATA",
         help="for a module of yours: data module, or a function that makes a loader or a list of batches, as in "
         "module.py:MyData (default: the module's own train_dataloader)",
+    )
+    parser.add_argument(
+        "--precision",
+        choices=PRECISIONS,
+        help="for a module of yours: precision of its Trainer (default: 32-true)",
     )
     parser.add_argument(
         "--model",
@@ -86,10 +91,15 @@ def count_faults(options: argparse.Namespace, names: Sequence[str]) -> list[str]
     return faults + limit_faults(counts, MOST)
 
 
-def require_no_data(options: argparse.Namespace) -> None:
-    """Raises UsageError where data is given, and CONFIG is no module of the user's."""
-    if options.data is not None:
-        raise UsageError([f"--data ({options.data}) is for a module of yours, as in module.py:MyModule; leave it out"])
+def require_no_module(options: argparse.Namespace) -> None:
+    """Raises UsageError where options of a module of the user's are given, and CONFIG is none."""
+    given = {f"--{name}": getattr(options, name) for name in ("data", "precision")}
+    if faults := [
+        f"{name} ({value}) is for a module of yours, as in module.py:MyModule; leave it out"
+        for name, value in given.items()
+        if value is not None
+    ]:
+        raise UsageError(faults)
 
 
 def read_run(options: argparse.Namespace) -> PlanRequest[Run]:

@@ -1,7 +1,8 @@
 """A run that its command line makes shorter than the warm-up in its configuration, as one that shall only start.
 
 The warm-up of a configuration is meant for the run that is described there; `--trainer.max_steps 2` tries whether that
-run starts. So the warm-up is shortened, and told. A warm-up from the command line stays, and is refused.
+run starts. So the warm-up is shortened, and told. Where options of the optimizer come from the command line, its warm-up
+stays, and is refused.
 """
 
 from collections.abc import Sequence
@@ -9,7 +10,9 @@ from collections.abc import Sequence
 from jsonargparse import Namespace
 from lightning.pytorch.utilities import rank_zero_info
 
-_MAX_STEPS, _WARMUP = "--trainer.max_steps", "--model.optimizer.warmup_steps"
+_MAX_STEPS = "--trainer.max_steps"
+# Options that a warm-up may be in.
+_WITH_WARMUP = ("--model.optimizer.warmup_steps", "--model.optimizer", "--model")
 
 
 def shorten_warmup(optimizer: Namespace, max_steps: int, given: Sequence[str]) -> None:
@@ -18,7 +21,7 @@ def shorten_warmup(optimizer: Namespace, max_steps: int, given: Sequence[str]) -
     A curve with an end of its own, `total_steps`, has room in itself.
     """
     options = {word.partition("=")[0] for word in given}
-    if _MAX_STEPS not in options or _WARMUP in options or optimizer.total_steps:
+    if _MAX_STEPS not in options or not options.isdisjoint(_WITH_WARMUP) or optimizer.total_steps:
         return
     if 1 <= max_steps <= optimizer.warmup_steps:
         rank_zero_info(

@@ -1,6 +1,7 @@
 """Models of transformers, unchanged, compute one device's numbers on layouts: a sample of docs/models_table.md."""
 
 import functools
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -286,6 +287,33 @@ def test_text_is_generated_over_any_number_of_tokens() -> None:
     for layout in (Layout(world=2, tp=2, sp=True), Layout(world=2, cp=2), Layout(world=2, pp=2)):
         for found in run_on_ranks(2, generated, layout, init=False):
             assert torch.equal(found, wanted)
+
+
+class Ends(Generates):
+    """Ends rows where a token comes, which is at other places on each rank."""
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        tokens = batch["input_ids"][:, :7]
+        return self.model.generate(tokens, max_new_tokens=12, do_sample=False, eos_token_id=self.ending, pad_token_id=0)
+
+
+def ended(layout: Layout, ending: int) -> list[list[int]]:
+    module = Ends("mixtral")
+    module.ending = ending
+    loader: Any = DataLoader(batches(), batch_size=None)  # type: ignore[arg-type]
+    parts: Any = make_trainer(layout).predict(module, loader)
+    return [[token for token in row.tolist() if token] for part in parts for row in part]
+
+
+def test_ranks_that_share_experts_generate_until_the_last_has_its_text() -> None:
+    rows = run_on_ranks(1, ended, Layout(is_plain=True), -1, init=False)[0]
+    # A token that some rows come to late, and others not at all.
+    counts = Counter(row[9] for row in rows)
+    ending = next(token for token, count in counts.most_common() if count < len(rows))
+    [wanted] = run_on_ranks(1, ended, Layout(is_plain=True), ending, init=False)
+    assert len({len(row) for row in wanted}) > 1
+    found = run_on_ranks(2, ended, Layout(world=2, ep=2), ending, init=False)
+    assert sorted(row for of_rank in found for row in of_rank) == sorted(wanted * 2)
 
 
 class Logged(Causal):

@@ -1,5 +1,6 @@
 """The doctor's ping over real processes: it ends in its time, whatever a rank does, and says why."""
 
+import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -108,6 +109,17 @@ def test_a_rank_without_the_first_one_says_so() -> None:
     launch = Launch(launcher="torchrun", rank=1, world=2, local_rank=1, address="127.0.0.1", port=free_port())
     with pytest.raises(NobodyThereError, match=f"rank 0 has not come to 127.0.0.1:{launch.port}"):
         ping_launched(PingRequest(sizes_bytes=(4,), limit_seconds=0.5), launch, word())
+
+
+def test_a_listener_that_is_no_first_rank_is_left_in_time() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        launch = Launch(
+            launcher="torchrun", rank=1, world=2, local_rank=1, address="127.0.0.1", port=other.getsockname()[1]
+        )
+        started = time.monotonic()
+        with pytest.raises(NobodyThereError):
+            ping_launched(PingRequest(sizes_bytes=(4,), limit_seconds=1.0), launch, word())
+        assert time.monotonic() - started < 20
 
 
 def test_a_port_that_another_holds_is_said() -> None:

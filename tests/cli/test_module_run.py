@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import yaml
-from transformers import Gemma2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, Gemma2Config, Qwen3Config
 
 from lightning_megatron.cli.main import main
+from tests.any_module.model_families import config_of
 from tests.cli.test_dry_module import QWEN, RECIPE, SMALL, folder_of
 
 FINETUNE = Path(RECIPE).with_name("finetune_toy.yaml")
@@ -21,6 +22,8 @@ MODULE = """\
     import torch
     from torch.utils.data import DataLoader
     from transformers import AutoConfig, AutoModelForCausalLM
+
+    from lightning_megatron.hf import load_unchanged, new_unchanged
 
 
     class Mine(L.LightningModule):
@@ -49,6 +52,18 @@ MODULE = """\
     def data():
         row = torch.zeros(64, dtype=torch.int64)
         return DataLoader([{{"tokens": row, "labels": row}}] * 32, batch_size=8)
+
+
+    class Loads(WithData):
+        def configure_model(self):
+            if self.model is None:
+                self.model = load_unchanged({folder!r})
+
+
+    class Draws(WithData):
+        def configure_model(self):
+            if self.model is None:
+                self.model = new_unchanged({folder!r})
 
 
     class Fails(WithData):
@@ -85,10 +100,35 @@ def test_a_module_of_the_users_runs_dry_as_the_causal_module_of_its_network(
     wanted = record_of(capsys, "dry-run", RECIPE, "--model", str(Path(module).parent), *options)
     for found, recipe in zip(own["ranks"], wanted["ranks"], strict=True):
         assert found["parameters"] == recipe["parameters"] and found["flops"] == recipe["flops"]
-    # The toy recipe trains in float32, and all-reduces gradients.
-    assert own["notes"] == ["states are those of AdamW, whatever configure_optimizers makes"]
+    # The toy recipe all-reduces gradients.
+    [note] = own["notes"]
+    assert note.startswith(
+        "states are those of AdamW, whatever configure_optimizers makes, and the strategy's optimizer"
+    )
     by_function = record_of(capsys, "dry-run", f"{module}:Mine", "--data", f"{module}:data", *options)
     assert by_function == own
+
+
+@pytest.mark.parametrize("name", ["Loads", "Draws"])
+@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+def test_models_without_values_run_dry_on_layouts_that_cut_them(
+    name: str, kind: str, module: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, folder = config_of(kind), Path(module).parent
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    options = ("--world-size", "4", "--global-batch-size", "4", "--rank", "0")
+    layouts = ("pp=1", "tp=2", "pp=2,tp=2") if kind == "llama" else ("pp=1", "ep=2", "pp=2,tp=2")
+    held = []
+    for layout in layouts:
+        found = record_of(capsys, "dry-run", f"{module}:{name}", *options, "--layout", layout)
+        held.append(found["ranks"][0]["parameters"])
+    assert held[0] > held[1] > held[2]
+    both = [
+        record_of(capsys, "dry-run", f"{module}:{name}", *options, "--layout", "tp=2", "--precision", precision)
+        for precision in ("32-true", "bf16-mixed")
+    ]
+    weights = [one["ranks"][0]["peak_by_kind"]["weights"] for one in both]
+    assert weights[0] > 1.5 * weights[1]
 
 
 def test_layouts_of_a_module_of_the_users_are_found(module: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -106,7 +146,10 @@ def test_layouts_of_a_module_of_the_users_are_found(module: str, capsys: pytest.
         (("{}:WithData",), "--global-batch-size is needed"),
         (("{}:WithData",), "--world-size is needed"),
         (("{}:Mine", *("--world-size", "1", "--global-batch-size", "1")), "has no train_dataloader, and no data"),
-        (("{}:None", *("--world-size", "1", "--global-batch-size", "1")), "has no None; it has Empty, Fails, Mine"),
+        (
+            ("{}:None", *("--world-size", "1", "--global-batch-size", "1")),
+            "has no None; it has Draws, Empty, Fails, Loads, Mine",
+        ),
         (("{}:Empty", *("--world-size", "1", "--global-batch-size", "1")), "the data has no batch"),
         (("{}:WithData", "--sequence-length", "7"), "--sequence-length (7) is for a recipe or a model"),
         (
@@ -114,6 +157,8 @@ def test_layouts_of_a_module_of_the_users_are_found(module: str, capsys: pytest.
             "the model does not run on tensors without numbers: KeyError: 'no such key' (",
         ),
         (("none.py:Mine", *("--world-size", "1", "--global-batch-size", "1")), "is no file"),
+        ((RECIPE, "--precision", "32-true"), "--precision (32-true) is for a module of yours"),
+        (("http://x.y/z",), "is not known; presets are"),
         ((RECIPE, "--data", "{}:data"), "is for a module of yours, as in module.py:MyModule; leave it out"),
     ],
 )

@@ -1,19 +1,23 @@
 """Experts that files hold one by one are put together for what a rank holds, as transformers puts them together."""
 
+import copy
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, MixtralConfig
 
 from lightning_megatron import hf
-from lightning_megatron.mesh import Sizes
+from lightning_megatron.mesh import Mesh, Sizes, ambient
 from lightning_megatron.planner.memory_tracker import MemoryTracker
 from lightning_megatron.sharding import shard_of
 from lightning_megatron.testing import certify
+from lightning_megatron.trainer.setup.pipelined_models import cut_plain_networks
 from tests.any_module.model_families import Causal, batches, config_of
 from tests.harness.sample import every_nth
 from tests.hf.test_new_unchanged import of_rank, tensors_of
@@ -101,15 +105,34 @@ def test_it_is_written_as_it_was_read(model_type: str, tmp_path: Path) -> None:
     assert read.keys() == again.keys() and all(torch.equal(read[name], again[name]) for name in read)
 
 
-def test_files_that_lack_a_weight_or_have_none_of_numbers_are_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    folder = written(tmp_path, config_of("mixtral"))
-    file = folder / "model.safetensors"
-    from safetensors.torch import save_file
+def test_weights_that_are_there_may_be_changed_and_copied_before_the_cut(tmp_path: Path) -> None:
+    folder, mesh = written(tmp_path, config_of("llama")), Mesh.imagine(0, Sizes(world=2, tp=2))
+    module = L.LightningModule()
+    with ambient(mesh):
+        module.model = hf.load_unchanged(folder)
+        module.reference = copy.deepcopy(module.model)
+        with torch.no_grad():
+            module.model.lm_head.weight.mul_(2)
+        cut_plain_networks(module, mesh)
+    assert torch.equal(module.model.lm_head.weight, 2 * module.reference.lm_head.weight)
 
+
+def changed(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    file = folder / "model.safetensors"
     held = load_file(file)
-    del held["model.norm.weight"]
+    change(held)
     save_file(held, file, {"format": "pt"})
-    hf.load_unchanged(folder)
-    assert "there is no model.norm.weight in" in caplog.text and "transformers reads this model" in caplog.text
+
+
+def test_files_that_lack_a_weight_or_a_piece_of_one_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = written(tmp_path, config_of("mixtral"))
+    changed(folder, lambda held: held.update({"model.norm.weight": torch.ones(3)}))
+    with pytest.raises(Exception, match="ignore_mismatched_sizes"):
+        hf.load_unchanged(folder)
+    assert "model.norm.weight has shape [3], and must have [32]" in caplog.text
+    piece = "model.layers.0.block_sparse_moe.experts.1.w1.weight"
+    for change in (lambda held: held.pop(piece), lambda held: held.update({piece: torch.ones(3, 3)})):
+        folder = written(tmp_path, config_of("mixtral"))
+        changed(folder, change)
+        with pytest.raises(ValueError, match=r"experts\.gate_up_proj cannot be put together of the \d+ weights for it"):
+            hf.load_unchanged(folder)

@@ -12,6 +12,7 @@ from transformers import (
     AutoModelForMaskedLM,
     AutoModelForSeq2SeqLM,
     GenerationConfig,
+    LlamaForCausalLM,
 )
 
 from lightning_megatron import hf
@@ -80,6 +81,32 @@ def test_a_model_may_be_one_of_another_class(model_type: str, auto_class: Any, t
     if model_type == "t5":
         with pytest.raises(ValueError, match="no model of AutoModelForMaskedLM can be made of"):
             hf.load_unchanged(tmp_path, auto_class=AutoModelForMaskedLM)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "auto_class", "dtype", "kept"),
+    [
+        ("deepseek_v3", AutoModelForCausalLM, torch.bfloat16, "e_score_correction_bias"),
+        ("t5", AutoModelForSeq2SeqLM, torch.float16, "wo.weight"),
+    ],
+)
+def test_weights_that_a_type_keeps_in_32_bits_stay_so(
+    model_type: str, auto_class: Any, dtype: torch.dtype, kept: str, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    auto_class.from_config(config_of(model_type)).save_pretrained(tmp_path)
+    found, wanted = hf.load_unchanged(tmp_path, dtype, auto_class), auto_class.from_pretrained(tmp_path, dtype=dtype)
+    state = found.state_dict()
+    assert {name: one.dtype for name, one in state.items()} == {n: one.dtype for n, one in wanted.state_dict().items()}
+    assert {one.dtype for name, one in state.items() if name.endswith(kept)} == {torch.float32}
+
+
+def test_a_class_that_finds_no_model_is_told(tmp_path: Path) -> None:
+    config_of("llama").save_pretrained(tmp_path)
+    with pytest.raises(
+        ValueError, match=r"auto_class \('LlamaForCausalLM'\) must be a class of transformers that finds"
+    ):
+        hf.new_unchanged(tmp_path, auto_class=LlamaForCausalLM)
 
 
 def test_the_weights_of_a_file_share_one_map(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import DataLoader
-from transformers import BartConfig, BloomConfig, MambaConfig, OPTConfig
+from transformers import AutoModelForCausalLM, BartConfig, BloomConfig, MambaConfig, OPTConfig
 
 from lightning_megatron.data.collate import collate_padded
 from lightning_megatron.data.packed_rows import join_samples
@@ -19,6 +19,7 @@ from lightning_megatron.lightning_modules import AdamWConfig, CausalModule
 from lightning_megatron.models.sampling import GenerationConfig
 from lightning_megatron.testing.islands import LiftedIslands
 from lightning_megatron.trainer import ConfigurationError
+from tests.any_module.model_families import config_of
 from tests.harness.ranks import run_on_ranks
 from tests.lightning_modules.pretrained import write_model
 from tests.lightning_modules.test_finetune_unchanged import lifted
@@ -157,6 +158,14 @@ def test_documents_of_a_row_compute_what_they_compute_alone(module: CausalModule
     wanted = sum(loss * valid for loss, valid in alone) / 14
     assert int(num_valid) == 14 and torch.allclose(loss, torch.as_tensor(wanted), rtol=1e-12)
     assert not torch.allclose(loss, without, rtol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_models_that_mix_documents_a_little_are_told_from_those_that_do_not(dtype: torch.dtype) -> None:
+    for model_type in ("jamba", "biogpt", "deepseek_v4", "lfm2_moe", "gemma2", "qwen3_moe"):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config_of(model_type)).to(dtype).eval()
+        assert bool(deviation_by_other_documents(model)) == (model_type not in ("gemma2", "qwen3_moe")), model_type
 
 
 def test_a_folder_without_a_model_is_told(tmp_path: Path) -> None:
