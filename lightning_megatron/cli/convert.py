@@ -153,6 +153,8 @@ def _convert(options: argparse.Namespace) -> Converted:
     if is_from_checkpoint and model_from:
         told = f"a model of this package alone, and {options.source} has one of transformers (of {model_from})"
         faults += _unused(options, _OF_OWN_MODELS, told)
+    if options.model_from is not None and "/" not in options.model_from and not Path(options.model_from).is_dir():
+        faults.append(f"--model-from ({options.model_from}) is no folder; give the one of the model that was trained")
     if faults:
         raise UsageError(faults)
     if model_from:

@@ -1,7 +1,7 @@
 """A run that its command line makes shorter than the warm-up in its configuration, as one that shall only start.
 
 The warm-up of a configuration is meant for the run that is described there; `--trainer.max_steps 2` tries whether that
-run starts. So the warm-up is shortened, and told. Where options of the optimizer come from the command line, its warm-up
+run starts. So the warm-up is shortened, and told. Where the command line has options of the optimizer, its warm-up
 stays, and is refused.
 """
 

@@ -235,7 +235,7 @@ def test_mistakes_about_a_model_of_transformers_are_one_line_with_the_way_out(
     Path("vast/config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 10**9}))
     Path("moe.yaml").write_text(MOE)
     for options, words in (
-        (("last.ckpt", "x", "--model-from", "nowhere"), "nowhere is no folder"),
+        (("last.ckpt", "x", "--model-from", "nowhere"), "--model-from (nowhere) is no folder"),
         (("last.ckpt", "x", "--model-from", "last.ckpt"), "last.ckpt has no config.json"),
         (
             ("last.ckpt", "x", "--model-from", "other"),
