@@ -12,7 +12,8 @@ def test_a_page_has_a_row_for_each_type_and_the_reasons_of_its_cells() -> None:
     page = page_of(tables)
     assert "1 types, of which 1 train on one device;\nequal to it: pp2 1, pp2vp2-zb_v 0, tp2 1," in page
     assert "2 types, of which 1 train on one device;\nequal to it: pp2 1, pp2vp2-zb_v 0, tp2 0," in page
-    assert "| a U-Net | 3e-15 | [1] | [2] | [1] |" in page and "| a lamp | [3] | [1] | [1] | [1] |" in page
+    assert "| a U-Net | 3e-15 | [1] | [2] | [1] | [1] |" in page and "| a lamp | [3] | [1] | [1] | [1] | [1] |" in page
+    assert "3 of 3 numbers are at most 1e-12." in page
     assert "[1] not run\n[2] refused: no linear\n[3] one device: no light\n" in page
 
 
