@@ -130,8 +130,8 @@ class Bucket:
 
     def begin(self) -> None:
         """Begins the sums of a step, where shards are added."""
-        self.reduced, self.was_reduced, self.extremes = set(), False, []
         if self._sum is not None:
+            self.reduced, self.was_reduced, self.extremes = set(), False, []
             self._sum.zero_()
 
     def land(self) -> None:

@@ -596,7 +596,10 @@ _FIT = {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args"
         ({"model.optimizer": {"lr": "x"}}, ("--model.optimizer.lr: Expected a <class 'float'>. Got value: x",)),
         ({"model.path": "here"}, ("Option 'model.path' is not accepted",)),
         ({"data.blend": [{"weight": "a"}]}, ("--data.blend: ", '"weight": must be a number or null')),
-        ({"trainer.strategy.init_args": {"optimizer": {"kind": "sharded"}}}, ("'distributed']. Got value: sharded",)),
+        (
+            {"trainer.strategy.init_args": {"optimizer": {"kind": "sharded"}}},
+            ("'distributed_gradients']. Got value: sharded",),
+        ),
     ],
 )
 def test_what_fit_would_not_take_is_reported(

@@ -116,7 +116,7 @@ MISTAKES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "a bucket below one": ((f"{STRATEGY}.optimizer.bucket_size=-1",), ("cannot run:", "bucket_size (-1) must be")),
     "an unknown optimizer kind": ((f"{STRATEGY}.optimizer.kind=zero3",), ("zero3", "'distributed'")),
-    "a gather without shards": ((f"{STRATEGY}.optimizer.overlap_param_gather=true",), ("needs kind 'distributed'",)),
+    "a gather without shards": ((f"{STRATEGY}.optimizer.overlap_param_gather=true",), ("needs a distributed kind",)),
     "an unknown part to recompute": ((f"{STRATEGY}.recompute.parts=[core]",), ("core", "'core_attention'")),
     "a loss scale that shrinks by growing": ((f"{STRATEGY}.loss_scale.growth_factor=0.5",), ("growth_factor (0.5)",)),
     "FP8 with sizes that tiles do not divide": (

@@ -58,7 +58,6 @@ def test_four_ranks_learn_what_one_device_learns_and_transformers_loads_it(folde
             ("--model.path=no/such/folder",),
             "no/such/folder has no configuration that this version of transformers reads",
         ),
-        (("--data.separates_documents=true",), "a model of transformers as it is makes none for them"),
         (("--trainer.strategy.init_args.context_parallel_size=3",), "world size"),
     ],
 )
