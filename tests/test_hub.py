@@ -1,5 +1,6 @@
 """Names on the Hugging Face hub stand for folders."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from huggingface_hub import constants
 from transformers import AutoModelForCausalLM
 
 from lightning_megatron import hf
+from lightning_megatron.cli.main import main
 from lightning_megatron.data.tokenizer_files import load_tokenizer
 from lightning_megatron.hub import model_folder
 from lightning_megatron.lightning_modules import CausalModule
@@ -17,6 +19,8 @@ from lightning_megatron.lightning_modules.export import ExportPretrained
 from lightning_megatron.lightning_modules.finetune import FinetuneModule
 from tests.any_module.model_families import config_of
 from tests.data.chats import HEADERS, write_tokenizer
+
+CONFIGS = Path(__file__).resolve().parents[1] / "recipes" / "configs"
 
 
 def test_a_name_is_the_folder_that_the_cache_has_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,6 +39,23 @@ def test_a_name_is_the_folder_that_the_cache_has_of_it(tmp_path: Path, monkeypat
     for call in (hf.load_unchanged, hf.from_pretrained, load_tokenizer):
         with pytest.raises(ValueError, match="owner/other is no file or folder here, and could not be fetched"):
             call("owner/other")
+
+
+def test_names_are_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    for name in ("llama", "gemma2"):
+        folder = tmp_path / f"models--owner--{name}" / "snapshots" / ("0" * 40)
+        config_of(name).save_pretrained(folder)
+        (folder.parents[1] / "refs").mkdir()
+        (folder.parents[1] / "refs" / "main").write_text("0" * 40)
+        args = ("--model", f"owner/{name}", "--layout", "tp=2", "--rank", "0", "--json")
+        assert main(["dry-run", str(CONFIGS / "finetune_toy.yaml"), *args]) == 0
+        assert json.loads(capsys.readouterr().out)["ranks"][0]["parameters"] > 0
+    args = ("--world-size", "2", "--layout", "tp=2", "--global-batch-size", "4", "--rank", "0")
+    assert main(["dry-run", "owner/llama", *args]) == 0 and "parameters" in capsys.readouterr().out
+    assert main(["dry-run", "owner/other", *args]) == 2
+    assert "owner/other is no file or folder here, and could not be fetched" in capsys.readouterr().err
 
 
 def test_what_is_exported_has_the_tokenizer_of_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

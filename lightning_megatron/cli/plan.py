@@ -51,7 +51,7 @@ from lightning_megatron.planner.search import Found, fewest_gpus, search
 _SHOWN = 10
 _EPILOG = f"""\
 CONFIG is a recipe's YAML file, a preset ({", ".join(PRESETS)}), or a Hugging Face config.json,
-of any name, or its folder.
+of any name, or its folder, or owner/model on the Hugging Face hub.
 A recipe of recipes/pretrain_hf.py is planned with the model of transformers in its model.path, of whose
 folder the config.json is enough, and so is a LightningModule of yours, as in module.py:MyModule: every
 layout is measured, which takes seconds each.

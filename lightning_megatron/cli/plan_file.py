@@ -5,6 +5,7 @@ from typing import Any
 
 from lightning_megatron.hf.families import FAMILIES, family_of_file
 from lightning_megatron.hf.folder import read_config
+from lightning_megatron.hub import CONFIG_FILES, model_folder
 from lightning_megatron.models import BertConfig, GPTConfig, LlavaConfig, T5Config
 from lightning_megatron.planner.model_parts import Model
 from lightning_megatron.text_files import read_table
@@ -44,8 +45,9 @@ def trains_unchanged(config: str, model: str | None) -> bool:
     if not isinstance(section, dict) or "model_type" in data or isinstance(section.get("config"), dict):
         return False
     options = section.get("init_args") or {} if "class_path" in section else section
-    folder = Path(str(model or (options.get("path") if isinstance(options, dict) else None) or ""))
-    if not folder.name or not folder.exists():
+    name = str(model or (options.get("path") if isinstance(options, dict) else None) or "")
+    folder = Path(model_folder(name, CONFIG_FILES))
+    if not name or not folder.exists():
         return False
     raw = read_config(folder) if folder.is_dir() else table_of(folder)
     return "model_type" in raw and str(raw["model_type"]) not in FAMILIES

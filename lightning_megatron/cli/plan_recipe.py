@@ -26,6 +26,7 @@ from lightning_megatron.cli.recipe_reader import (
 from lightning_megatron.context.balance import DynamicContextConfig
 from lightning_megatron.context.config import ContextConfig
 from lightning_megatron.hf.load import upcycling
+from lightning_megatron.hub import CONFIG_FILES, model_folder
 from lightning_megatron.mesh import Sizes
 from lightning_megatron.models import LlavaConfig, T5Config
 from lightning_megatron.moe.config import MoEConfig
@@ -233,8 +234,9 @@ def _model_of_folder(
     name = options.model or section["path"]
     if name in PRESETS:
         return PRESETS[name].model
-    if Path(name).exists():
-        return model_of_folder(Path(name))
+    folder = Path(model_folder(name, CONFIG_FILES))
+    if folder.exists():
+        return model_of_folder(folder)
     raise ValueError(
         f"model.path ({name}) is no folder here; give the model by --model: a folder, its config.json, or a preset "
         f"({', '.join(PRESETS)})"

@@ -12,6 +12,7 @@ from lightning_megatron.cli.plan_request import PlanRequest, R
 from lightning_megatron.cli.usage import UsageError
 from lightning_megatron.data.bert_samples import BertSampleConfig
 from lightning_megatron.data.span_corruption import SpanCorruption
+from lightning_megatron.hub import CONFIG_FILES, model_folder
 from lightning_megatron.mesh import Sizes
 from lightning_megatron.models import BertConfig, LlavaConfig, T5Config
 from lightning_megatron.optim.config import OptimizerConfig
@@ -32,7 +33,8 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "config",
         metavar="CONFIG",
-        help="a recipe's YAML, a preset, a Hugging Face config.json, or a module of yours as module.py:MyModule",
+        help="a recipe's YAML, a preset, a Hugging Face config.json, folder or name, or a module of yours as "
+        "module.py:MyModule",
     )
     parser.add_argument(
         "--data",
@@ -48,7 +50,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         metavar="MODEL",
-        help="for a recipe that starts from a folder: another folder, config.json, or preset",
+        help="for a recipe that starts from a folder: another folder, config.json, preset, or owner/model on the hub",
     )
     parser.add_argument(
         "--model-kind",
@@ -114,6 +116,8 @@ def read_run(options: argparse.Namespace) -> PlanRequest[Run]:
             data = table_of(path)
             is_model = "model_type" in data and "model" not in data
             request = _of_hugging_face(path, options) if is_model else _of_recipe(path, data, options)
+        elif (fetched := Path(model_folder(options.config, CONFIG_FILES))).is_dir():
+            request = _of_hugging_face(fetched, options)
         else:
             preset = preset_of(options.config)
             request = _bare(preset.model, preset.lengths, preset.global_batch_size, options)
