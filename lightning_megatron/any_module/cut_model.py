@@ -228,10 +228,7 @@ class CutModel(PipelineModule):
             # Whole sequences come first: modules with cut linears are looked at in their first call.
             try:
                 with tokens.off(), recording():
-                    given = copied((args, kwargs, whole))
-                    for one in tree_leaves(given[2]):
-                        if isinstance(one, Tensor) and one.is_floating_point():
-                            one.requires_grad_()
+                    given = _with_gradients(args, kwargs, whole)
                     wanted = {index: one.detach() for index, one in self._hidden_states(stage, *given).items()}
                 with tokens.finding_sums():
                     self._hidden_states(stage, args, kwargs, short)
@@ -252,7 +249,7 @@ class CutModel(PipelineModule):
 
             def differentiated(received: dict[int, Any]) -> dict[str, Tensor]:
                 with recording(), tokens.noting_given() as noted:
-                    hidden = self._hidden_states(stage, *copied((args, kwargs, received)))[last]
+                    hidden = self._hidden_states(stage, *_with_gradients(args, kwargs, received))[last]
                     scale = torch.arange(shape.numel(), dtype=hidden.dtype, device=hidden.device).cos().view(shape)
                     number = (hidden * tokens.own_part(scale, hidden.shape)).sum()
                     held = dict(self._whole.named_parameters())
@@ -507,6 +504,15 @@ def _draw_for_layer(index: int) -> None:
     """
     drawn = int(torch.randint(1 << 31, ()).item())
     rng.seed_torch(rng.key(drawn, "layer", index) & ((1 << 63) - 1))
+
+
+def _with_gradients(args: Any, kwargs: Any, received: dict[int, Any]) -> Any:
+    """A copy of what a stage is given, in which all that it received takes gradients, as it does in training."""
+    given = copied((args, kwargs, received))
+    for one in tree_leaves(given[2]):
+        if isinstance(one, Tensor) and one.is_floating_point():
+            one.requires_grad_()
+    return given
 
 
 def _copy(output: Any) -> Any:

@@ -12,8 +12,8 @@ from lightning_megatron.cli.amounts import num_text
 from lightning_megatron.cli.doctor_finding import Finding, mind, ok, wrong
 
 Variables = Mapping[str, str]
-# Of a launcher, and in this order: rank, ranks, rank in its machine, ranks of its machine, machines. An empty name is
-# a number that the launcher does not tell.
+# Of a launcher, and in this order: rank, ranks, rank in its machine, ranks of its machine, machines. Where a launcher
+# tells no such number, the name is empty.
 _NUMBERS = {
     "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"),
     "SLURM": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE", "SLURM_NNODES"),

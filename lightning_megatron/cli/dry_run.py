@@ -38,7 +38,8 @@ _GPU = "h100"
 _MOST_RANKS = 1_000_000
 _EPILOG = """\
 CONFIG is what lightning-megatron plan takes: a recipe's YAML file, a preset, or a Hugging Face
-config.json or its folder, or owner/model on the hub. The first needs nothing more, the others a layout and a number of ranks.
+config.json or its folder, or owner/model on the hub. The first needs nothing more, the others a layout
+and a number of ranks.
 A recipe of recipes/pretrain_hf.py runs dry with the model of transformers in its model.path, of whose
 folder the config.json is enough; and so does a LightningModule of yours, as in module.py:MyModule.
 

@@ -24,7 +24,7 @@ from lightning_megatron.sharding import shard_of
 class _Source(NamedTuple):
     name: str
     pattern: str
-    """Of the conversion, which the name fits."""
+    """The pattern of a conversion that the name fits."""
 
 
 @dataclass
@@ -43,7 +43,7 @@ class Sources(NamedTuple):
     names: dict[str, str]
     """Names in the files by those in the model, where the two are one weight."""
     conversions: list[Conversion]
-    """Of the other weights."""
+    """Conversions make the other weights."""
 
 
 def sources_of(model: PreTrainedModel, files: WeightFiles) -> Sources:
@@ -123,7 +123,8 @@ class ConvertedWeights(LaterWeights):
 
 
 def _own_sources(conversion: Conversion, wanted: Mapping[str, Tensor]) -> list[_Source]:
-    """Those that make this rank's part of a weight which has one row, an expert, of each; none where that is not so."""
+    """The sources of the experts that this rank holds, of a weight with one row for each source; empty for any other
+    weight."""
     [first, *others] = (shard_of(tensor) for tensor in wanted.values())
     counts = Counter(pattern for _, pattern in conversion.sources)
     if others or any(count != first.global_shape[0] for count in counts.values()) or len(first.boxes) > 1:

@@ -225,7 +225,7 @@ def _loaded(path: str, dtype: torch.dtype | None, auto_class: Any) -> Any:
             "%s in %s: transformers reads this model, and every process all of it into host memory", unfit, path
         )
         return auto_class.from_pretrained(path, config=config, dtype=dtype or "auto")
-    dtypes = dtypes_of(model)
+    dtypes = _dtypes_of(model)
     state = {name: files.mapped(source).to(dtypes[name]) for name, source in sources.names.items()}
     model.load_state_dict(state, strict=False, assign=True)
     model.tie_weights()
@@ -266,7 +266,7 @@ def on_meta(config: Any, options: dict[str, Any], source: str, auto_class: Any =
         raise ValueError(f"no {kind} can be made of {source}: {_first_line(error)}") from error
 
 
-def dtypes_of(model: PreTrainedModel) -> dict[str, torch.dtype]:
+def _dtypes_of(model: PreTrainedModel) -> dict[str, torch.dtype]:
     """Dtypes in which transformers reads a model's weights, by name: some types keep some in float32."""
     # Transformers looks for these anywhere in a name.
     kept = [name.replace("*", ".*") for name in model._get_dtype_plan(model.dtype)]
