@@ -112,6 +112,9 @@ def run_rank(place: PingPlace) -> None:
         place.rank,
         PingResult(failure=failure, ended_seconds=time.time(), reductions=tuple(reductions)),
     )
+    # It closes connections in which others wait: they fail by it, later than this rank did.
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _reductions(place: PingPlace, store: Store) -> list[Reduction]:
@@ -127,21 +130,18 @@ def _reductions(place: PingPlace, store: Store) -> list[Reduction]:
         # NCCL connects at once, and not in the first message.
         device_id=None if device.type == "cpu" else device,
     )
-    try:
-        _mark(store, place, f"had joined the group of {place.world}")
-        found = []
-        for size_bytes in (_ELEMENT_BYTES, *place.sizes_bytes):
-            _check_sum(place, size_bytes, device)
-            found.append(_timed(size_bytes, device))
-            _mark(store, place, f"had reduced {size_bytes} bytes")
-        # Who leaves earlier closes connections in which the others wait.
-        store.add("done", 1)
-        until_seconds = time.monotonic() + place.limit_seconds
-        while store.add("done", 0) < place.world and time.monotonic() < until_seconds:
-            time.sleep(_POLL_SECONDS)
-        return found
-    finally:
-        dist.destroy_process_group()
+    _mark(store, place, f"had joined the group of {place.world}")
+    found = []
+    for size_bytes in (_ELEMENT_BYTES, *place.sizes_bytes):
+        _check_sum(place, size_bytes, device)
+        found.append(_timed(size_bytes, device))
+        _mark(store, place, f"had reduced {size_bytes} bytes")
+    # Who leaves earlier closes connections in which the others wait.
+    store.add("done", 1)
+    until_seconds = time.monotonic() + place.limit_seconds
+    while store.add("done", 0) < place.world and time.monotonic() < until_seconds:
+        time.sleep(_POLL_SECONDS)
+    return found
 
 
 def _mark(store: Store, place: PingPlace, stage: str) -> None:
