@@ -1,6 +1,6 @@
 """Experts of a network that was written for one device, spread over `ep`, or without it over `tp`.
 
-Modules of experts in transformers hold the weights of all experts, cut along their first dim, and are called with
+Modules of experts, as transformers has them, hold the weights of all experts, cut along their first dim, and are called with
 tokens, the experts that each token chose, and their probabilities. On a rank they have the weights of its own experts,
 and are called with rows, each with the one expert that it is for.
 
@@ -29,11 +29,39 @@ from lightning_megatron.moe.token_dispatcher import (
 from lightning_megatron.sharding import Shard, ShardedParameter
 
 
+_MARK = "_is_expert_parallel"
+"""The attribute that modules of experts have in transformers."""
+
+
 def expert_modules(network: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The modules of a network that hold experts as transformers has them, by name."""
+    """The modules of a network that hold experts as transformers has them, or a plan names, by name."""
     for name, module in network.named_modules():
-        if hasattr(module, "_is_expert_parallel") and isinstance(getattr(module, "num_experts", None), int):
+        if has_experts(module) and isinstance(getattr(module, "num_experts", None), int):
             yield name, module
+
+
+def has_experts(module: nn.Module) -> bool:
+    """Whether a module is marked as one of experts."""
+    return hasattr(module, _MARK)
+
+
+def mark_experts(module: nn.Module) -> None:
+    """Marks a module as one of experts."""
+    if not has_experts(module):
+        setattr(module, _MARK, False)
+
+
+def misfit_of_experts(module: nn.Module) -> str:
+    """Why a module is not one of experts as `ModelPlan.experts` says; empty where it is."""
+    count = getattr(module, "num_experts", None)
+    if not isinstance(count, int):
+        return "has no num_experts, the number of its experts"
+    wrong = [name for name, weight in module.named_parameters() if "." in name or weight.shape[:1] != (count,)]
+    if wrong:
+        return f"has weights without a row for each of its {count} experts: {', '.join(wrong)}"
+    if len(signature(module.forward).parameters) != len(("tokens", "experts", "probabilities")):
+        return "must be called with tokens [T, H], the experts that each chose [T, K] and their probabilities [T, K]"
+    return ""
 
 
 def expert_weights(module: Any) -> list[tuple[str, nn.Parameter]]:

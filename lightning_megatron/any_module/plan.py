@@ -6,6 +6,7 @@ from dataclasses import field
 from torch import nn
 
 from lightning_megatron.any_module.around_layers import known_readers
+from lightning_megatron.any_module.cut_experts import mark_experts, misfit_of_experts
 from lightning_megatron.any_module.layer_list import is_list, layers_of
 from lightning_megatron.any_module.tensor_styles import EMBEDDING, REPLICATE, STYLES, is_style, matching, styles_of
 from lightning_megatron.config_dataclass import config_dataclass
@@ -31,6 +32,10 @@ class ModelPlan:
     styles: Mapping[str, str] = field(default_factory=dict)
     """Style of linears under tensor parallelism by pattern, as {"net.layers.*.up": "colwise"}; they come before those
     that a model of transformers brings along."""
+    experts: tuple[str, ...] = ()
+    """Modules that hold experts, by pattern, as ("net.layers.*.experts",), beside those that transformers marks. All
+    their weights have a row for each of `num_experts`; they are called with tokens [T, H], the experts that each chose
+    [T, K] and their probabilities [T, K], and return the sums [T, H]."""
 
     def __post_init__(self) -> None:
         if unknown := sorted(style for style in set(self.styles.values()) if not is_style(style)):
@@ -63,6 +68,7 @@ class ModelPlan:
                 linears = [one for one, child in modules.items() if isinstance(child, nn.Linear)]
                 shown = f"; its linears are {', '.join(linears[:6])}, ..." if linears else ""
                 faults.append(f"plan styles: no module of {type(module).__name__} is called {pattern!r}{shown}")
+        faults += self._faults_of_experts(module)
         faults += [
             f"plan styles: {name} ({style}) is a {type(child).__name__}; {style} is a style of "
             + ("nn.Embedding" if style == EMBEDDING else "nn.Linear")
@@ -71,6 +77,26 @@ class ModelPlan:
             and not isinstance(child, nn.Embedding if style == EMBEDDING else (nn.Linear, ParallelLinear))
         ]
         return faults
+
+    def mark_experts(self, module: nn.Module) -> None:
+        """Marks the modules of experts that the plan names, so that they are cut as those of transformers."""
+        for _, experts in self._experts_in(module, *self.experts):
+            if not misfit_of_experts(experts):
+                mark_experts(experts)
+
+    def _experts_in(self, module: nn.Module, *patterns: str) -> list[tuple[str, nn.Module]]:
+        return [(name, found) for name, found, _ in matching(module, dict.fromkeys(patterns, ""))]
+
+    def _faults_of_experts(self, module: nn.Module) -> list[str]:
+        return [
+            f"plan experts: no module of {type(module).__name__} is called {pattern!r}"
+            for pattern in self.experts
+            if not self._experts_in(module, pattern)
+        ] + [
+            f"plan experts: {name} ({type(experts).__name__}) {misfit}"
+            for name, experts in self._experts_in(module, *self.experts)
+            if (misfit := misfit_of_experts(experts))
+        ]
 
     def _faults_of_skips(self, module: nn.Module) -> list[str]:
         layers = [f"{name}.{one}" for name, child in module.named_children() for one in self.layers_in(name, child)[0]]

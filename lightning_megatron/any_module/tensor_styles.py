@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lightning_megatron.any_module.check_styles import StyleChecks
+from lightning_megatron.any_module.cut_experts import has_experts
 from lightning_megatron.any_module.cut_logits import joined
 from lightning_megatron.any_module.latent_linear import LatentLinear
 from lightning_megatron.comm import differentiable
@@ -538,7 +539,7 @@ def names_of_taken(module: nn.Module) -> set[str]:
     found = set()
     for name, child in module.named_modules():
         # Experts as transformers has them are cut too.
-        is_taken = isinstance(child, kinds) or hasattr(child, "_is_expert_parallel")
+        is_taken = isinstance(child, kinds) or has_experts(child)
         for key, weight in child.named_parameters(recurse=False):
             if is_taken or isinstance(weight, TakenParameter):
                 found.add(f"{name}.{key}" if name else key)

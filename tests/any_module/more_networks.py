@@ -220,6 +220,52 @@ class FitsMixture(Fits):
     network = Mixture
 
 
+class StackedExperts(nn.Module):
+    """Experts in weights with a row for each; called as those of transformers are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_experts = 4
+        self.weight = nn.Parameter(torch.randn(self.num_experts, WIDTH, WIDTH) / WIDTH)
+        self.bias = nn.Parameter(torch.randn(self.num_experts, WIDTH))
+
+    def forward(self, x: Tensor, chosen: Tensor, probs: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for number in range(self.num_experts):
+            rows, place = (chosen == number).nonzero(as_tuple=True)
+            y = torch.tanh(x[rows] @ self.weight[number] + self.bias[number])
+            out = out.index_add(0, rows, y * probs[rows, place, None])
+        return out
+
+
+class Routed(nn.Module):
+    """A layer that sends each row to two experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, 4)
+        self.experts = StackedExperts()
+
+    def forward(self, x: Tensor) -> Tensor:
+        probs, chosen = self.gate(x).softmax(-1).topk(2)
+        return x + self.experts(x, chosen, probs)  # type: ignore[no-any-return]
+
+
+class StackedMixture(Mixture):
+    """The mixture with its experts in one module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Routed() for _ in range(4))
+
+
+class FitsStackedMixture(Fits):
+    """The plan says where its experts are."""
+
+    network = StackedMixture
+    plan = ModelPlan(experts=("net.layers.*.experts",))
+
+
 class Forked(nn.Module):
     """One trunk with two heads, in lists of lists."""
 

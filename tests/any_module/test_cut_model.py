@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -260,6 +261,20 @@ def test_a_module_that_was_cut_is_fitted_again() -> None:
     [wanted] = run_on_ranks(1, fitted_twice, Layout(is_plain=True), init=False)
     for found in run_on_ranks(4, fitted_twice, Layout(world=4, tp=2, pp=2, microbatches=2), init=False):
         assert found == pytest.approx(wanted, rel=1e-10)
+
+
+def fitted_on_other_ranks() -> str:
+    """What is said where a module that was cut over two ranks of tp is fitted on replicas."""
+    module = networks.BuiltOverTensor()
+    make_trainer(Layout(world=2, tp=2), max_epochs=1).fit(module, networks.loader())
+    with pytest.raises(ConfigurationError) as caught:
+        make_trainer(Layout(world=2), max_epochs=1).fit(module, networks.loader())
+    return str(caught.value)
+
+
+def test_a_module_that_was_cut_is_refused_on_other_ranks() -> None:
+    for said in run_on_ranks(2, fitted_on_other_ranks, init=False):
+        assert re.search(r"net\S+ \(and \d+ more\) is cut over 2 ranks of tp, and the strategy has 1; make", said)
 
 
 class Counted(networks.Trains):

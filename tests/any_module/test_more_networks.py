@@ -16,6 +16,7 @@ from tests.any_module import more_networks as networks
         (networks.FitsRecommender, networks.ids, ("tp2", "pp2tp2")),
         (networks.FitsRecurrent, networks.ids, ("pp2vp2",)),
         (networks.FitsMixture, networks.ids, ("dp2pp2-zero",)),
+        (networks.FitsStackedMixture, networks.ids, ("ep2", "tp2", "ep2pp2")),
         (networks.FitsForked, networks.ids, ("pp2",)),
         (networks.FitsSkips, networks.images, ("pp2", "pp2vp2-zb_v")),
         (networks.FitsChangingSkips, networks.images, ("pp2",)),

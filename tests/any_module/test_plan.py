@@ -4,10 +4,11 @@ import subprocess
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from lightning_megatron import ConfigurationError, MegatronStrategy, ModelPlan
-from tests.any_module import networks
+from tests.any_module import more_networks, networks
 from tests.harness.ranks import run_on_ranks
 from tests.trainer.layouts import Layout, make_trainer
 
@@ -29,11 +30,25 @@ def faults_of(plan: ModelPlan) -> list[str]:
         ({"layers": ("net.head",)}, "is a Linear; it must be an nn.ModuleList or nn.Sequential"),
         ({"layers": ("net.blocks", "other.blocks")}, "must lie in one network"),
         ({"styles": {"net.blocks.*.upper": "colwise"}}, "is called 'net.blocks.*.upper'; its linears are net.blocks.0"),
+        ({"experts": ("net.experts",)}, "plan experts: no module of Trains is called 'net.experts'"),
+        ({"experts": ("net.norm",)}, "net.norm (LayerNorm) has no num_experts, the number of its experts"),
         ({"styles": {"net.norm": "colwise"}}, "net.norm (colwise) is a LayerNorm; colwise is a style of nn.Linear"),
     ],
 )
 def test_what_does_not_fit_is_told_with_what_would(plan: dict[str, Any], shown: str) -> None:
     assert any(shown in fault for fault in faults_of(ModelPlan(**plan)))
+
+
+def test_what_is_wrong_with_experts_is_told() -> None:
+    module = nn.Module()
+    module.net = more_networks.StackedExperts()
+    plan = ModelPlan(experts=("net",))
+    assert plan.faults(module) == []
+    module.net.scale = nn.Parameter(torch.ones(7))
+    assert plan.faults(module)[0].endswith("has weights without a row for each of its 4 experts: scale")
+    del module.net.scale
+    module.net.forward = lambda x: x  # type: ignore[method-assign]
+    assert "must be called with tokens [T, H]" in plan.faults(module)[0]
 
 
 def test_a_plan_that_fits_has_no_faults() -> None:

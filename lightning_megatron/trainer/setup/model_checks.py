@@ -10,7 +10,7 @@ from lightning_megatron.any_module.cut_model import CutModel
 from lightning_megatron.any_module.pipelined_modules import names_inside, pipelined_modules
 from lightning_megatron.any_module.tensor_styles import ColwiseLinear
 from lightning_megatron.comm import collectives
-from lightning_megatron.mesh import Mesh, Sizes
+from lightning_megatron.mesh import Axis, Mesh, Sizes
 from lightning_megatron.models.heads import LanguageModelHead
 from lightning_megatron.models.language_model import LanguageModel
 from lightning_megatron.moe.experts import Experts
@@ -33,25 +33,35 @@ def require_own_mesh(module: nn.Module, mesh: Mesh) -> None:
 
 
 def mesh_faults(module: nn.Module, mesh: Mesh) -> list[str]:
-    """Errors of pipelined models and experts that were built for other ranks than those of `mesh`.
+    """Errors of pipelined models, experts and cut weights that were built for other ranks than those of `mesh`.
 
     They would train unsharded on every rank, with a gradient norm that counts each copy.
     """
-    faults = [
-        f"{name} ({type(model).__name__}) was built for tensor x pipeline x context x expert x expert tensor parallel "
-        f"{built}, and the strategy "
-        f"has {own}; build it in configure_model, which runs once the ranks are known, and not in __init__"
+    built_otherwise = {
+        name: f"{name} ({type(model).__name__}) was built for tensor x pipeline x context x expert x expert tensor "
+        f"parallel {built}, and the strategy has {own}; build it in configure_model, which runs once the ranks are "
+        "known, and not in __init__"
         for name, model in pipelined_modules(module).items()
         if (built := _cuts(model.mesh)) != (own := _cuts(mesh))
-    ]
+    }
+    faults, cut_otherwise = list(built_otherwise.values()), dict[Axis, list[str]]()
+    for name, _, shard in sharded_parameters(module):
+        for axis in (shard.leading, shard.axis):
+            if axis is None or axis.size == (own_size := mesh.axis(axis.name).size):
+                continue
+            if shard.data is not None:
+                faults.append(
+                    f"{name} (experts) was built for {axis.size} ranks of {axis.name}, and the strategy has "
+                    f"{own_size}; build it in configure_model, which runs once the ranks are known, and not in "
+                    "__init__"
+                )
+            elif axis.size > 1 and not any(name.startswith(f"{one}.") for one in built_otherwise):
+                cut_otherwise.setdefault(axis, []).append(name)
     faults += [
-        f"{name} (experts) was built for {axis.size} ranks of {axis.name}, and the strategy has "
-        f"{mesh.axis(axis.name).size}; build it in configure_model, which runs once the ranks are known, and not in "
-        "__init__"
-        for name, _, shard in sharded_parameters(module)
-        if shard.data is not None
-        for axis in (shard.leading, shard.axis)
-        if axis is not None and axis.size != mesh.axis(axis.name).size
+        f"{names[0]}{f' (and {len(names) - 1} more)' if len(names) > 1 else ''} is cut over {axis.size} ranks of "
+        f"{axis.name}, and the strategy has {mesh.axis(axis.name).size}; make the network anew: one that a run has cut "
+        "stays as it is"
+        for axis, names in cut_otherwise.items()
     ]
     return faults
 

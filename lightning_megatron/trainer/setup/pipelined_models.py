@@ -29,9 +29,14 @@ from lightning_megatron.trainer.config import ConfigurationError
 
 
 def plan_of(module: nn.Module, plan: ModelPlan | None) -> ModelPlan:
-    """How the networks of a module are cut: as `plan` says, else as its own hook `model_plan` says, else as found."""
+    """How the networks of a module are cut: as `plan` says, else as its own hook `model_plan` says, else as found.
+
+    The modules of experts that it names are marked.
+    """
     own = getattr(module, "model_plan", None)
-    return plan if plan is not None else own() if callable(own) else ModelPlan()
+    found: ModelPlan = plan if plan is not None else own() if callable(own) else ModelPlan()
+    found.mark_experts(module)
+    return found
 
 
 # Importing it takes seconds, and whoever has a model of transformers has done so.
