@@ -1,8 +1,8 @@
 """Experts of a network that was written for one device, spread over `ep`, or without it over `tp`.
 
-Modules of experts, as transformers has them, hold the weights of all experts, cut along their first dim, and are called with
-tokens, the experts that each token chose, and their probabilities. On a rank they have the weights of its own experts,
-and are called with rows, each with the one expert that it is for.
+Modules of experts, as transformers has them, hold the weights of all experts, cut along their first dim, and are called
+with tokens, the experts that each token chose, and their probabilities. On a rank they have the weights of its own
+experts, and are called with rows, each with the one expert that it is for.
 
     over   rows                                     outputs
     ep     travel to the ranks of their experts     travel back
@@ -27,7 +27,6 @@ from lightning_megatron.moe.token_dispatcher import (
     TokenDispatcher,
 )
 from lightning_megatron.sharding import Shard, ShardedParameter
-
 
 _MARK = "_is_expert_parallel"
 """The attribute that modules of experts have in transformers."""
