@@ -9,6 +9,11 @@ those of one device; then steps are timed in float32.
 "plain" is one device, a loop written by hand. "transformers" is `from_pretrained` with its own `tp_plan="auto"`, in the
 same loop, "whole" without micro-batches; "lightning" is `ModelParallelStrategy` with torch's `parallelize_module`,
 called in `configure_model` by the plan of the model; "ours" is the module without such a call.
+
+    python benchmarks/beside_others.py --logits
+
+compares the logits of some types over two stages, of transformers' own pipeline and of ours, with those of one device
+(float64, random weights), and counts the causal types of the installed transformers that have a plan for either.
 """
 
 import argparse
@@ -30,6 +35,8 @@ WAYS = {
     "transformers tp2 whole": 2,
     "lightning tp2": 2,
 }
+# Types of models whose logits are compared over two stages; transformers' pipeline returns no loss to train by.
+STAGED_TYPES = ("qwen3", "llama", "granite", "gpt_neox")
 WARMUP_STEPS, TIMED_STEPS = 1, 3
 ROWS, MICRO_BATCH = 8, 2
 
@@ -39,8 +46,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3, help="how often each way is timed, interleaved")
     parser.add_argument("--ways", nargs="*", default=list(WAYS), choices=list(WAYS), help="a choice of ways")
+    parser.add_argument("--logits", action="store_true", help="compare logits over two stages, and count plans")
     parser.add_argument("--run-rank", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--run-logits", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.run_logits:
+        way, model_type, folder = options.run_logits
+        print(json.dumps(run_logits(way, model_type, Path(folder))))
+        return
+    if options.logits:
+        show_logits()
+        show_plans()
+        return
     if options.run_rank:
         way, dtype, folder = options.run_rank
         print(json.dumps(run_rank(way, dtype, Path(folder))))
@@ -64,6 +81,102 @@ def main() -> None:
         }
         peak = statistics.median(max(figure["peak"] for figure in figures) for figures in times[way])
         print(f"| {way} | {worst[0]:.0e} | {worst[1]} | {cpu[way]:.2f} | {cpu[way] / cpu['plain']:.2f} | {peak:.0f} |")
+
+
+def show_logits() -> None:
+    """Prints the deviation of logits over two stages, by type."""
+    from benchmarks.ranks import RankFailed, run_ranks
+
+    ways = {"plain": 1, "transformers pp2": 2, "ours pp2": 2}
+    print("| type | transformers pp2 | ours pp2 |\n|---|--:|--:|")
+    for model_type in STAGED_TYPES:
+        cells = []
+        with tempfile.TemporaryDirectory() as folder:
+            for way, world in ways.items():
+                try:
+                    found = run_ranks([__file__, "--run-logits", way, model_type, folder], world, timeout_seconds=300)
+                    cells.append(f"{max(one for one in found if one is not None):.0e}")
+                except RankFailed as error:
+                    cells.append(str(error).strip().splitlines()[-1])
+        print(f"| {model_type} | {' | '.join(cells[1:])} |")
+
+
+def show_plans() -> None:
+    """Prints how many causal types of transformers have plans of their own."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    def plan_of(model_type: str, name: str) -> Any:
+        config = CONFIG_MAPPING[model_type]
+        # Of a model of images and text it is that of its text.
+        inner = getattr(config, "sub_configs", {}).get("text_config")
+        return getattr(config, name, None) or (isinstance(inner, type) and getattr(inner, name, None))
+
+    types = [one for one in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if one in CONFIG_MAPPING]
+    counts = {name: sum(bool(plan_of(one, f"base_model_{name}_plan")) for one in types) for name in ("tp", "pp", "ep")}
+    print(f"\nof {len(types)} causal types have a plan: " + ", ".join(f"{name} {n}" for name, n in counts.items()))
+
+
+def run_logits(way: str, model_type: str, folder: Path) -> float | None:
+    """The largest deviation of this rank's logits from those that the first way has left in the folder, relative; None
+    where it has none."""
+    import lightning as L
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from lightning_megatron import MegatronStrategy
+
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float64)
+    tokens = torch.randint(0, 128, (4, 16), generator=torch.Generator().manual_seed(1))
+    sizes = {"num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128}
+    config = AutoConfig.for_model(model_type, **sizes, vocab_size=128, num_key_value_heads=4, head_dim=16)
+    if model_type == "granite":
+        # Those of its published sizes; by default they are 1.
+        config.embedding_multiplier, config.residual_multiplier, config.logits_scaling = 12.0, 0.22, 8.0
+
+    class Module(L.LightningModule):
+        def configure_model(self) -> None:
+            self.model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float64)
+
+        def predict_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.model(batch[0]).logits
+
+    if way == "plain":
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
+        model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float64)
+        with torch.no_grad():
+            torch.save(model(tokens).logits, folder / "logits.pt")
+    wanted = torch.load(folder / "logits.pt")
+    found: Any = wanted
+    if way == "transformers pp2":
+        from transformers.distributed import DistributedConfig
+
+        torch.distributed.init_process_group("gloo")
+        model = AutoModelForCausalLM.from_pretrained(
+            folder / "model", dtype=torch.float64, distributed_config=DistributedConfig(pp_size=2)
+        )
+        with torch.no_grad():
+            found = model(tokens, use_cache=False).logits
+    if way == "ours pp2":
+        trainer = L.Trainer(
+            strategy=MegatronStrategy(pipeline_model_parallel_size=2),
+            accelerator="cpu",
+            devices=2,
+            precision="64-true",
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(tokens), batch_size=len(tokens))
+        outputs = trainer.predict(Module(), data)
+        if not outputs or not isinstance(outputs[0], torch.Tensor):
+            return None
+        found = outputs[0]
+    return float((found - wanted).abs().max() / wanted.abs().max())
 
 
 def ranks_of(way: str, dtype: str, folder: str) -> Any:
