@@ -3,30 +3,24 @@
 Initial values and dropout masks must not depend on the layout, so each number is computed from a key and an index: any
 rank can draw any slice and gets the values that one device would have drawn there.
 
-The generator is two rounds of the 64-bit finaliser of SplitMix64 over `key + index * odd constant`.
+The generator is two rounds of the 64-bit finaliser of SplitMix64 over `key + index * odd constant`. On a GPU a tensor
+of them is one kernel, where Triton can make one (`random_kernels`), with the same numbers.
 Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014, figure 16.
 """
 
 import hashlib
+import importlib.util
 import math
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
 
-_MASK = (1 << 64) - 1
+from lightning_megatron.comm.splitmix import GOLDEN, MIX_1, MIX_2, signed
 
-
-def _signed(value: int) -> int:
-    """A 64-bit pattern as torch's int64."""
-    value &= _MASK
-    return value - (1 << 64) if value >> 63 else value
-
-
-_GOLDEN = _signed(0x9E3779B97F4A7C15)
-_MIX_1 = _signed(0xBF58476D1CE4E5B9)
-_MIX_2 = _signed(0x94D049BB133111EB)
 # Elements drawn at a time, which bounds the int64 and float64 scratch of a draw to a few tens of MB.
 _BLOCK = 1 << 20
 
@@ -37,7 +31,7 @@ MASK_BLOCK = 1 << 22
 def key(*parts: int | str) -> int:
     """A 64-bit key for what `parts` name together, equal on every machine and Python."""
     text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
-    return _signed(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little"))
+    return signed(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little"))
 
 
 def key_tensor(*parts: int | str) -> Tensor:
@@ -62,14 +56,21 @@ def _shift(x: Tensor, bits: int) -> Tensor:
 
 def mix(x: Tensor) -> Tensor:
     """A bijective hash of int64 patterns."""
-    x = _shift(x, 30).bitwise_xor_(x).mul_(_MIX_1)
-    x = _shift(x, 27).bitwise_xor_(x).mul_(_MIX_2)
+    x = _shift(x, 30).bitwise_xor_(x).mul_(MIX_1)
+    x = _shift(x, 27).bitwise_xor_(x).mul_(MIX_2)
     return _shift(x, 31).bitwise_xor_(x)
 
 
 def bits(keys: Tensor | int, index: Tensor) -> Tensor:
     """64 random bits, as int64, for each index under its key; the two broadcast."""
-    return mix(mix(index * _GOLDEN + keys) + keys)
+    if index.device.type == "cuda" and not torch.compiler.is_compiling():
+        drawn: Tensor = _bits_operator(keys if isinstance(keys, Tensor) else torch.tensor(keys, device="cpu"), index)
+        return drawn
+    return _bits(keys, index)
+
+
+def _bits(keys: Tensor | int, index: Tensor) -> Tensor:
+    return mix(mix(index * GOLDEN + keys) + keys)
 
 
 def uniform(keys: Tensor | int, index: Tensor) -> Tensor:
@@ -118,25 +119,81 @@ def keep_mask(keys: Tensor, num_columns: int, probability: float, first_column: 
 
 def keep_columns(keys: Tensor, columns: Tensor, probability: float) -> Tensor:
     """`keep_mask` for columns (int64) in any order: [*keys.shape, columns]."""
-    rows, offsets = keys.flatten(), columns * _GOLDEN
+    threshold = _threshold(probability)
+    if keys.device.type == "cuda" and not torch.compiler.is_compiling():
+        keep: Tensor = _keep_operator(keys.flatten(), columns, threshold)
+    else:
+        keep = _keep_columns(keys.flatten(), columns, threshold)
+    return keep.view(*keys.shape, columns.numel())
+
+
+def _keep_columns(rows: Tensor, columns: Tensor, threshold: int) -> Tensor:
+    """Mask [rows, columns] of keys and columns."""
+    offsets = columns * GOLDEN
     # A compiler fuses it all into one kernel, without scratch.
     num_block = rows.numel() * columns.numel() if torch.compiler.is_compiling() else MASK_BLOCK
     num_rows = max(num_block // max(columns.numel(), 1), 1)
-    keep = torch.empty(rows.numel(), columns.numel(), dtype=torch.bool, device=keys.device)
+    keep = torch.empty(rows.numel(), columns.numel(), dtype=torch.bool, device=rows.device)
     for start in range(0, rows.numel(), num_rows):
         block = slice(start, start + num_rows)
-        keep[block] = _is_kept(mix(rows[block].unsqueeze(-1) + offsets), probability)
-    return keep.view(*keys.shape, columns.numel())
+        keep[block] = mix(rows[block].unsqueeze(-1) + offsets) >= threshold
+    return keep
 
 
 def keeps(keys: Tensor, columns: Tensor, probability: float) -> Tensor:
     """Whether the element of each row key and column is not dropped; the two broadcast."""
     # One finaliser is enough here: the row keys are finalised bits already. What goes in is held by nobody else.
-    return _is_kept(mix(keys + columns * _GOLDEN), probability)
+    return mix(keys + columns * GOLDEN) >= _threshold(probability)
 
 
-def _is_kept(bits: Tensor, probability: float) -> Tensor:
-    return bits >= _signed(int(probability * 2.0**64) - (1 << 63))
+def _threshold(probability: float) -> int:
+    """Least bits, as int64, of an element that is kept."""
+    return signed(int(probability * 2.0**64) - (1 << 63))
+
+
+@torch.library.custom_op("lightning_megatron::random_bits", mutates_args=(), device_types="cpu")
+def _bits_operator(keys: Tensor, index: Tensor) -> Tensor:
+    return _bits(keys, index)
+
+
+@_bits_operator.register_kernel("cuda")
+def _(keys: Tensor, index: Tensor) -> Tensor:
+    if not _has_kernels():
+        return _bits(keys, index)
+    from lightning_megatron.comm import random_kernels
+
+    # A single key is on the host.
+    return random_kernels.bits(keys if keys.is_cuda else int(keys), index)
+
+
+@_bits_operator.register_fake
+def _(keys: Tensor, index: Tensor) -> Tensor:
+    return index.new_empty(torch.broadcast_shapes(keys.shape, index.shape))
+
+
+@torch.library.custom_op("lightning_megatron::keep_columns", mutates_args=(), device_types="cpu")
+def _keep_operator(rows: Tensor, columns: Tensor, threshold: int) -> Tensor:
+    return _keep_columns(rows, columns, threshold)
+
+
+@_keep_operator.register_kernel("cuda")
+def _(rows: Tensor, columns: Tensor, threshold: int) -> Tensor:
+    if not _has_kernels():
+        return _keep_columns(rows, columns, threshold)
+    from lightning_megatron.comm import random_kernels
+
+    return random_kernels.keep_columns(rows, columns, threshold)
+
+
+@_keep_operator.register_fake
+def _(rows: Tensor, columns: Tensor, threshold: int) -> Tensor:
+    return rows.new_empty(rows.numel(), columns.numel(), dtype=torch.bool)
+
+
+@cache
+def _has_kernels() -> bool:
+    """Whether Triton is here, and the C compiler that it starts kernels by; without them torch draws the same."""
+    return importlib.util.find_spec("triton") is not None and any(map(shutil.which, ("cc", "gcc", "clang")))
 
 
 @dataclass(kw_only=True)

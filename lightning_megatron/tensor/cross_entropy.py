@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from lightning_megatron.comm import collectives
 from lightning_megatron.mesh import Axis
-from lightning_megatron.tensor.vocabulary import num_own, own_entries
+from lightning_megatron.tensor.vocabulary import num_own, own_entries, zero_foreign_
 
 # A label that is no target.
 IGNORED = -100
@@ -75,7 +75,7 @@ class _CrossEntropy(torch.autograd.Function):
         sums_2T = torch.empty(2, len(exps_TV), dtype=dtype, device=exps_TV.device)
         wanted_T, sum_T = sums_2T
         torch.gather(exps_TV, 1, index_T.unsqueeze(1), out=wanted_T.unsqueeze(1))
-        wanted_T.masked_fill_(is_foreign_T, 0.0)
+        zero_foreign_(wanted_T, is_foreign_T)
         if smoothing:
             wanted_T.mul_(1.0 - smoothing).add_(own_exps_TV.sum(1).mul_(smoothing / vocab_size))
         torch.sum(own_exps_TV.exp_(), 1, out=sum_T)
@@ -96,6 +96,6 @@ class _CrossEntropy(torch.autograd.Function):
         grad_TV.mul_((grad_T / sum_T).unsqueeze(1))
         if ctx.smoothing:
             grad_TV.narrow(1, 0, ctx.valid).sub_((grad_T * (ctx.smoothing / ctx.vocab_size)).unsqueeze(1))
-        target_T = (grad_T * (ctx.smoothing - 1.0)).masked_fill_(is_foreign_T, 0.0)
+        target_T = zero_foreign_(grad_T * (ctx.smoothing - 1.0), is_foreign_T)
         grad_TV.scatter_add_(1, index_T.unsqueeze(1), target_T.unsqueeze(1))
         return grad_TV.to(ctx.dtype), None, None, None, None, None, None

@@ -46,13 +46,17 @@ class _LookUp(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, weight_VH: Tensor, index_T: Tensor, is_foreign_T: Tensor, gradients: WeightGradients
+        ctx: Any, weight_VH: Tensor, index_T: Tensor, is_foreign_T: Tensor | None, gradients: WeightGradients
     ) -> Tensor:
         # See `linear`, Note: a weight is its owner.
         ctx.gradients, ctx.owner = gradients, weight_VH
-        ctx.save_for_backward(index_T.masked_fill(is_foreign_T, -1))
-        # A product with zeros is many times as fast as masked_fill_ with a mask that is broadcast.
-        return F.embedding(index_T, weight_VH).mul_(~is_foreign_T.unsqueeze(1)).detach()
+        own_TH = F.embedding(index_T, weight_VH)
+        if is_foreign_T is not None:
+            index_T = index_T.masked_fill(is_foreign_T, -1)
+            # A product with zeros is many times as fast as masked_fill_ with a mask that is broadcast.
+            own_TH.mul_(~is_foreign_T.unsqueeze(1))
+        ctx.save_for_backward(index_T)
+        return own_TH.detach()
 
     @staticmethod
     @once_differentiable

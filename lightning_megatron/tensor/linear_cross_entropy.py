@@ -25,7 +25,7 @@ from lightning_megatron.precision.cast import Operand
 from lightning_megatron.tensor.cross_entropy import IGNORED
 from lightning_megatron.tensor.gemm import TORCH_GEMM
 from lightning_megatron.tensor.linear import as_gemm_input, sum_to_shard
-from lightning_megatron.tensor.vocabulary import num_own, own_entries
+from lightning_megatron.tensor.vocabulary import num_own, own_entries, zero_foreign_
 from lightning_megatron.tensor.weight_gradients import WeightGradientMode, WeightGradients, add_gradient
 
 
@@ -81,7 +81,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for chunk in _chunks(len(labels_T), call.chunk_tokens):
             logits_CV = _logits(hidden_TI[chunk], weight_VI, bias_V).to(dtype)
             label_C = logits_CV.gather(1, index_T[chunk].unsqueeze(1)).squeeze(1).mul_(1.0 - smoothing)
-            wanted_T[chunk] = label_C.masked_fill_(is_foreign_T[chunk], 0.0)
+            wanted_T[chunk] = zero_foreign_(label_C, None if is_foreign_T is None else is_foreign_T[chunk])
             logits_CV = logits_CV.narrow(1, 0, valid)
             if smoothing:
                 wanted_T[chunk] += logits_CV.sum(1).mul_(smoothing / call.vocab_size)
@@ -105,7 +105,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         valid = num_own(call.vocab_size, len(weight_VI), call.tp)
         grad_T = grad_T.masked_fill(is_ignored_T, 0.0)
-        target_T = (grad_T * (call.smoothing - 1.0)).masked_fill_(is_foreign_T, 0.0)
+        target_T = zero_foreign_(grad_T * (call.smoothing - 1.0), is_foreign_T)
         hidden_TI = collectives.all_gather(own_TI, call.sp)
         grad_TI = torch.empty_like(hidden_TI) if needs_hidden else None
         returns_weight = needs_weight and call.gradients.mode(owner) is WeightGradientMode.RETURN

@@ -19,12 +19,18 @@ class _Drop(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, keep: Tensor, scale: float) -> Tensor:
         ctx.save_for_backward(keep)
         ctx.scale = scale
-        return torch.where(keep, x, 0).mul_(scale).detach()
+        return _masked(x, keep, scale)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (keep,) = ctx.saved_tensors
-        return torch.where(keep, grad, 0).mul_(ctx.scale), None, None
+        return _masked(grad, keep, ctx.scale), None, None
+
+
+def _masked(x: Tensor, keep: Tensor, scale: float) -> Tensor:
+    # One kernel: the product of all three, which serves forward as well as backward.
+    masked: Tensor = torch.ops.aten.native_dropout_backward(x, keep, scale)
+    return masked
 
 
 def drop(x: Tensor, keep: Tensor, probability: float) -> Tensor:

@@ -25,7 +25,9 @@ model's second microbatch: what a model makes once, such as the angles of rotary
 kernel is an operation that launches at least one, other than matrix products and fused attention; bytes are those that
 these kernels read and write. FLOPs are those of products. A layer is the difference of models of two layers and of one,
 and a call what is left of the latter: embedding, head, loss and what layers share. Attention of T5 runs in tiles, so
-that its kernels grow with the batch; it is counted for one row.
+that its kernels grow with the batch; it is counted for one row. Random keys and masks of dropout are one kernel each,
+as where Triton and a C compiler are installed (`lightning_megatron/comm/random_kernels.py`); elsewhere torch draws the
+same numbers by some 25.
 """
 _HEAD = (
     "| model | kernels of a layer | GB of a layer | TFLOP of a layer | kernels of a call | copies between host and "
