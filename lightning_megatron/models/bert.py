@@ -91,7 +91,7 @@ class BertInputs:
     targets: Targets | None
     """Targets of masked tokens; none: the caller wants logits."""
     samples: SampleTargets | None
-    """Targets of the binary head, where there is one."""
+    """Targets of the binary head; none: nothing is asked of it."""
 
 
 class BertModel(LanguageModel):
@@ -156,8 +156,9 @@ class BertModel(LanguageModel):
                 else labels.masked_fill(~is_token_BS.to(labels.device, non_blocking=True), IGNORED)
             )
             targets = targets_of(labels, loss_mask, stream)
-            if self.config.add_binary_head:
-                samples = _sample_targets(sentence_order_labels, targets)
+            if sentence_order_labels is not None:
+                weights_B = targets.weights_BS.sum(dim=1, dtype=torch.float64)
+                samples = SampleTargets(labels_B=sentence_order_labels.long(), weights_B=weights_B)
         self.loss_weight = None if targets is None else targets.sum_of_weights
         types = torch.zeros_like(tokens) if token_types is None else token_types
         return stream.flat(tokens), BertInputs(
@@ -186,8 +187,9 @@ class BertModel(LanguageModel):
             return BertLogits(logits, order)
         losses, of_words = of_tokens.losses(hidden, weight, context.targets, stream)
         added, of_order = None, {}
-        if of_samples is not None:
-            assert context.samples is not None
+        if of_samples is not None and context.samples is None:
+            losses = of_samples.beside(losses)
+        elif of_samples is not None and context.samples is not None:
             added = of_samples.loss_sum(hidden, context.samples, stream)
             of_order = of_samples.tallies(hidden, context.samples, stream)
         self.tallies = of_words | of_order
@@ -221,14 +223,6 @@ def _rows_of(is_token_BS: Tensor, device: torch.device) -> Documents:
             "padding behind them: put the padding at the end"
         )
     return documents_of(torch.where(is_token_BS, 0, NO_DOCUMENT), device)
-
-
-def _sample_targets(labels_B: Tensor | None, targets: Targets) -> SampleTargets:
-    """The targets of samples, none of them where no labels are given: the binary head then has gradients of zero."""
-    weights_B = targets.weights_BS.sum(dim=1, dtype=torch.float64)
-    if labels_B is None:
-        labels_B = torch.full(weights_B.shape, IGNORED, device=weights_B.device)
-    return SampleTargets(labels_B=labels_B.long(), weights_B=weights_B)
 
 
 def bert_parts(config: BertConfig, mesh: Mesh) -> list[Part]:

@@ -13,6 +13,7 @@ T tokens of the stream, H hidden, V vocabulary, B samples.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -105,6 +106,11 @@ class SentenceOrderHead(nn.Module):
         correct, samples = collectives.all_reduce(counts, tokens.cp)
         return {"sentence_order_correct": correct, "sentence_order_samples": samples}
 
+    def beside(self, loss: Tensor) -> Tensor:
+        """A loss of which no weight of this head has a part, and each gets a gradient all the same: zeros."""
+        beside: Tensor = _Beside.apply(loss, *self.parameters())
+        return beside
+
     def _first_tokens(self, hidden_TH: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
         """The hidden state of each sample's first token, zeros for those that other ranks of cp hold: [B, H]."""
         length = hidden_TH.shape[0]
@@ -120,6 +126,21 @@ class SentenceOrderHead(nn.Module):
         rows_BH = hidden_TH.index_select(0, nearest_B)
         first_BH = rows_BH.masked_fill((nearest_B != local_B).unsqueeze(1), 0.0)
         return differentiable.reduce(first_BH, self.sp), index_B >= 0
+
+
+class _Beside(torch.autograd.Function):
+    """The first argument, which gives the others gradients of zero."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.like, ctx.shapes = parameters[0], [parameter.shape for parameter in parameters]
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        sizes = [shape.numel() for shape in ctx.shapes]
+        zeros = torch.zeros(sum(sizes), dtype=ctx.like.dtype, device=ctx.like.device).split(sizes)
+        return grad, *(each.view(shape) for each, shape in zip(zeros, ctx.shapes, strict=True))
 
 
 class BertHead(nn.Module):

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from lightning_megatron.comm import differentiable, rng
 from lightning_megatron.comm.host_numbers import on_device
@@ -150,6 +151,29 @@ class LlavaInputs(GPTInputs):
     """Token ids, 0 at image tokens."""
     image_inputs: ImageInputs | None
     """Images of the call; none: it has none, or another stage takes them."""
+
+
+class _Placed(torch.autograd.Function):
+    """Hidden states [T, H], in place of some of them the rows of features [F, H] that their numbers [T] name; -1: none.
+
+    No row is named twice.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden_TH: Tensor, features_FH: Tensor, rows_T: Tensor) -> Tensor:
+        is_image_T1 = (rows_T >= 0).unsqueeze(1)
+        ctx.save_for_backward(rows_T, is_image_T1)
+        ctx.num_rows, ctx.dtype = len(features_FH), features_FH.dtype
+        taken_TH = features_FH.index_select(0, rows_T.clamp(min=0)).to(hidden_TH.dtype)
+        return torch.where(is_image_T1, taken_TH, hidden_TH)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor | None, ...]:
+        rows_T, is_image_T1 = ctx.saved_tensors
+        # Its padding index is left out.
+        grad_FH = torch.ops.aten.embedding_dense_backward(grad_TH, rows_T, ctx.num_rows, -1, False).to(ctx.dtype)
+        return grad_TH.masked_fill(is_image_T1, 0.0), grad_FH, None
 
 
 class Projector(nn.Module):
@@ -281,9 +305,7 @@ class LlavaModel(GPTModel):
         if context.image_inputs is not None:
             # Each rank reads the features of its own tokens: its gradient is a partial sum.
             features_FH = differentiable.all_gather(differentiable.all_gather(projected_TH, self.mesh.sp), self.mesh.cp)
-            rows_T = context.image_inputs.features_T
-            taken_TH = features_FH.to(hidden_TH.dtype).index_select(0, rows_T.clamp(min=0))
-            hidden_TH = torch.where((rows_T >= 0).unsqueeze(1), taken_TH, hidden_TH)
+            hidden_TH = _Placed.apply(hidden_TH, features_FH, context.image_inputs.features_T)
         return embedding.placed(hidden_TH, context.tokens)
 
     def _runs_vision(self, num_images: int) -> bool:
@@ -310,12 +332,14 @@ class LlavaModel(GPTModel):
         # The draws of this call: their owner sets others for the next, before the backward of this one.
         make_keys = partial(_image_keys, replace(self.draws), counts, pixels.device)
         stream = image_stream(num_own, lambda: own(make_keys()), config.vision, self.mesh, pixels.device)
-        # Feature number n of the call is that of patch n % P of image n // P.
-        number_BS = (is_image_BS.flatten().cumsum(0) - 1).view_as(is_image_BS)
-        image_BS, patch_BS = number_BS // config.features_per_image, number_BS % config.features_per_image
-        row_BS = (image_BS // num_own) * stream.num_tokens + (image_BS % num_own) * config.vision.max_sequence_length
-        row_BS = row_BS + patch_BS + (not config.keeps_class_token)
-        features_T = tokens.shard(tokens.flat(torch.where(is_image_BS, row_BS, -1), padding=-1))
+        # Feature number n of the call is that of an image n // P, in front of which other tokens are left out: one for
+        # each image that has no use for its class token, and what pads the stream of each rank.
+        number = is_image_BS.flatten().cumsum(0).sub_(1)
+        image, class_tokens = number // config.features_per_image, int(not config.keeps_class_token)
+        row = number.add(image, alpha=class_tokens).add_(class_tokens) if class_tokens else number
+        if padding := stream.num_tokens - num_own * config.vision.max_sequence_length:
+            row = row.add(image // num_own, alpha=padding)
+        features_T = tokens.shard(tokens.flat(row.view_as(is_image_BS).masked_fill(~is_image_BS, -1), padding=-1))
         # The tower computes in the dtype of its weights.
         dtype = self.get_parameter(f"{_VISION}.embedding.patches").dtype
         return ImageInputs(pixels=own(pixels).to(dtype), stream=stream, features_T=features_T)

@@ -106,12 +106,9 @@ class PatchEmbedding(nn.Module):
         # Every rank cuts its own tokens out of the pixels: no message, and no product of tokens that others have.
         pixels_NSX = F.pad(cut_into_patches(images, self.patch_size), (0, 0, 1, 0))
         pixels_TX = tokens.shard(tokens.pad(pixels_NSX.flatten(0, 1)))
-        # The class token's row of zeros has no part in the product.
-        hidden_TH = F.linear(pixels_TX, self.patches.flatten(1))
-        is_class_T1 = tokens.shard(tokens.flat_own(tokens.positions_1N == 0)).unsqueeze(1)
-        hidden_TH = (
-            hidden_TH + torch.where(is_class_T1, self.class_token.to(hidden_TH.dtype), 0) + self.positions(tokens)
-        )
+        # The class token's row of zeros has no part in the product: the token comes with the position before all.
+        class_SH = F.pad(self.class_token.unsqueeze(0), (0, 0, 0, len(self.positions.weight) - 1))
+        hidden_TH = F.linear(pixels_TX, self.patches.flatten(1)) + self.positions(tokens, class_SH)
         normed_TH: Tensor = self.norm(hidden_TH)
         return normed_TH
 

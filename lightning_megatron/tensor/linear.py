@@ -231,7 +231,7 @@ class _Column(torch.autograd.Function):
                 owner, lambda: gemm.add_weight_gradient(owner, grad, _gathered(x, sp), gradients.grad_view(owner))
             )
         if needs_bias:
-            grad_bias = grad_TO.sum(0).view(weight.shape[:-1]).to(weight.dtype)
+            grad_bias = grad_TO.sum(0, dtype=weight.dtype).view(weight.shape[:-1])
         if needs_x:
             grad_x = grad_x_work.wait()
         return grad_x, grad_weight, grad_bias, None
@@ -262,7 +262,7 @@ class _Row(torch.autograd.Function):
         own = gemm.cast_gradient(grad)
         grad_work = collectives.all_gather(own.values, sp, wait=False)
         # Under sequence parallelism this is a partial sum over this rank's tokens.
-        grad_bias = grad.sum(0).to(weight.dtype) if needs_bias else None
+        grad_bias = grad.sum(0, dtype=weight.dtype) if needs_bias else None
         full = own._replace(values=grad_work.wait())
         grad_x = gemm.input_gradient(full, weight, ctx.dtype) if needs_x else None
         if needs_weight:

@@ -46,6 +46,8 @@ class Case:
 
     config: Callable[[int], Any]
     batch: Callable[[], Batch]
+    with_other: Callable[[], Any] | None = None
+    """Makes the model of one layer with one more of another kind, of which it has one too."""
 
 
 def _rows(rows: int) -> Batch:
@@ -115,11 +117,11 @@ def _bert(layers: int) -> BertConfig:
     return BertConfig(num_layers=layers, **_BASE, max_sequence_length=512)
 
 
-def _llava(layers: int) -> LlavaConfig:
+def _llava(layers: int, language_layers: int = 1) -> LlavaConfig:
     sizes: dict[str, Any] = {"hidden_size": 1024, "num_attention_heads": 16, "image_size": 336, "patch_size": 14}
     # The features are those of the last layer but one.
     vision = VisionConfig(num_layers=layers + 1, **sizes)
-    return LlavaConfig.of(replace(_llama(1), max_sequence_length=2048), vision=vision, image_token=IMAGE)
+    return LlavaConfig.of(replace(_llama(language_layers), max_sequence_length=2048), vision=vision, image_token=IMAGE)
 
 
 CASES = {
@@ -128,9 +130,9 @@ CASES = {
     "Mixtral 8x7B": Case(config=_mixtral, batch=lambda: _rows(1)),
     "GPT-2 124M": Case(config=_gpt2, batch=lambda: _rows(8)),
     "GPT-2 124M, dropout 0.1": Case(config=_gpt2_dropping, batch=lambda: _rows(8)),
-    "BERT base": Case(config=_bert, batch=lambda: _rows(16)),
+    "BERT base": Case(config=_bert, batch=lambda: {**_rows(16), "token_types": torch.ones(16, 512).long()}),
     "T5 base, one row of 512 + 171 tokens": Case(config=_t5, batch=_pairs),
-    "CLIP ViT-L/14 of a LLaVA": Case(config=_llava, batch=_images),
+    "CLIP ViT-L/14 of a LLaVA": Case(config=_llava, batch=_images, with_other=lambda: _llava(1, 2)),
 }
 
 
@@ -145,7 +147,7 @@ class Cost:
     layer_flops: int
     """FLOPs of a layer's products."""
     call_kernels: int
-    """Kernels of a model call beside those of its layers."""
+    """Kernels of a model call beside those of its layers, of all kinds."""
     copies: Counter[str]
     """Copies between host and device in a call of a model of one layer, by direction and line."""
     waits: Counter[str]
@@ -155,27 +157,28 @@ class Cost:
 
 
 def cost_of(case: Case) -> Cost:
-    one, two = (work_of(case, layers) for layers in (1, 2))
+    one, two = (work_of(case, case.config(layers)) for layers in (1, 2))
     layer_kernels = two.num_kernels - one.num_kernels
+    other_kernels = 0 if case.with_other is None else work_of(case, case.with_other()).num_kernels - one.num_kernels
     return Cost(
         layer_kernels=layer_kernels,
         layer_bytes=two.num_bytes - one.num_bytes,
         layer_flops=two.flops - one.flops,
-        call_kernels=one.num_kernels - layer_kernels,
+        call_kernels=one.num_kernels - layer_kernels - other_kernels,
         copies=one.copies,
         waits=one.waits,
         layer_waits=two.waits.total() - one.waits.total(),
     )
 
 
-def work_of(case: Case, layers: int) -> Work:
+def work_of(case: Case, config: Any) -> Work:
     """Forward and backward of one microbatch, the second; of its batch stays on the host what the ready data modules
     keep there.
 
     Raises AssertionError unless loss and gradients are on the device.
     """
     with FakeCuda():
-        model = build(case.config(layers))
+        model = build(config)
         batch = {name: x if name in HOST_ENTRIES else x.to("cuda") for name, x in case.batch().items()}
         with torch.autocast("cuda", torch.bfloat16):
             # What a model makes once it makes in its first call.

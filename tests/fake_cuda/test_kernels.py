@@ -73,10 +73,13 @@ def small_batch() -> dict[str, Any]:
     return {"tokens": tokens, "labels": tokens, "segments": segments}
 
 
+SMALL_CASE = Case(config=lambda layers: SMALL, batch=small_batch)
+
+
 @on_ranks(1, init=False)
 def test_the_host_waits_for_no_expert_whose_number_of_rows_it_knows() -> None:
     for name, config in (WITHOUT_WAIT | WITH_WAIT).items():
-        waits = work_of(Case(config=lambda layers, config=config: config, batch=small_batch), 1).waits
+        waits = work_of(SMALL_CASE, config).waits
         assert waits.total() == (name in WITH_WAIT), f"{name}: {waits}"
 
 
@@ -85,7 +88,7 @@ def test_gradients_of_experts_without_rows_are_written_where_the_kernel_leaves_t
     written = {}
     for capability in ((9, 0), (10, 0)):
         with mock.patch.dict(fake_cuda._ANSWERS, get_device_capability=lambda device=None, it=capability: it):
-            work = work_of(Case(config=lambda layers: SMALL, batch=small_batch), 1)
+            work = work_of(SMALL_CASE, SMALL)
         zeroed = [each for each in work.launches if each.name == "masked_fill_" and "grouped_gemm" in each.site]
         written[capability] = len(zeroed)
         assert not work.waits
