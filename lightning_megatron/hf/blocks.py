@@ -139,14 +139,25 @@ def query_key_value(config: TransformerConfig, shape: Shape) -> tuple[TensorBloc
 
 
 def joined_query_key_value(config: TransformerConfig, shape: Shape) -> tuple[TensorBlock, ...]:
-    """Layout as of `query_key_value`, with the three of theirs joined into one and, if they are matrices, stored as
-    [in, out]."""
+    """Layout as of `query_key_value`, with the three of theirs joined into one."""
     width = config.num_attention_heads * config.head_dim
     starts = (0, width, width + config.num_query_groups * config.head_dim)
-    rows = (_rows(shape, ours, starts[source] + theirs, n, 0) for ours, theirs, n, source in _heads(config))
-    if len(shape) == 1:
-        return tuple(rows)
+    return tuple(_rows(shape, ours, starts[source] + theirs, n, 0) for ours, theirs, n, source in _heads(config))
+
+
+def joined_query_key_value_columns(config: TransformerConfig, shape: Shape) -> tuple[TensorBlock, ...]:
+    """Layout as of `joined_query_key_value`, with a matrix of theirs stored as [in, out]."""
+    rows = joined_query_key_value(config, shape)
     return tuple(TensorBlock(b.ours, Box(b.theirs.offsets[::-1], b.theirs.sizes[::-1]), 0, (1, 0)) for b in rows)
+
+
+def joined(config: TransformerConfig, shape: Shape) -> tuple[TensorBlock, ...]:
+    """Layout of [2, F, ...] of ours as one tensor [2F, ...] of theirs: gate, then up."""
+    rest, dims = (0,) * (len(shape) - 2), tuple(range(1, len(shape)))
+    sizes = (1, *shape[1:])
+    return tuple(
+        TensorBlock(Box((i, 0, *rest), sizes), Box((i * shape[1], *rest), shape[1:]), 0, dims) for i in range(shape[0])
+    )
 
 
 def _heads(config: TransformerConfig) -> Iterator[tuple[int, int, int, int]]:

@@ -146,6 +146,16 @@ class ConfigReader:
         if self.raw.get(alias) is not None:
             self.raw[name] = self.raw[alias]
 
+    def hidden_dropout(self) -> float:
+        """Our hidden_dropout, which files give twice: of the embedding, and of each half of a layer."""
+        of_halves, of_embedding = self.take("resid_pdrop", 0.0), self.take("embd_pdrop", 0.0)
+        if of_halves != of_embedding:
+            self.faults.append(
+                f"resid_pdrop ({of_halves}) and embd_pdrop ({of_embedding}) must be equal: there is one "
+                "hidden_dropout; set them alike"
+            )
+        return float(of_halves)
+
     def note_unknown(self, model_type: str, harmless: Collection[str]) -> None:
         """Notes a fault for each field that was not taken, unless it is harmless or at its default.
 
@@ -165,8 +175,11 @@ class ConfigReader:
             if key not in usual or usual[key] != value
         ]
 
-    def rope(self) -> dict[str, Any]:
-        """Rotary fields of ours, from either spelling: `rope_parameters`, or `rope_theta` and `rope_scaling`."""
+    def rope(self, *, is_partial: bool = False) -> dict[str, Any]:
+        """Rotary fields of ours, from either spelling: `rope_parameters`, or `rope_theta` and `rope_scaling`.
+
+        `is_partial`: the family's models may rotate a part of each head.
+        """
         self.taken |= {"rope_parameters", "rope_theta", "rope_scaling"}
         given = [self.raw.get(key) or {} for key in ("rope_parameters", "rope_scaling")]
         if not all(isinstance(settings, Mapping) for settings in given):
@@ -180,11 +193,13 @@ class ConfigReader:
             base = 10000.0
         old_kind, kind = settings.pop("type", None), settings.pop("rope_type", None)
         kind = kind or old_kind or "default"
-        share = settings.pop("partial_rotary_factor", None)
-        if share not in (None, 1, 1.0):
+        share = self.take("partial_rotary_factor", 1.0)
+        share = settings.pop("partial_rotary_factor", None) or share
+        if not is_partial and share not in (1, 1.0):
             self.faults.append(f"partial_rotary_factor ({share}) must be 1: the family's models rotate whole heads")
         scaling = None if kind == "default" else self._scaling(str(kind), settings)
-        return {"position": "rotary", "rotary_base": float(base), "rope_scaling": scaling}
+        fields = {"position": "rotary", "rotary_base": float(base), "rope_scaling": scaling}
+        return {**fields, "rotary_fraction": float(share)} if is_partial else fields
 
     def _scaling(self, kind: str, settings: dict[str, Any]) -> RopeScaling | None:
         names = {"linear": _LINEAR, "llama3": _LLAMA3, "yarn": _YARN}.get(kind)

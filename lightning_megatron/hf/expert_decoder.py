@@ -1,10 +1,12 @@
-"""Common parts of Mixtral and Qwen3-MoE: a gated decoder with experts, their names, and the router's fields.
+"""Common parts of models with experts: a gated decoder with experts, their names, and the router's fields.
 
 Files hold each expert's matrices apart; transformers 5 holds those of a layer in two tensors, and writes them so with
 `save_original_format=False`. Names tell the two formats of files apart. We write the first, which every version reads.
 """
 
 import math
+from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 from lightning_megatron.hf.blocks import each, gate_and_up_in_rows, gate_and_up_of_each
@@ -59,11 +61,10 @@ def moe_from_hf(
     *,
     num_experts: int,
     norm_topk_prob: bool,
-    width: int = 0,
-    layers: tuple[int, ...] = (),
     jitter: float = 0.0,
+    **own: Any,
 ) -> dict[str, Any]:
-    """Field `moe` of a GPTConfig; `width` is that of an expert, `layers` are those with experts, where they differ."""
+    """Field `moe` of a GPTConfig; `own` are fields of its layers, such as the width of an expert."""
     top_k, coefficient = reader.take("num_experts_per_tok"), reader.take("router_aux_loss_coef", 0.0)
     if not reader.take("output_router_logits", False):
         # Without these logits transformers takes no balance loss, whatever its coefficient.
@@ -82,7 +83,7 @@ def moe_from_hf(
             aux_losses=(AuxLoss(coefficient=coefficient),) if coefficient else (),
             jitter=jitter,
         )
-        return {"moe": MoEConfig(router=router, ffn_hidden_size=width, layers=layers)}
+        return {"moe": MoEConfig(router=router, **own)}
     except ValueError as error:
         reader.faults += str(error).splitlines()
         return {}
@@ -90,37 +91,64 @@ def moe_from_hf(
 
 def moe_to_hf(moe: MoEConfig) -> dict[str, Any]:
     """Fields of a config.json from a MoEConfig, less those that a family alone has."""
-    fields: dict[str, Any] = {
+    written: dict[str, Any] = {
         "num_experts_per_tok": moe.router.top_k,
         "output_router_logits": bool(moe.router.aux_losses),
     }
     if moe.router.aux_losses:
         # Without one transformers' own stays, which counts for nothing.
-        fields["router_aux_loss_coef"] = math.fsum(loss.coefficient for loss in moe.router.aux_losses)
-    return fields
+        written["router_aux_loss_coef"] = math.fsum(loss.coefficient for loss in moe.router.aux_losses)
+    return written
 
 
-def moe_faults(config: GPTConfig) -> list[str]:
-    """Faults of experts, or of a router, that these models do not have; settings of training alone pass."""
+def layers_from_hf(reader: ConfigReader) -> tuple[int, ...]:
+    """The layers with experts of a Qwen; none named: all."""
+    num_layers, step = reader.take("num_hidden_layers"), reader.take("decoder_sparse_step")
+    dense = reader.take_list("mlp_only_layers", int)
+    if step < 1:
+        reader.faults.append(f"decoder_sparse_step ({step}) must be at least 1, which gives all layers experts")
+        return ()
+    layers = tuple(layer for layer in range(num_layers) if (layer + 1) % step == 0 and layer not in dense)
+    if not layers:
+        reader.faults.append(
+            f"decoder_sparse_step ({step}) and mlp_only_layers ({dense}) leave none of {num_layers} layers with "
+            "experts; give a model without experts the model_type that has none"
+        )
+    return () if len(layers) == num_layers else layers
+
+
+def layers_to_hf(config: GPTConfig) -> dict[str, Any]:
+    """Fields of a config.json of a Qwen for the layers with experts."""
+    dense = [layer for layer in range(config.num_layers) if not config.has_experts(layer)]
+    return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
+
+
+# Values of fields of routers and their layers; a plan of Sinkhorn's is made in training alone.
+_NEEDED: Mapping[str, tuple[Any, ...]] = {
+    "score_function": ("softmax",),
+    "routing_type": ("top_k", "sinkhorn"),
+    "topk_scaling_factor": (1.0,),
+    "bias_update_rate": (0.0,),
+    "shared_expert_intermediate_size": (0,),
+    "capacity": (None,),
+}
+
+
+def moe_faults(config: GPTConfig, **own: tuple[Any, ...]) -> list[str]:
+    """Faults of experts, or of a router, that these models do not have; settings of training alone pass.
+
+    `own` are the values that a family's models may have of a field, none named: all.
+    """
     moe = config.moe
     if moe is None:
         return ["moe (None) must be there: its layers have experts"]
     router = moe.router
-    needed: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
-        ("score_function", router.score_function, ("softmax",)),
-        # A plan of Sinkhorn's is made in training alone.
-        ("routing_type", router.routing_type, ("top_k", "sinkhorn")),
-        ("topk_scaling_factor", router.topk_scaling_factor, (1.0,)),
-        ("group_topk", router.group_topk, (router.num_groups,)),
-        ("bias_update_rate", router.bias_update_rate, (0.0,)),
-        ("shared_expert_intermediate_size", moe.shared_expert_intermediate_size, (0,)),
-        ("capacity", moe.capacity, (None,)),
-    )
+    values = {field.name: getattr(one, field.name) for one in (moe, router) for field in fields(one)}
+    needed = {**_NEEDED, "group_topk": (router.num_groups,), **own}
     faults = [
-        f"moe {name} ({value!r}) must be {' or '.join(map(repr, fits))}"
-        for name, value, fits in needed
-        if value not in fits
+        f"moe {name} ({values[name]!r}) must be {' or '.join(map(repr, fits))}"
+        for name, fits in needed.items()
+        if fits and values[name] not in fits
     ]
-    looked_at = {name for name, *_ in needed}
-    lost = unwritten_faults(moe, looked_at | _OF_LAYERS) + unwritten_faults(router, looked_at | _OF_ROUTER)
+    lost = unwritten_faults(moe, {*needed, *_OF_LAYERS}) + unwritten_faults(router, {*needed, *_OF_ROUTER})
     return faults + [f"moe {fault}" for fault in lost]

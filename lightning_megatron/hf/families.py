@@ -3,13 +3,13 @@
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_megatron.hf import bert, gpt2, llama, llava, mixtral, qwen3_moe, t5
+from lightning_megatron.hf import bert, gpt2, llama, llava, mixtral, phi3, qwen2_moe, qwen3_moe, t5
 from lightning_megatron.hf.dense_decoder import MISTRAL, QWEN2, QWEN3
 from lightning_megatron.hf.family import Config, Family
 
 _ALL = (
     *(bert.FAMILY, gpt2.FAMILY, llama.FAMILY, llava.FAMILY, MISTRAL),
-    *(mixtral.FAMILY, QWEN2, QWEN3, qwen3_moe.FAMILY, t5.FAMILY),
+    *(mixtral.FAMILY, phi3.FAMILY, QWEN2, qwen2_moe.FAMILY, QWEN3, qwen3_moe.FAMILY, t5.FAMILY),
 )
 FAMILIES: dict[str, Family] = {family.name: family for family in _ALL}
 
@@ -34,6 +34,7 @@ def family_of_config(config: Config, name: str | None) -> Family:
         raise ValueError(f"family ({name!r}) has no models with a {type(config).__name__}; leave it out")
     faults = {family: FAMILIES[family].faults(config) for family in candidates}
     fits = [family for family, found in faults.items() if not found]
+    fits = [family for family in fits if not FAMILIES[family].gives_way] or fits
     if not fits:
         lines = [f"{family}: {'; '.join(found)}" for family, found in faults.items()]
         head = (

@@ -98,6 +98,8 @@ class Family:
     """Names of theirs that always repeat another tensor."""
     config_class: type[Config] = GPTConfig
     """Class of our configurations of this family."""
+    gives_way: bool = False
+    """Whether a model that another family could also have is written as that one unless this one is named."""
 
     def rows_of(self, names: Iterable[str]) -> tuple[ParamMapping, ...]:
         """The rows of a file with tensors of those names."""

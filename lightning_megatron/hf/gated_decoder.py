@@ -86,16 +86,20 @@ def family(name: str, architecture: str, **own: Any) -> Family:
     return Family(name=name, architecture=architecture, **(shared | own))
 
 
-def config_from_hf(reader: ConfigReader) -> dict[str, Any]:
+def config_from_hf(reader: ConfigReader, *, is_partial: bool = False) -> dict[str, Any]:
     """Fields of a GPTConfig from a config.json, less those that a family alone has."""
-    reader.require("partial_rotary_factor", 1, 1.0)
     fields = reader.take_all(_NAMES, _CHOICES, _OPTIONAL)
-    return {**fields, "normalization": "rmsnorm", "add_bias_linear": False, **reader.rope()}
+    return {**fields, "normalization": "rmsnorm", "add_bias_linear": False, **reader.rope(is_partial=is_partial)}
 
 
 def config_to_hf(config: GPTConfig) -> dict[str, Any]:
     """Fields of a config.json from a GPTConfig, less those that a family alone has."""
     return {**fields_to_hf(config, _NAMES, _CHOICES), **rope_to_hf(config)}
+
+
+def share_to_hf(config: GPTConfig) -> dict[str, Any]:
+    """Field of a config.json for the part of each head that is rotated, where that is not all of it."""
+    return {} if config.rotary_fraction == 1.0 else {"partial_rotary_factor": config.rotary_fraction}
 
 
 def rules(config: GPTConfig, **needed: Any) -> list[str]:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from lightning_megatron.hf.blocks import joined_query_key_value, transposed
+from lightning_megatron.hf.blocks import joined_query_key_value, joined_query_key_value_columns, transposed
 from lightning_megatron.hf.config_reader import HARMLESS, HEADS, ConfigReader, dense_faults, fields_to_hf, head_faults
 from lightning_megatron.hf.family import Family, ParamMapping
 from lightning_megatron.models.gpt import GPTConfig
@@ -16,7 +16,7 @@ ROWS = (
         for ours, theirs in (("attention_norm", "ln_1"), ("mlp_norm", "ln_2"))
         for kind in ("weight", "bias")
     ),
-    ParamMapping(f"layers.{{}}.{QKV}.weight", ("transformer.h.{}.attn.c_attn.weight",), joined_query_key_value),
+    ParamMapping(f"layers.{{}}.{QKV}.weight", ("transformer.h.{}.attn.c_attn.weight",), joined_query_key_value_columns),
     ParamMapping(f"layers.{{}}.{QKV}.bias", ("transformer.h.{}.attn.c_attn.bias",), joined_query_key_value),
     *(
         row
@@ -83,14 +83,8 @@ def config_from_hf(reader: ConfigReader) -> dict[str, Any]:
     reader.require("scale_attn_by_inverse_layer_idx", False)
     reader.require("reorder_and_upcast_attn", False)
     reader.require("add_cross_attention", False)
-    hidden_dropout, embedding_dropout = reader.take("resid_pdrop"), reader.take("embd_pdrop")
-    if hidden_dropout != embedding_dropout:
-        reader.faults.append(
-            f"resid_pdrop ({hidden_dropout}) and embd_pdrop ({embedding_dropout}) must be equal: there is one "
-            "hidden_dropout; set them alike"
-        )
     fields = reader.take_all(_NAMES, _CHOICES, {"ffn_hidden_size": 0})
-    return {**fields, "hidden_dropout": hidden_dropout}
+    return {**fields, "hidden_dropout": reader.hidden_dropout()}
 
 
 def config_to_hf(config: GPTConfig) -> dict[str, Any]:

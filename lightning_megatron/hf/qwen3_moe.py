@@ -4,7 +4,15 @@ from typing import Any
 
 from lightning_megatron.hf import gated_decoder
 from lightning_megatron.hf.config_reader import HARMLESS, ConfigReader
-from lightning_megatron.hf.expert_decoder import ROWS_TOGETHER, moe_faults, moe_from_hf, moe_to_hf, rows_apart
+from lightning_megatron.hf.expert_decoder import (
+    ROWS_TOGETHER,
+    layers_from_hf,
+    layers_to_hf,
+    moe_faults,
+    moe_from_hf,
+    moe_to_hf,
+    rows_apart,
+)
 from lightning_megatron.models.gpt import GPTConfig
 
 DEFAULTS = {
@@ -35,26 +43,10 @@ def config_from_hf(reader: ConfigReader) -> dict[str, Any]:
         reader,
         num_experts=reader.take("num_experts"),
         norm_topk_prob=reader.take("norm_topk_prob", False),
-        width=reader.take("moe_intermediate_size"),
-        layers=_layers_from_hf(reader),
+        ffn_hidden_size=reader.take("moe_intermediate_size"),
+        layers=layers_from_hf(reader),
     )
     return {**gated_decoder.config_from_hf(reader), "qk_norm": True, **_window_from_hf(reader), **moe}
-
-
-def _layers_from_hf(reader: ConfigReader) -> tuple[int, ...]:
-    """The layers with experts; none named: all."""
-    num_layers, step = reader.take("num_hidden_layers"), reader.take("decoder_sparse_step")
-    dense = reader.take_list("mlp_only_layers", int)
-    if step < 1:
-        reader.faults.append(f"decoder_sparse_step ({step}) must be at least 1, which gives all layers experts")
-        return ()
-    layers = tuple(layer for layer in range(num_layers) if (layer + 1) % step == 0 and layer not in dense)
-    if not layers:
-        reader.faults.append(
-            f"decoder_sparse_step ({step}) and mlp_only_layers ({dense}) leave none of {num_layers} layers with "
-            "experts; a model without experts is a 'qwen3'"
-        )
-    return () if len(layers) == num_layers else layers
 
 
 def _window_from_hf(reader: ConfigReader) -> dict[str, Any]:
@@ -80,8 +72,7 @@ def config_to_hf(config: GPTConfig) -> dict[str, Any]:
         "num_experts": moe.router.num_experts,
         "norm_topk_prob": moe.router.norm_topk_prob,
         "moe_intermediate_size": moe.ffn_hidden_size or config.ffn_hidden_size,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [layer for layer in range(config.num_layers) if not moe.has_experts(layer)],
+        **layers_to_hf(config),
         **moe_to_hf(moe),
     }
 

@@ -45,6 +45,8 @@ def layouts(draw: st.DrawFn) -> tuple[tuple[blocks.TensorBlock, ...], tuple[int,
                 (blocks.gate_and_up_in_rows, (groups, 2, head_dim, hidden)),
                 (blocks.query_key_value, fused),
                 (blocks.joined_query_key_value, fused),
+                (blocks.joined_query_key_value_columns, (fused[0], hidden)),
+                (blocks.joined, (2, hidden + 1, *rest)),
             ]
         )
     )
@@ -100,7 +102,7 @@ def test_groups_in_a_row_become_queries_keys_and_values() -> None:
 
 
 def test_joined_queries_keys_and_values_are_columns() -> None:
-    found = blocks.joined_query_key_value(config_of(**CONFIG), (8, 3))
+    found = blocks.joined_query_key_value_columns(config_of(**CONFIG), (8, 3))
     theirs = torch.zeros(blocks.shapes_of_sources(found)[0], dtype=torch.long)
     blocks.fill_theirs(theirs, 0, found, torch.arange(24).view(8, 3))
     assert theirs.shape == (3, 8)

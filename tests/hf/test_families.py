@@ -20,7 +20,8 @@ from lightning_megatron.moe.config import AuxLoss, MoEConfig, RouterConfig
 from tests.hf.tiny import CASES, family_of, logits, ours, saved
 
 # Fields of theirs that say nothing of the numbers, or say again what another one says.
-NOT_COMPARED = {"_name_or_path", "bos_token_id", "eos_token_id", "dtype", "transformers_version"}
+NOT_COMPARED = {"_name_or_path", "bos_token_id", "eos_token_id", "pad_token_id", "dtype", "transformers_version"}
+WITH_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe")
 SAID_TWICE = {"max_window_layers"}  # by layer_types
 
 
@@ -32,7 +33,7 @@ def test_logits_are_those_of_transformers(case: str, tmp_path: Path) -> None:
     # Both round at every step in float32.
     assert (found - wanted).abs().max() < 1e-5 * wanted.abs().max().clamp(min=1)
     assert wanted.std() > 0.1
-    if family_of(case) in ("mixtral", "qwen3_moe"):
+    if family_of(case) in WITH_EXPERTS:
         # Their grouped product takes no float64.
         model.set_experts_implementation("eager")
     in_double = logits(ours(tmp_path, torch.float64))
@@ -50,7 +51,8 @@ def test_a_model_comes_back_as_it_came(case: str, tmp_path: Path) -> None:
     wanted, found = model.state_dict(), again.state_dict()
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
-    assert torch.equal(logits(again), logits(model))
+    # One that was read, too: products of experts may depend on where in memory weights lie.
+    assert torch.equal(logits(again), logits(AutoModelForCausalLM.from_pretrained(tmp_path / "theirs")))
     before, after = (comparable(m.config.to_dict()) for m in (model, again))
     assert before == after
 
@@ -88,10 +90,10 @@ def test_every_field_that_transformers_knows_is_translated_or_known_to_be_harmle
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_field_that_nobody_knows_is_refused(family: str) -> None:
-    planted = {"model_type": family, "attn_logit_softcapping": 50.0}
-    with pytest.raises(ValueError, match=r"attn_logit_softcapping \(50.0\) is a field that .* take it out if"):
+    planted = {"model_type": family, "residual_multiplier": 50.0}
+    with pytest.raises(ValueError, match=r"residual_multiplier \(50.0\) is a field that .* take it out if"):
         FAMILIES[family].config(planted)
-    FAMILIES[family].config({**planted, "attn_logit_softcapping": None, "torch_dtype": "float16", "top_p": 0.9})
+    FAMILIES[family].config({**planted, "residual_multiplier": None, "torch_dtype": "float16", "top_p": 0.9})
 
 
 def test_a_field_of_a_newer_transformers_is_read_at_its_default_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,6 +258,7 @@ ROUTER = RouterConfig(num_experts=4)
         ({**GATED, "sliding_window": 4}, "mistral"),
         ({**GATED, "add_qkv_bias": True, "sliding_window": 4, "full_attention_layers": (1,)}, "qwen2"),
         ({**GATED, "qk_norm": True, "head_dim": 10}, "qwen3"),
+        ({**GATED, "rotary_fraction": 0.5}, "phi3"),
         ({"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 5}, "gpt2"),
         ({**GATED, "moe": MoEConfig(router=ROUTER)}, "mixtral"),
         ({**GATED, "moe": MoEConfig(router=replace(ROUTER, norm_topk_prob=False)), "qk_norm": True}, "qwen3_moe"),
@@ -276,13 +279,13 @@ def test_a_configuration_that_no_family_has_is_refused_with_the_reason_of_each()
     config = GPTConfig(**{**GATED, "position": "none"}, qk_norm=True, add_qkv_bias=True)
     with pytest.raises(ValueError) as raised:
         family_of_config(config, None)
-    lines = str(raised.value).splitlines()
-    assert len(lines) == 1 + sum(family.config_class is GPTConfig for family in FAMILIES.values())
-    assert "llama: position ('none') must be 'rotary'; add_qkv_bias (True) must be False" in lines[2]
-    assert "qk_norm (True) must be False, because the family's config.json has no field for it" in lines[2]
-    assert "mixtral: position ('none') must be 'rotary'; moe (None) must be there" in lines[4]
-    assert "add_qkv_bias (True) must be False, because" in lines[4]
-    assert "qwen3: position ('none') must be 'rotary'; add_qkv_bias (True) must be False, because" in lines[6]
+    lines = dict(line.strip().split(": ", 1) for line in str(raised.value).splitlines()[1:])
+    assert lines.keys() == {name for name, family in FAMILIES.items() if family.config_class is GPTConfig}
+    assert "position ('none') must be 'rotary'; add_qkv_bias (True) must be False" in lines["llama"]
+    assert "qk_norm (True) must be False, because the family's config.json has no field for it" in lines["llama"]
+    assert "position ('none') must be 'rotary'; moe (None) must be there" in lines["mixtral"]
+    assert "add_qkv_bias (True) must be False, because" in lines["mixtral"]
+    assert "position ('none') must be 'rotary'; add_qkv_bias (True) must be False, because" in lines["qwen3"]
 
 
 @pytest.mark.parametrize(

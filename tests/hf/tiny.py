@@ -49,6 +49,13 @@ _QWEN = {**_GATED, "num_hidden_layers": 4, "use_sliding_window": True, "sliding_
 # As narrow as the other dense layers in no size, so that none is taken for another.
 _MIXTRAL = {**_GATED, "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24}
 _QWEN_MOE = {**_GATED, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "head_dim": 12}
+_QWEN2_MOE = {
+    **_GATED,
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 20,
+    "shared_expert_intermediate_size": 28,
+}
 
 
 def _rope(kind: str, **settings: Any) -> dict[str, Any]:
@@ -114,6 +121,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral tied, with a window, top 3": (
         "mixtral",
         {**_MIXTRAL, "tie_word_embeddings": True, "sliding_window": 5, "num_experts_per_tok": 3},
+    ),
+    "phi3": ("phi3", {**_GATED, "sliding_window": 7, "pad_token_id": None}),
+    "phi3, a part of each head turns": (
+        "phi3",
+        {**_GATED, "hidden_size": 48, "partial_rotary_factor": 0.5, "tie_word_embeddings": True, "pad_token_id": None},
+    ),
+    "qwen2_moe": ("qwen2_moe", {**_QWEN2_MOE, "norm_topk_prob": True}),
+    "qwen2_moe, some layers dense, a window in turns": (
+        "qwen2_moe",
+        {**_QWEN2_MOE, "num_hidden_layers": 4, "mlp_only_layers": [1], "use_sliding_window": True, "sliding_window": 7},
     ),
     "qwen3_moe": ("qwen3_moe", {**_QWEN_MOE, "norm_topk_prob": True}),
     "qwen3_moe, weights as they are, one expert of a token": ("qwen3_moe", {**_QWEN_MOE, "num_experts_per_tok": 1}),
