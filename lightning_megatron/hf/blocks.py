@@ -160,6 +160,24 @@ def joined(config: TransformerConfig, shape: Shape) -> tuple[TensorBlock, ...]:
     )
 
 
+def interleaved_query_key_value(config: TransformerConfig, shape: Shape) -> tuple[TensorBlock, ...]:
+    """Layout as of `query_key_value`, where of theirs neighbours turn as a pair, and not the halves of what turns."""
+    size, pairs = config.head_dim, config.rotary_width
+    found: list[TensorBlock] = []
+    for ours, theirs, num_rows, source in _heads(config):
+        turned = 0 if source == 2 else 2 * pairs
+        for head in range(0, num_rows, size):
+            of_ours, of_theirs = ours + head, theirs + head
+            for pair in range(turned // 2):
+                found += (
+                    _rows(shape, of_ours + pair + half * pairs, of_theirs + 2 * pair + half, 1, source)
+                    for half in (0, 1)
+                )
+            if turned < size:
+                found.append(_rows(shape, of_ours + turned, of_theirs + turned, size - turned, source))
+    return tuple(found)
+
+
 def _heads(config: TransformerConfig) -> Iterator[tuple[int, int, int, int]]:
     """First row in our fused weight, first row in theirs, number of rows and which of theirs: q, k or v."""
     size, queries = config.head_dim, config.heads_per_group

@@ -11,9 +11,13 @@ from typing import Any
 
 from lightning_megatron.hf import gated_decoder
 from lightning_megatron.hf.config_reader import NOTHING, ConfigReader, dense_faults
-from lightning_megatron.hf.family import Family
+from lightning_megatron.hf.family import Family, ParamMapping
 from lightning_megatron.models.gpt import GPTConfig
 
+Windows = tuple[Callable[[ConfigReader], dict[str, Any]], Callable[[GPTConfig], dict[str, Any]]]
+"""Fields of ours for sliding windows from theirs, and back."""
+
+NO_WINDOW: Windows = (lambda reader: {}, lambda config: {})
 _ONE_WINDOW = (gated_decoder.window_from_hf, gated_decoder.window_to_hf)
 _LAYER_WINDOWS = (gated_decoder.layer_windows_from_hf, gated_decoder.layer_windows_to_hf)
 _QWEN_DEFAULTS = {
@@ -27,15 +31,16 @@ _QWEN_DEFAULTS = {
 }
 
 
-def _family(
+def dense_family(
     name: str,
     architecture: str,
-    window: tuple[Callable[[ConfigReader], dict[str, Any]], Callable[[GPTConfig], dict[str, Any]]],
+    window: Windows,
     defaults: Mapping[str, Any],
     ours: Mapping[str, Any] = NOTHING,
     theirs: Mapping[str, Any] = NOTHING,
+    rows: tuple[ParamMapping, ...] = (),
 ) -> Family:
-    """A family whose models all have these values of fields of ours, and of theirs."""
+    """A family whose models all have these values of fields of ours, and of theirs; `rows` are its own mappings."""
     window_from_hf, window_to_hf = window
 
     def config_from_hf(reader: ConfigReader) -> dict[str, Any]:
@@ -47,11 +52,12 @@ def _family(
         return {**gated_decoder.config_to_hf(config), **theirs, **window_to_hf(config)}
 
     def rules(config: GPTConfig) -> list[str]:
-        return dense_faults(config) + gated_decoder.rules(config, add_bias_linear=False, **ours)
+        return dense_faults(config) + gated_decoder.rules(config, **ours)
 
     return gated_decoder.family(
         name,
         architecture,
+        rows=rows + gated_decoder.ROWS,
         defaults=defaults,
         config_from_hf=config_from_hf,
         config_to_hf=config_to_hf,
@@ -60,7 +66,7 @@ def _family(
     )
 
 
-MISTRAL = _family(
+MISTRAL = dense_family(
     "mistral",
     "MistralForCausalLM",
     _ONE_WINDOW,
@@ -73,8 +79,8 @@ MISTRAL = _family(
         "sliding_window": 4096,
     },
 )
-QWEN2 = _family("qwen2", "Qwen2ForCausalLM", _LAYER_WINDOWS, _QWEN_DEFAULTS, ours={"add_qkv_bias": True})
-QWEN3 = _family(
+QWEN2 = dense_family("qwen2", "Qwen2ForCausalLM", _LAYER_WINDOWS, _QWEN_DEFAULTS, ours={"add_qkv_bias": True})
+QWEN3 = dense_family(
     "qwen3",
     "Qwen3ForCausalLM",
     _LAYER_WINDOWS,

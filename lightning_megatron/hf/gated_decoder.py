@@ -104,7 +104,8 @@ def share_to_hf(config: GPTConfig) -> dict[str, Any]:
 
 def rules(config: GPTConfig, **needed: Any) -> list[str]:
     """Rules of these models that a configuration breaks, one sentence each; `needed` is what a family alone needs."""
-    found = differences(config, position="rotary", normalization="rmsnorm", activation="swiglu", **needed)
+    usual = {"position": "rotary", "normalization": "rmsnorm", "activation": "swiglu", "add_bias_linear": False}
+    found = differences(config, **{**usual, **needed})
     if config.rope_scaling is not None:
         found += [f"rope_scaling {fault}" for fault in rope_faults(config.rope_scaling)]
     return found

@@ -34,7 +34,7 @@ def config_to_hf(config: GPTConfig) -> dict[str, Any]:
 
 def rules(config: GPTConfig) -> list[str]:
     """Rules of this family that a configuration breaks, one sentence each."""
-    found = dense_faults(config) + gated_decoder.rules(config)
+    found = dense_faults(config) + gated_decoder.rules(config, add_bias_linear=config.add_bias_linear)
     if config.add_qkv_bias and not config.add_bias_linear:
         found.append("add_qkv_bias (True) must be False where add_bias_linear is")
     if config.hidden_size % config.num_attention_heads:

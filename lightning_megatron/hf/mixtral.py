@@ -50,7 +50,7 @@ def config_to_hf(config: GPTConfig) -> dict[str, Any]:
 
 def rules(config: GPTConfig) -> list[str]:
     """Rules of this family that a configuration breaks, one sentence each."""
-    found = gated_decoder.rules(config, add_bias_linear=False) + moe_faults(config)
+    found = gated_decoder.rules(config) + moe_faults(config)
     if config.moe is not None:
         if not config.moe.router.norm_topk_prob:
             found.append("moe norm_topk_prob (False) must be True")

@@ -42,7 +42,7 @@ def config_to_hf(config: GPTConfig) -> dict[str, Any]:
 
 def rules(config: GPTConfig) -> list[str]:
     """Rules of this family that a configuration breaks, one sentence each."""
-    return dense_faults(config) + gated_decoder.rules(config, add_bias_linear=False, rope_scaling=None)
+    return dense_faults(config) + gated_decoder.rules(config, rope_scaling=None)
 
 
 FAMILY = gated_decoder.family(

@@ -84,7 +84,7 @@ def config_to_hf(config: GPTConfig) -> dict[str, Any]:
 def rules(config: GPTConfig) -> list[str]:
     """Rules of this family that a configuration breaks, one sentence each."""
     found = moe_faults(config, shared_expert_intermediate_size=(), shared_expert_gate=(True,))
-    return found + gated_decoder.rules(config, add_bias_linear=False, add_qkv_bias=True)
+    return found + gated_decoder.rules(config, add_qkv_bias=True)
 
 
 FAMILY = gated_decoder.family(

@@ -79,7 +79,7 @@ def config_to_hf(config: GPTConfig) -> dict[str, Any]:
 
 def rules(config: GPTConfig) -> list[str]:
     """Rules of this family that a configuration breaks, one sentence each."""
-    return moe_faults(config) + gated_decoder.rules(config, add_bias_linear=False, qk_norm=True)
+    return moe_faults(config) + gated_decoder.rules(config, qk_norm=True)
 
 
 FAMILY = gated_decoder.family(

@@ -9,7 +9,7 @@ Source: Devlin et al., arXiv 1810.04805; sentence order: Lan et al., arXiv 1909.
 
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,12 +29,10 @@ from lightning_megatron.tensor.cross_entropy import IGNORED
 from lightning_megatron.transformer import cost
 from lightning_megatron.transformer.attention import BIDIRECTIONAL
 from lightning_megatron.transformer.build import build_norm
-from lightning_megatron.transformer.config import LanguageModelConfig
+from lightning_megatron.transformer.config import LanguageModelConfig, NormPlacement
 from lightning_megatron.transformer.layer import TransformerLayer
 from lightning_megatron.transformer.post_norm_layer import PostNormLayer
 from lightning_megatron.transformer.tokens import Tokens
-
-NormPlacement = Literal["post", "pre"]
 
 
 @config_dataclass
@@ -42,6 +40,7 @@ class BertConfig(LanguageModelConfig):
     """Architecture of a BERT: Google's by default; Megatron's with pre-norm layers and no norm of the embedding."""
 
     sees_both_ways: ClassVar[bool] = True
+    norm_placements: ClassVar[tuple[NormPlacement, ...]] = ("post", "pre")
 
     norm_epsilon: float = 1e-12
     """Number added to the variance (RMSNorm: to the mean square) under the root of a norm."""
@@ -59,8 +58,6 @@ class BertConfig(LanguageModelConfig):
 
     def faults(self) -> list[str]:
         faults = super().faults()
-        if self.norm_placement not in ("post", "pre"):
-            faults.append(f"norm_placement ({self.norm_placement!r}) must be one of 'post', 'pre'")
         if self.num_token_types < 0:
             faults.append(f"num_token_types ({self.num_token_types}) must be at least 0; 0 is no embedding of types")
         if self.is_gated:

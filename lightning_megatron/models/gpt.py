@@ -7,6 +7,7 @@ stage makes from the caller's inputs by itself.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from lightning_megatron.moe.sequence_groups import RoutedTokens
 from lightning_megatron.pipeline.module import Part
 from lightning_megatron.transformer import cost
 from lightning_megatron.transformer.build import build_norm
-from lightning_megatron.transformer.config import LanguageModelConfig
+from lightning_megatron.transformer.config import LanguageModelConfig, NormPlacement
 from lightning_megatron.transformer.decode_state import DecodeState, caching_stream, decode_stream
 from lightning_megatron.transformer.layer import ExpertLayer, build_layer
 from lightning_megatron.transformer.tokens import Tokens
@@ -34,6 +35,8 @@ from lightning_megatron.transformer.tokens import Tokens
 @config_dataclass
 class GPTConfig(LanguageModelConfig):
     """Architecture of a GPT: GPT-2's kind by default; Llama's with rotary, rmsnorm, swiglu and no biases."""
+
+    norm_placements: ClassVar[tuple[NormPlacement, ...]] = ("pre", "sandwich", "output")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Layer norm and RMS norm over the hidden dim, on activations that may be cut over `sp`.
+"""Layer norm and RMS norms over the hidden dim, on activations that may be cut over `sp`.
 
 The parameters are replicated over `tp`; under sequence parallelism each rank sees its T/sp tokens alone, so
 their gradients are partial sums. Half inputs are normed in float32, in which the parameters are held, and the result is
@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from lightning_megatron.comm import differentiable
 from lightning_megatron.mesh import Axis
 from lightning_megatron.sharding import Initial, shard_parameter
 
@@ -39,16 +40,46 @@ class LayerNorm(nn.Module):
 class RMSNorm(nn.Module):
     """RMS norm of [..., H] along H, scaled; dtype as the input."""
 
+    # What a weight of 0 scales by.
+    center = 0.0
+
     def __init__(self, hidden_size: int, *, eps: float, tp: Axis, sp: Axis) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = shard_parameter((hidden_size,), initial=Initial(mean=1.0), replicas=(tp,), partial=sp)
+        initial = Initial(mean=1.0 - self.center)
+        self.weight = shard_parameter((hidden_size,), initial=initial, replicas=(tp,), partial=sp)
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.dtype == self.weight.dtype:
-            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        y: Tensor = _RMSNorm.apply(x, self.weight, self.eps)
+        weight = self.weight + self.center if self.center else self.weight
+        if x.dtype == weight.dtype:
+            return F.rms_norm(x, weight.shape, weight, self.eps)
+        y: Tensor = _RMSNorm.apply(x, weight, self.eps)
         return y
+
+
+class ZeroCenteredRMSNorm(RMSNorm):
+    """RMS norm scaled by 1 + weight, so that a weight begins, and decays to, 0."""
+
+    center = 1.0
+
+
+class ParallelRMSNorm(nn.Module):
+    """RMS norm along H of [..., H/tp], which ranks of `tp` have a part of each; dtype as the input.
+
+    Waits for `tp` once in either direction.
+    """
+
+    def __init__(self, hidden_size: int, *, eps: float, tp: Axis) -> None:
+        super().__init__()
+        self.eps, self.tp, self.hidden_size = eps, tp, hidden_size
+        self.weight = shard_parameter((hidden_size,), initial=Initial(mean=1.0), dim=0, axis=tp)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, self.weight.dtype))
+        own = wide.square().sum(-1, keepdim=True)
+        total = differentiable.reduce(differentiable.copy(own, self.tp), self.tp)
+        normed = wide * torch.rsqrt(total / self.hidden_size + self.eps)
+        return (normed * self.weight.to(wide.dtype)).to(x.dtype)
 
 
 class _LayerNorm(torch.autograd.Function):

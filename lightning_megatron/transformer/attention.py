@@ -24,7 +24,7 @@ from lightning_megatron.context.context_layout import MaskSpec
 from lightning_megatron.mesh import Axis
 from lightning_megatron.sharding import Fused, Initial
 from lightning_megatron.tensor.linear import ColumnParallelLinear, RowParallelLinear
-from lightning_megatron.tensor.norm import RMSNorm
+from lightning_megatron.tensor.norm import ParallelRMSNorm, RMSNorm, ZeroCenteredRMSNorm
 from lightning_megatron.transformer.config import TransformerConfig
 from lightning_megatron.transformer.core_attention import CoreAttention, TorchCoreAttention
 from lightning_megatron.transformer.dropout import AttentionDropout
@@ -151,6 +151,23 @@ def _parts(fused: Tensor, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
     )
 
 
+def build_head_norm(config: TransformerConfig, num_heads: int, tp: Axis) -> RMSNorm | ParallelRMSNorm:
+    """The norm of queries, or of keys, of so many heads: of each head alone, or of all at once."""
+    if config.qk_norm_across_heads:
+        return ParallelRMSNorm(num_heads * config.head_dim, eps=config.norm_epsilon, tp=tp)
+    # Of the own heads alone, so that gradients are parts of a sum over tp, with sequence parallelism or not.
+    kind = ZeroCenteredRMSNorm if config.normalization == "zero_centered_rmsnorm" else RMSNorm
+    return kind(config.head_dim, eps=config.norm_epsilon, tp=tp, sp=tp)
+
+
+def _normed(norm: RMSNorm | ParallelRMSNorm, heads_BSAD: Tensor) -> Tensor:
+    if isinstance(norm, RMSNorm):
+        normed: Tensor = norm(heads_BSAD)
+    else:
+        normed = norm(heads_BSAD.flatten(2)).view(heads_BSAD.shape)
+    return normed
+
+
 class SelfAttention(RecomputeLayer):
     """Attention over each sequence of the stream: [T/sp, H] to [T/sp, H]. `name` is its name in the model."""
 
@@ -182,9 +199,8 @@ class SelfAttention(RecomputeLayer):
         )
         self.has_qk_norm = config.qk_norm
         if config.qk_norm:
-            # Of the own heads alone, so that gradients are parts of a sum over tp, with sequence parallelism or not.
-            self.q_norm = RMSNorm(config.head_dim, eps=config.norm_epsilon, tp=tp, sp=tp)
-            self.k_norm = RMSNorm(config.head_dim, eps=config.norm_epsilon, tp=tp, sp=tp)
+            self.q_norm = build_head_norm(config, config.num_attention_heads, tp)
+            self.k_norm = build_head_norm(config, config.num_query_groups, tp)
         self.dropout = AttentionDropout(config.attention_dropout, name, first_head=tp.rank * self.heads.num_heads)
         self.projection = RowParallelLinear(
             features,
@@ -231,8 +247,8 @@ class SelfAttention(RecomputeLayer):
         )
         cos, sin = cos_BSR.unsqueeze(2), sin_BSR.unsqueeze(2)
         # As [B, S, heads, D] they are contiguous, and norms make no copies.
-        queries = rotate(self.q_norm(queries.transpose(1, 2)), cos, sin).transpose(1, 2)
-        keys = rotate(self.k_norm(keys.transpose(1, 2)), cos, sin).transpose(1, 2)
+        queries = rotate(_normed(self.q_norm, queries.transpose(1, 2)), cos, sin).transpose(1, 2)
+        keys = rotate(_normed(self.k_norm, keys.transpose(1, 2)), cos, sin).transpose(1, 2)
         return queries, keys, values
 
     def _attend_in_context(

@@ -6,21 +6,38 @@ and models call the builders and do not know the kinds.
 
 from collections.abc import Mapping
 
+from torch import nn
+
 from lightning_megatron.context.context_layout import MaskSpec
 from lightning_megatron.mesh import Axis
-from lightning_megatron.tensor.norm import LayerNorm, RMSNorm
+from lightning_megatron.tensor.norm import LayerNorm, RMSNorm, ZeroCenteredRMSNorm
 from lightning_megatron.transformer.attention import SelfAttention
 from lightning_megatron.transformer.config import Normalization, TransformerConfig
 from lightning_megatron.transformer.mlp import MLP
 
 Norm = LayerNorm | RMSNorm
 
-NORMS: Mapping[Normalization, type[Norm]] = {"layernorm": LayerNorm, "rmsnorm": RMSNorm}
+NORMS: Mapping[Normalization, type[Norm]] = {
+    "layernorm": LayerNorm,
+    "rmsnorm": RMSNorm,
+    "zero_centered_rmsnorm": ZeroCenteredRMSNorm,
+}
 
 
 def build_norm(config: TransformerConfig, *, tp: Axis, sp: Axis) -> Norm:
     """A norm of hidden states [T/sp, H]."""
     return NORMS[config.normalization](config.hidden_size, eps=config.norm_epsilon, tp=tp, sp=sp)
+
+
+def build_input_norm(config: TransformerConfig, *, tp: Axis, sp: Axis) -> Norm | nn.Identity:
+    """The norm of what a half of a layer reads, [T/sp, H], or nothing where only outputs are normed."""
+    return nn.Identity() if config.norm_placement == "output" else build_norm(config, tp=tp, sp=sp)
+
+
+def build_output_norm(config: TransformerConfig, *, tp: Axis, sp: Axis) -> Norm | nn.Identity:
+    """The norm of what a half of a layer adds to the residual stream, [T/sp, H], or nothing where there is none."""
+    has_one = config.norm_placement in ("sandwich", "output")
+    return build_norm(config, tp=tp, sp=sp) if has_one else nn.Identity()
 
 
 def build_attention(config: TransformerConfig, *, tp: Axis, sp: Axis, name: str, mask_spec: MaskSpec) -> SelfAttention:

@@ -15,11 +15,12 @@ from lightning_megatron.moe.config import MoEConfig
 from lightning_megatron.tensor.activation import GATED, Activation
 from lightning_megatron.transformer.rotary import RopeScaling
 
-Normalization = Literal["layernorm", "rmsnorm"]
+Normalization = Literal["layernorm", "rmsnorm", "zero_centered_rmsnorm"]
+NormPlacement = Literal["pre", "sandwich", "output", "post"]
 Position = Literal["learned", "rotary", "relative", "none"]
 _CHOICES = {
     "activation": ("gelu", "gelu_tanh", "quick_gelu", "relu", "swiglu", "geglu_tanh"),
-    "normalization": ("layernorm", "rmsnorm"),
+    "normalization": ("layernorm", "rmsnorm", "zero_centered_rmsnorm"),
 }
 
 
@@ -29,6 +30,8 @@ class TransformerConfig:
 
     positions: ClassVar[tuple[Position, ...]] = ("learned", "rotary", "none")
     """Position encodings that a model of this kind can have."""
+    norm_placements: ClassVar[tuple[NormPlacement, ...]] = ("pre",)
+    """Placements of norms that a model of this kind can have."""
     scales_scores: ClassVar[bool] = True
     """Whether attention scores are divided by sqrt(head_dim)."""
     sees_both_ways: ClassVar[bool] = False
@@ -54,9 +57,12 @@ class TransformerConfig:
     """Activation of the MLP: exact GELU (gelu), its approximations by tanh (gelu_tanh) and by a sigmoid (quick_gelu),
     ReLU (relu), or a gate with SiLU (swiglu) or with GELU by tanh (geglu_tanh)."""
     normalization: Normalization = "layernorm"
-    """Norm of hidden states: LayerNorm or RMSNorm."""
+    """Norm of hidden states: LayerNorm, RMSNorm, or an RMSNorm that scales by 1 + weight (zero_centered_rmsnorm)."""
     norm_epsilon: float = 1e-5
     """Number added to the variance (RMSNorm: to the mean square) under the root of a norm."""
+    norm_placement: NormPlacement = "pre"
+    """Placement of norms: before attention and MLP (pre), before and after each (sandwich), or of what each gives to
+    the residual stream (output), all with one after the last layer; or after each residual addition (post)."""
     add_bias_linear: bool = True
     """Whether every linear of a layer has a bias."""
     add_qkv_bias: bool = False
@@ -72,6 +78,8 @@ class TransformerConfig:
     """Scaling of rotary wavelengths for sequences longer than those first trained on; none: no scaling."""
     qk_norm: bool = False
     """Whether queries and keys get an RMSNorm over the features of each head before they are rotated."""
+    qk_norm_across_heads: bool = False
+    """Whether these norms are each over the features of all heads at once; their weights are then cut over tp."""
     sliding_window: int = 0
     """Sliding window of causal attention, in tokens: each token attends to itself and those right before it; 0: to all
     before it."""
@@ -130,7 +138,11 @@ class TransformerConfig:
         ]
         faults += [
             f"{name} ({getattr(self, name)!r}) must be one of {', '.join(map(repr, choices))}"
-            for name, choices in {**_CHOICES, "position": self.positions}.items()
+            for name, choices in {
+                **_CHOICES,
+                "position": self.positions,
+                "norm_placement": self.norm_placements,
+            }.items()
             if getattr(self, name) not in choices
         ]
         faults += [
@@ -168,6 +180,11 @@ class TransformerConfig:
             faults.append(
                 f"rope_scaling ({self.rope_scaling.kind}) stretches rotary positions, and position is "
                 f"{self.position!r}; leave rope_scaling out, or use position='rotary'"
+            )
+        if self.qk_norm_across_heads and not self.qk_norm:
+            faults.append(
+                "qk_norm_across_heads (True) says over what queries and keys are normed, and qk_norm is False; set "
+                "qk_norm=True, or leave it out"
             )
         if self.sliding_window < 0:
             faults.append(f"sliding_window ({self.sliding_window}) must be at least 0; 0 is no window")
@@ -210,6 +227,12 @@ class TransformerConfig:
             lambda n: groups % n == 0 or n % groups == 0,
             f"num_query_groups ({groups}) must be a multiple or a divisor of tensor_model_parallel_size ({tp})",
         )
+        if self.qk_norm_across_heads:
+            add_unless(
+                lambda n: groups % n == 0,
+                f"num_query_groups ({groups}) must be a multiple of tensor_model_parallel_size ({tp}) for "
+                "qk_norm_across_heads, so that each key head is normed on one rank",
+            )
         rows = groups * (self.heads_per_group + 2) * self.head_dim
         if groups % tp == 0 or tp % groups == 0:
             add_unless(

@@ -36,7 +36,12 @@ def layer_parameters(config: TransformerConfig, sizes: Sizes = ONE, *, layer: in
     query = config.num_attention_heads * config.head_dim
     qkv = query + 2 * config.num_query_groups * config.head_dim
     cut = qkv * hidden + query * hidden + qkv * config.has_qkv_bias
-    replicated = hidden * config.add_bias_linear + 2 * norm_parameters(config) + 2 * config.head_dim * config.qk_norm
+    num_norms = 4 if config.norm_placement == "sandwich" else 2
+    replicated = hidden * config.add_bias_linear + num_norms * norm_parameters(config)
+    if config.qk_norm_across_heads:
+        cut += query + config.num_query_groups * config.head_dim
+    elif config.qk_norm:
+        replicated += 2 * config.head_dim
     attention = cut // tp + replicated
     if config.moe is None or not config.has_experts(layer):
         return attention + _mlp_parameters(config, config.ffn_hidden_size, tp)
@@ -200,14 +205,17 @@ def layer_activation_bytes(
     recomputed = recompute.recomputed_parts
     has_experts = config.has_experts(layer)
     is_recomputed = ("moe" if has_experts else "mlp") in recomputed
-    # Residual stream and norm output, before attention and before the MLP.
-    saved = (2 if "norm" in recomputed else 4) * shard * config.hidden_size * bytes_per_element
-    num_norms = 1 if "norm" in recomputed and is_recomputed else 2
+    # Residual stream and norm output, before attention and before the MLP; or, where that is normed, their output.
+    drops_norms = "norm" in recomputed and config.norm_placement != "output"
+    num_saved = (2 if drops_norms else 4) + (2 if config.norm_placement == "sandwich" else 0)
+    saved = num_saved * shard * config.hidden_size * bytes_per_element
+    num_norms = (1 if drops_norms and is_recomputed else 2) + (2 if config.norm_placement == "sandwich" else 0)
     saved += num_norms * shard * statistics * (2 if config.normalization == "layernorm" else 1)
     materialises = config.attention_dropout > 0 and "core_attention" not in recomputed
     if config.qk_norm:
-        # What the norms of queries and keys read.
-        saved += real * (heads + keys) * (head_dim * bytes_per_element + statistics)
+        # What the norms of queries and keys read, and of all heads at once what they scale.
+        features = head_dim * (2 if config.qk_norm_across_heads else 1)
+        saved += real * (heads + keys) * (features * bytes_per_element + statistics)
     is_windowed = 0 < window < sequence and config.attention_dropout == 0
     is_blocked = is_windowed and sequence > 2 * window
     if materialises or is_blocked or (is_windowed and keys > 1):

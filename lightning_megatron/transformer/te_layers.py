@@ -19,7 +19,7 @@ from torch.func import functional_call
 from lightning_megatron.precision import fp8
 from lightning_megatron.precision.fp8 import ParallelMode
 from lightning_megatron.tensor.linear import ColumnParallelLinear, ParallelLinear
-from lightning_megatron.tensor.norm import LayerNorm, RMSNorm
+from lightning_megatron.tensor.norm import LayerNorm, RMSNorm, ZeroCenteredRMSNorm
 from lightning_megatron.transformer.attention import SelfAttention
 from lightning_megatron.transformer.core_attention import CoreAttention
 from lightning_megatron.transformer.layer import ExpertLayer, PreNormLayer, TransformerLayer
@@ -124,9 +124,12 @@ class TELayer:
                 self.twins.append(TELinear(linear, self._tile, folded))
                 self._replace(parent, name, self.twins[-1])
 
-    def _folded(self, layer: PreNormLayer, name: str) -> LayerNorm | RMSNorm:
-        """The norm of this name, which the linear after it is to compute from here on."""
-        norm: LayerNorm | RMSNorm = getattr(layer, name)
+    def _folded(self, layer: PreNormLayer, name: str) -> LayerNorm | RMSNorm | None:
+        """The norm of this name, which the linear after it is to compute from here on; None where there is none."""
+        norm = layer.get_submodule(name)
+        if not isinstance(norm, LayerNorm | RMSNorm) or isinstance(norm, ZeroCenteredRMSNorm):
+            # The engine has another way to scale by 1 + weight: the norm stays before the linear.
+            return None
         self._replace(layer, name, FusedNorm(norm))
         return norm
 

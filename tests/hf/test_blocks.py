@@ -24,6 +24,8 @@ def config_of(groups: int, queries: int, head_dim: int, hidden: int) -> Transfor
         num_query_groups=groups,
         head_dim=head_dim,
         ffn_hidden_size=hidden + 1,
+        position="rotary" if head_dim > 3 else "none",
+        rotary_fraction=0.5,
     )
 
 
@@ -44,6 +46,7 @@ def layouts(draw: st.DrawFn) -> tuple[tuple[blocks.TensorBlock, ...], tuple[int,
                 (blocks.gate_and_up_of_each, (groups, 2, head_dim, hidden)),
                 (blocks.gate_and_up_in_rows, (groups, 2, head_dim, hidden)),
                 (blocks.query_key_value, fused),
+                (blocks.interleaved_query_key_value, fused),
                 (blocks.joined_query_key_value, fused),
                 (blocks.joined_query_key_value_columns, (fused[0], hidden)),
                 (blocks.joined, (2, hidden + 1, *rest)),

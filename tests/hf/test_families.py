@@ -117,8 +117,8 @@ def test_a_field_that_a_family_cannot_write_is_refused(family: str) -> None:
     assert FAMILIES[family].faults(config) == []
     grown = with_new_field(config)
     assert FAMILIES[family].faults(grown) == []
-    words = "logit_softcap (30.0) must be 0.0, because the family's config.json has no field for it"
-    assert FAMILIES[family].faults(replace(grown, logit_softcap=30.0)) == [words]
+    words = "residual_factor (30.0) must be 0.0, because the family's config.json has no field for it"
+    assert FAMILIES[family].faults(replace(grown, residual_factor=30.0)) == [words]
 
 
 @pytest.mark.parametrize("where", ["moe", "router", "vision", "rope_scaling"])
@@ -133,13 +133,13 @@ def test_a_field_that_a_family_cannot_write_is_refused_in_what_a_configuration_h
     else:
         config = replace(config, **{where: with_new_field(getattr(config, where), 30.0)})
     [fault] = family.faults(config)
-    assert "logit_softcap (30.0) must be 0.0" in fault
+    assert "residual_factor (30.0) must be 0.0" in fault
 
 
 def with_new_field(config: Any, value: float = 0.0) -> Any:
     """The configuration with one more field, as a later version of the package may have it."""
-    grown = make_dataclass("Grown", [("logit_softcap", float, 0.0)], bases=(type(config),), frozen=True, kw_only=True)
-    return grown(**{field.name: getattr(config, field.name) for field in fields(config)}, logit_softcap=value)
+    grown = make_dataclass("Grown", [("residual_factor", float, 0.0)], bases=(type(config),), frozen=True, kw_only=True)
+    return grown(**{field.name: getattr(config, field.name) for field in fields(config)}, residual_factor=value)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -346,13 +346,13 @@ def test_what_balances_experts_is_read_and_written() -> None:
 
 
 def test_an_unknown_family_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"family \('falcon'\) must be one of 'bert', 'gpt2', 'llama'"):
+    with pytest.raises(ValueError, match=r"family \('falcon'\) must be one of 'bert', .*'gpt2', 'llama'"):
         family_of_config(GPTConfig(**GATED), "falcon")
 
 
 def test_an_unknown_model_type_is_refused_with_the_known_ones(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "falcon"}))
-    with pytest.raises(ValueError, match=r"model_type \('falcon'\) .* must be one of 'bert', 'gpt2', .*'t5'"):
+    with pytest.raises(ValueError, match=r"model_type \('falcon'\) .* must be one of 'bert', .*'gpt2', .*'t5'"):
         hf.from_pretrained(tmp_path)
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ValueError, match="has no model_type"):

@@ -122,6 +122,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "mixtral",
         {**_MIXTRAL, "tie_word_embeddings": True, "sliding_window": 5, "num_experts_per_tok": 3},
     ),
+    "olmo2": ("olmo2", {**_GATED, "pad_token_id": None}),
+    "glm4": ("glm4", {**_GATED, "head_dim": 12, "pad_token_id": None}),
+    "glm4 tied, without biases": (
+        "glm4",
+        {**_GATED, "head_dim": 16, "attention_bias": False, "tie_word_embeddings": True, "pad_token_id": None},
+    ),
     "phi3": ("phi3", {**_GATED, "sliding_window": 7, "pad_token_id": None}),
     "phi3, a part of each head turns": (
         "phi3",

@@ -59,6 +59,12 @@ VARIANTS = {
         LLAMA, num_query_groups=1, qk_norm=True, attention_dropout=0.1, sliding_window=3
     ),
     "a window of more than half the sequence": replace(LLAMA, sliding_window=5),
+    "norms around each half, centered on zero": replace(
+        LLAMA, norm_placement="sandwich", normalization="zero_centered_rmsnorm", qk_norm=True, hidden_dropout=0.1
+    ),
+    "norms of outputs, and of all heads at once": replace(
+        LLAMA, norm_placement="output", num_query_groups=4, qk_norm=True, qk_norm_across_heads=True
+    ),
     "no positions, 4 groups, padded rows": replace(LLAMA, num_query_groups=4, position="none", vocab_multiple=16),
 }
 each_variant = pytest.mark.parametrize("variant", VARIANTS)

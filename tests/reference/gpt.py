@@ -49,13 +49,13 @@ class ReferenceGPT:
         x = self.drop(x, "embedding")
         for i in range(config.num_layers):
             layer = f"layers.{i}"
-            normed = self.norm(x, f"{layer}.attention_norm")
+            normed = self.norm_input(x, f"{layer}.attention_norm")
             attended = self.attend(normed, f"{layer}.attention", self.config.window_of(i))
-            x = x + self.drop(attended, f"{layer}.attention")
-            normed = self.norm(x, f"{layer}.mlp_norm")
+            x = x + self.drop(self.norm_output(attended, f"{layer}.attention_output_norm"), f"{layer}.attention")
+            normed = self.norm_input(x, f"{layer}.mlp_norm")
             is_dense = i not in self.routers
             y = self.feed_forward(normed, f"{layer}.mlp") if is_dense else self.mix(normed, i)
-            x = x + self.drop(y, f"{layer}.mlp")
+            x = x + self.drop(self.norm_output(y, f"{layer}.mlp_output_norm"), f"{layer}.mlp")
         x = self.norm(x, "final_norm")
         head = "embedding.tokens.weight" if config.tie_embeddings else "head.weight"
         return F.linear(x, self.weights[head])
@@ -120,7 +120,15 @@ class ReferenceGPT:
         weight, epsilon = self.weights[f"{name}.weight"], self.config.norm_epsilon
         if self.config.normalization == "layernorm":
             return F.layer_norm(x, x.shape[-1:], weight, self.weights[f"{name}.bias"], epsilon)
+        if self.config.normalization == "zero_centered_rmsnorm":
+            weight = 1 + weight
         return x / torch.sqrt(x.pow(2).mean(dim=-1, keepdim=True) + epsilon) * weight
+
+    def norm_input(self, x: Tensor, name: str) -> Tensor:
+        return x if self.config.norm_placement == "output" else self.norm(x, name)
+
+    def norm_output(self, x: Tensor, name: str) -> Tensor:
+        return x if self.config.norm_placement == "pre" else self.norm(x, name)
 
     def attend(self, x: Tensor, name: str, window: int) -> Tensor:
         config = self.config
@@ -130,6 +138,8 @@ class ReferenceGPT:
         if window:
             unseen |= torch.ones(sequence, sequence, dtype=torch.bool).tril(-window)
         heads_per_group = config.num_attention_heads // config.num_query_groups
+        if config.qk_norm_across_heads:
+            fused = self.norm_all_heads(fused, name)
         outputs = []
         for group in range(config.num_query_groups):
             first = group * (heads_per_group + 2) * size
@@ -146,10 +156,16 @@ class ReferenceGPT:
 
     def norm_head(self, x: Tensor, name: str) -> Tensor:
         """The root of the mean square of a head's features becomes 1, where the model has that."""
-        if not self.config.qk_norm:
-            return x
-        mean_square = x.pow(2).mean(dim=-1, keepdim=True)
-        return x / torch.sqrt(mean_square + self.config.norm_epsilon) * self.weights[f"{name}.weight"]
+        is_of_one = self.config.qk_norm and not self.config.qk_norm_across_heads
+        return self.norm(x, name) if is_of_one else x
+
+    def norm_all_heads(self, fused: Tensor, name: str) -> Tensor:
+        """Queries and keys, each normed over the features of all heads."""
+        groups, size = self.config.num_query_groups, self.config.head_dim
+        by_group = fused.unflatten(-1, (groups, -1, size))
+        queries = self.norm(by_group[..., :-2, :].flatten(-3), f"{name}.q_norm").unflatten(-1, (groups, -1, size))
+        keys = self.norm(by_group[..., -2, :].flatten(-2), f"{name}.k_norm").unflatten(-1, (groups, 1, size))
+        return torch.cat([queries, keys, by_group[..., -1:, :]], dim=-2).flatten(-3)
 
     def rotate(self, x: Tensor) -> Tensor:
         """Each pair (i, i + half) of features as a complex number, times e^(i position / wavelength).

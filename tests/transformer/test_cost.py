@@ -40,6 +40,10 @@ VARIANTS = {
     "llama": LLAMA,
     "qkv bias": replace(LLAMA, add_qkv_bias=True, vocab_multiple=16),
     "head norms": replace(LLAMA, qk_norm=True),
+    "sandwich": replace(LLAMA, norm_placement="sandwich", normalization="zero_centered_rmsnorm"),
+    "outputs and all heads": replace(
+        LLAMA, num_query_groups=4, norm_placement="output", qk_norm=True, qk_norm_across_heads=True
+    ),
 }
 
 SHARED = MoEConfig(
@@ -219,7 +223,7 @@ LAYOUTS = [Sizes(), Sizes(world=4, tp=4), Sizes(world=4, tp=4, sequence_parallel
 @pytest.mark.matrix
 @pytest.mark.parametrize("sizes", LAYOUTS, ids=["one", "tp4", "tp4 sp"])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
-@pytest.mark.parametrize("variant", ["gpt2", "llama", "llama full heads", "llama one group"])
+@pytest.mark.parametrize("variant", ["gpt2", "llama", "llama full heads", "llama one group", "sandwich", "output"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_saved_bytes_by_formula_are_those_saved(sizes: Sizes, dropout: float, variant: str, dtype: torch.dtype) -> None:
     config: TransformerConfig = {
@@ -227,6 +231,8 @@ def test_saved_bytes_by_formula_are_those_saved(sizes: Sizes, dropout: float, va
         "llama": LLAMA,
         "llama full heads": replace(LLAMA, num_query_groups=8),
         "llama one group": replace(LLAMA, num_query_groups=1),
+        "sandwich": replace(LLAMA, norm_placement="sandwich"),
+        "output": replace(LLAMA, norm_placement="output"),
     }[variant]
     # Layer norm, because the formula counts a fused RMS norm and the one of torch on CPU saves more.
     sizes_of_layer = {"hidden_size": 256, "head_dim": 32, "ffn_hidden_size": 512, "normalization": "layernorm"}
