@@ -28,6 +28,8 @@ from lightning_megatron.context.attention_step import (
     DropoutKeys,
     RelativePositionBias,
     merge_,
+    merge_sinks_,
+    sink_gradients,
     wide,
 )
 from lightning_megatron.context.context_layout import ContextLayout, MaskSpec
@@ -106,16 +108,19 @@ def attend(
     scale: float | None = None,
     dropout: DropoutSpec | None = None,
     bias: RelativePositionBias | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
     source: CrossAttentionLayout | None = None,
     cache: dict[Any, Any] | None = None,
     handles: AttentionHandles | None = None,
 ) -> Tensor:
     """Attention of this rank's queries [B, A, N, D] to the keys and values [B, G, N, D] of all ranks: [B, A, N, D].
 
-    Padding may hold anything; its output and gradients are 0. The gradient of `bias.table` is a partial sum
-    over all ranks. `scale` is 1 / sqrt(D) where None. Keys and values may be of another stream, `source`, [B, G, M, D].
-    `cache` holds what calls of one layout share. Compiled code takes layouts and cache by their `handles`. The Ulysses
-    size must divide A.
+    Padding may hold anything; its output and gradients are 0. The gradient of `bias.table` is a partial sum over all
+    ranks, and so is that of `sinks`, scores [A] of one more key each, whose value is 0. Scores are bound by `softcap`,
+    if it is not 0, which goes without a bias. `scale` is 1 / sqrt(D) where None. Keys and values may be of another
+    stream, `source`, [B, G, M, D]. `cache` holds what calls of one layout share. Compiled code takes layouts and cache
+    by their `handles`. The Ulysses size must divide A.
     """
     if (dtype := autocast_dtype(queries)) is not None:
         # Autocast does so for torch's own attention: norms of queries and keys may have left them wider.
@@ -128,15 +133,19 @@ def attend(
         all_to_all(x, ulysses, split=1, join=2) for x in (queries, _repeated(keys, repeats), _repeated(values, repeats))
     )
     scale = 1.0 / math.sqrt(queries.shape[-1]) if scale is None else scale
+    assert not softcap or bias is None, "biases are not built beside soft caps"
     table = None if bias is None else bias.table.chunk(ulysses.size, dim=1)[ulysses.rank]
+    sinks = None if sinks is None else sinks.chunk(ulysses.size)[ulysses.rank]
     if torch.compiler.is_compiling():
         assert handles is not None, "compiled code cannot look into layouts"
-        output = _attend_compiled(queries, keys, values, table, handles, mask_spec, scale, dropout, num_heads)
+        output = _attend_compiled(
+            *(queries, keys, values, table, sinks), handles, mask_spec, scale, softcap, dropout, num_heads
+        )
     else:
         call = AttentionCall(layout=layout, axes=axes, cache={} if cache is None else cache)
         bucket = None if bias is None else bias.bucket
-        steps = call.steps(source, mask_spec, scale, dropout, table, bucket, num_heads, queries.device)
-        output = _Attention.apply(queries, keys, values, table, axes, steps)
+        steps = call.steps(source, mask_spec, scale, softcap, dropout, table, bucket, num_heads, queries.device)
+        output = _Attention.apply(queries, keys, values, table, sinks, axes, steps)
     return all_to_all(output, ulysses, split=2, join=1)
 
 
@@ -153,6 +162,7 @@ class AttentionCall:
         source: CrossAttentionLayout | None,
         mask_spec: MaskSpec,
         scale: float,
+        softcap: float,
         dropout: DropoutSpec | None,
         table: Tensor | None,
         bucket: Callable[[Tensor], Tensor] | None,
@@ -164,8 +174,8 @@ class AttentionCall:
         assert (layout.ring_size, layout.ulysses_size) == (self.axes.ring.size, ulysses.size), (
             "the layout is one of other axes"
         )
-        key = (layout, source, group, mask_spec, scale)
-        steps = _once(self.cache, key, lambda: _steps(layout, source, group, mask_spec, scale))
+        key = (layout, source, group, mask_spec, scale, softcap)
+        steps = _once(self.cache, key, lambda: _steps(layout, source, group, mask_spec, scale, softcap))
         # Without tokens there are no dropout keys.
         if dropout is not None and layout.num_tokens:
             indices = _once(self.cache, (layout, group, device), lambda: layout.places_of_group(group, device))
@@ -196,6 +206,7 @@ def _steps(
     group: int,
     mask_spec: MaskSpec,
     scale: float,
+    softcap: float,
 ) -> list[AttentionStep]:
     """Attention steps of a group's queries, one for the keys of each group."""
     key_layout = layout if source is None else source.layout
@@ -207,6 +218,7 @@ def _steps(
             key_positions=key_positions,
             mask_spec=mask_spec,
             scale=scale,
+            softcap=softcap,
         )
         for other, key_positions in enumerate(key_layout.group_positions)
     ]
@@ -237,11 +249,12 @@ class _Attention(torch.autograd.Function):
         keys: Tensor,
         values: Tensor,
         table: Tensor | None,
+        sinks: Tensor | None,
         axes: ContextAxes,
         steps: list[AttentionStep],
     ) -> Tensor:
-        output, lse = _attended(queries, keys, values, axes, steps)
-        ctx.save_for_backward(queries, keys, values, output, lse, table)
+        output, lse = _attended(queries, keys, values, sinks, axes, steps)
+        ctx.save_for_backward(queries, keys, values, output, lse, table, sinks)
         ctx.axes, ctx.steps = axes, steps
         return output
 
@@ -249,12 +262,17 @@ class _Attention(torch.autograd.Function):
     @_without_autocast
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        *inputs, table = ctx.saved_tensors
-        return *_gradients(BackwardInputs(grad, *inputs), table, ctx.axes, ctx.steps), None, None
+        *inputs, table, sinks = ctx.saved_tensors
+        return *_gradients(BackwardInputs(grad, *inputs), table, sinks, ctx.axes, ctx.steps), None, None
 
 
 def _attended(
-    queries: Tensor, keys: Tensor, values: Tensor, axes: ContextAxes, steps: list[AttentionStep]
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    sinks: Tensor | None,
+    axes: ContextAxes,
+    steps: list[AttentionStep],
 ) -> tuple[Tensor, Tensor]:
     """Output in the dtype of the queries, and log-sum-exp, over the keys of all groups."""
     output: Tensor | None = None
@@ -271,13 +289,19 @@ def _attended(
     if output is None or lse is None:
         output = torch.zeros_like(queries)
         lse = torch.full(queries.shape[:-1], -torch.inf, dtype=wide(queries.dtype), device=queries.device)
+    if sinks is not None:
+        merge_sinks_(output, lse, sinks)
     return output.to(queries.dtype), lse
 
 
 def _gradients(
-    inputs: BackwardInputs, table: Tensor | None, axes: ContextAxes, steps: list[AttentionStep]
+    inputs: BackwardInputs,
+    table: Tensor | None,
+    sinks: Tensor | None,
+    axes: ContextAxes,
+    steps: list[AttentionStep],
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of queries, keys, values and the table of biases, each in its dtype."""
+    """Gradients of queries, keys, values, the table of biases and the scores of sinks, each in its dtype."""
     queries, keys, values = inputs.queries, inputs.keys, inputs.values
     returns = axes.exchange.returns(keys, axes.ring)
     d_queries: Tensor | None = None
@@ -291,7 +315,9 @@ def _gradients(
         part = kernel.backward(inputs._replace(keys=source_keys, values=source_values), step)
         returns.add(source, (part.keys, part.values))
         d_queries, d_table = _sum_(d_queries, part.queries), _sum_(d_table, part.table)
-    grads = zip((d_queries, *returns.finish(), d_table), (queries, keys, values, table), strict=True)
+    d_sinks = None if sinks is None else sink_gradients(inputs.grad, inputs.output, inputs.lse, sinks)
+    given = queries, keys, values, table, sinks
+    grads = zip((d_queries, *returns.finish(), d_table, d_sinks), given, strict=True)
     return tuple(_typed(grad, x) for grad, x in grads)
 
 
@@ -316,9 +342,11 @@ def _attend_compiled(
     keys: Tensor,
     values: Tensor,
     table: Tensor | None,
+    sinks: Tensor | None,
     handles: AttentionHandles,
     mask_spec: MaskSpec,
     scale: float,
+    softcap: float,
     dropout: DropoutSpec | None,
     num_heads: int,
 ) -> Tensor:
@@ -328,6 +356,7 @@ def _attend_compiled(
         keys,
         values,
         table,
+        sinks,
         None if dropout is None else dropout.keys_BT,
         None if dropout is None else dropout.name_key,
         handles.call,
@@ -336,6 +365,7 @@ def _attend_compiled(
         mask_spec.is_causal,
         mask_spec.window,
         scale,
+        softcap,
         0 if dropout is None else dropout.first_head,
         0.0 if dropout is None else dropout.probability,
         num_heads,
@@ -347,6 +377,7 @@ class _Arguments(NamedTuple):
     """Arguments of the operators besides queries, keys and values."""
 
     table: Tensor | None
+    sinks: Tensor | None
     token_keys: Tensor | None
     name_key: Tensor | None
     call: Tensor
@@ -355,6 +386,7 @@ class _Arguments(NamedTuple):
     is_causal: bool
     window: int
     scale: float
+    softcap: float
     first_head: int
     probability: float
     num_heads: int
@@ -372,8 +404,8 @@ class _Arguments(NamedTuple):
             )
         mask_spec = MaskSpec(is_causal=self.is_causal, window=self.window)
         source, bucket = (None if handle is None else held_by(handle) for handle in (self.source, self.bucket))
-        steps = call.steps(source, mask_spec, self.scale, dropout, self.table, bucket, self.num_heads, device)
-        return call.axes, steps
+        more = dropout, self.table, bucket, self.num_heads, device
+        return call.axes, call.steps(source, mask_spec, self.scale, self.softcap, *more)
 
 
 @torch.library.custom_op("lightning_megatron::attend", mutates_args=())
@@ -382,6 +414,7 @@ def _attend_operator(
     keys: Tensor,
     values: Tensor,
     table: Tensor | None,
+    sinks: Tensor | None,
     token_keys: Tensor | None,
     name_key: Tensor | None,
     call: Tensor,
@@ -390,16 +423,17 @@ def _attend_operator(
     is_causal: bool,
     window: int,
     scale: float,
+    softcap: float,
     first_head: int,
     probability: float,
     num_heads: int,
 ) -> tuple[Tensor, Tensor]:
     arguments = _Arguments(
-        *(table, token_keys, name_key, call, source, bucket),
-        *(is_causal, window, scale, first_head, probability, num_heads),
+        *(table, sinks, token_keys, name_key, call, source, bucket),
+        *(is_causal, window, scale, softcap, first_head, probability, num_heads),
     )
     with autocast(queries, None):
-        output, lse = _attended(queries, keys, values, *arguments.resolved(queries.device))
+        output, lse = _attended(queries, keys, values, sinks, *arguments.resolved(queries.device))
     return _alone(output), _alone(lse)
 
 
@@ -417,6 +451,7 @@ def _attend_backward_operator(
     output: Tensor,
     lse: Tensor,
     table: Tensor | None,
+    sinks: Tensor | None,
     token_keys: Tensor | None,
     name_key: Tensor | None,
     call: Tensor,
@@ -425,25 +460,34 @@ def _attend_backward_operator(
     is_causal: bool,
     window: int,
     scale: float,
+    softcap: float,
     first_head: int,
     probability: float,
     num_heads: int,
 ) -> list[Tensor]:
     arguments = _Arguments(
-        *(table, token_keys, name_key, call, source, bucket),
-        *(is_causal, window, scale, first_head, probability, num_heads),
+        *(table, sinks, token_keys, name_key, call, source, bucket),
+        *(is_causal, window, scale, softcap, first_head, probability, num_heads),
     )
     inputs = BackwardInputs(grad, queries, keys, values, output, lse)
     with autocast(queries, None):
-        grads = _gradients(inputs, table, *arguments.resolved(queries.device))
+        grads = _gradients(inputs, table, sinks, *arguments.resolved(queries.device))
     return [_alone(part) for part in grads if part is not None]
 
 
 @_attend_backward_operator.register_fake
 def _(
-    grad: Tensor, queries: Tensor, keys: Tensor, values: Tensor, output: Tensor, lse: Tensor, table: Any, *_: Any
+    grad: Tensor,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    table: Any,
+    sinks: Any,
+    *_: Any,
 ) -> list[Tensor]:
-    return [x.new_empty(x.shape) for x in (queries, keys, values, table) if x is not None]
+    return [x.new_empty(x.shape) for x in (queries, keys, values, table, sinks) if x is not None]
 
 
 def _alone(result: Tensor) -> Tensor:
@@ -455,13 +499,15 @@ def _alone(result: Tensor) -> Tensor:
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     queries, keys, values, *arguments = inputs
     # The tensors come first.
-    ctx.save_for_backward(queries, keys, values, *output, *arguments[:6])
-    ctx.constants = arguments[6:]
+    ctx.save_for_backward(queries, keys, values, *output, *arguments[:7])
+    ctx.constants = arguments[7:]
 
 
 def _backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    grads = _attend_backward_operator(grad, *ctx.saved_tensors, *ctx.constants)
-    return *grads, *([None] * (15 - len(grads)))
+    found = iter(_attend_backward_operator(grad, *ctx.saved_tensors, *ctx.constants))
+    queries, keys, values, _, _, table, sinks, *_ = ctx.saved_tensors
+    grads = [None if x is None else next(found) for x in (queries, keys, values, table, sinks)]
+    return *grads, *([None] * 12)
 
 
 _attend_operator.register_autograd(_backward, setup_context=_save)

@@ -66,6 +66,8 @@ class AttentionStep:
     scale: float
     dropout_keys: DropoutKeys | None = None
     bias: RelativePositionBias | None = None
+    softcap: float = 0.0
+    """Bound c of scores, which become c tanh(score / c); 0: none."""
     cache: dict[object, Any] = field(default_factory=dict)
     """Values that kernels derive from blocks, positions and mask_spec, shared by calls and steps."""
 
@@ -140,6 +142,28 @@ def merge_(output: Tensor, lse: Tensor, new_output: Tensor, new_lse: Tensor) -> 
     weight = torch.sigmoid(new_lse - lse).nan_to_num_(0.0).to(output.dtype)
     output.lerp_(new_output.to(output.dtype), weight.unsqueeze(-1))
     lse.copy_(torch.logaddexp(lse, new_lse))
+
+
+def capped_(scores: Tensor, softcap: float) -> Tensor:
+    """Scores under a soft cap, in place."""
+    return scores.div_(softcap).tanh_().mul_(softcap) if softcap else scores
+
+
+def merge_sinks_(output: Tensor, lse: Tensor, sinks_A: Tensor) -> None:
+    """Adds a key of value 0 and of these scores to the attention [B, A, Q, D] and its log-sum-exp; in place.
+
+    Source: Xiao et al., arXiv 2309.17453, section 3.2, with a learned score in the place of a token.
+    """
+    new_lse = torch.logaddexp(lse, sinks_A.to(lse.dtype)[:, None])
+    output.mul_((lse - new_lse).exp().unsqueeze(-1))
+    lse.copy_(new_lse)
+
+
+def sink_gradients(grad: Tensor, output: Tensor, lse: Tensor, sinks_A: Tensor) -> Tensor:
+    """Gradients of the scores of sinks [A], of output and log-sum-exp over all keys and the sink."""
+    weights = (sinks_A.to(lse.dtype)[:, None] - lse).exp()
+    inner = (grad.to(lse.dtype) * output.to(lse.dtype)).sum(dim=-1)
+    return -(weights * inner).sum(dim=(0, 2))
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

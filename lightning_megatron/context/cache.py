@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.comm import collectives
-from lightning_megatron.context.attention_step import RelativePositionBias, wide
+from lightning_megatron.context.attention_step import RelativePositionBias, capped_, wide
 from lightning_megatron.context.context_layout import PADDING, MaskSpec
 from lightning_megatron.mesh import Axis
 from lightning_megatron.precision.autocast import autocast, autocast_dtype
@@ -147,15 +147,18 @@ class CachedCall:
         mask_spec: MaskSpec,
         scale: float | None = None,
         bias: RelativePositionBias | None = None,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Attention of queries [B, A, N, D], which every rank of cp has, to the cache: [B, A, N, D].
 
         A query without a position sees nothing under a causal mask, and its output is 0. `scale` None is 1 / sqrt(D).
+        `softcap` and `sinks` [A] are as in `context.attention.attend`.
         """
         keys, values = (x[self.rows, :, : self.columns.stop] for x in self.cache.keys_values[layer])
         with autocast(queries, None):
-            output, lse = self._part(queries.to(keys.dtype), keys, values, mask_spec, scale, bias)
-            return _merged(output, lse, self.cache.cp).to(queries.dtype)
+            output, lse = self._part(queries.to(keys.dtype), keys, values, mask_spec, scale, bias, softcap)
+            return _merged(output, lse, self.cache.cp, sinks).to(queries.dtype)
 
     def _part(
         self,
@@ -165,6 +168,7 @@ class CachedCall:
         mask_spec: MaskSpec,
         scale: float | None,
         bias: RelativePositionBias | None,
+        softcap: float,
     ) -> tuple[Tensor, Tensor]:
         """Attention to this rank's keys: output [B, A, N, D] and log-sum-exp [B, A, N], in float32 or wider."""
         batch, heads, num, size = queries.shape
@@ -173,6 +177,7 @@ class CachedCall:
         grouped = queries.reshape(batch, groups, rows, size)
         scores = (grouped @ keys.transpose(-1, -2)).view(batch, heads, num, keys.shape[2])
         scores = scores.to(wide(scores.dtype)) * (1.0 / math.sqrt(size) if scale is None else scale)
+        scores = capped_(scores, softcap)
         if bias is not None:
             scores = scores + self._biases(bias).to(scores.dtype)
         scores = scores.masked_fill(~self._visible(mask_spec).unsqueeze(1), -torch.inf)
@@ -195,12 +200,15 @@ class CachedCall:
         return bias.table[bias.bucket(distance)].permute(0, 3, 1, 2)
 
 
-def _merged(output: Tensor, lse: Tensor, axis: Axis) -> Tensor:
-    """Partial results of all ranks merged by their log-sum-exp: one all-gather, equal bits on each rank."""
+def _merged(output: Tensor, lse: Tensor, axis: Axis, sinks_A: Tensor | None) -> Tensor:
+    """Partial results of all ranks, and sinks, merged by their log-sum-exp: one all-gather, equal bits on each rank."""
     parts = torch.cat([output, lse.unsqueeze(-1)], dim=-1).unsqueeze(0)
     outputs, lses = collectives.all_gather(parts, axis).split([output.shape[-1], 1], dim=-1)
     # If no rank saw a key, -inf minus -inf is nan.
-    weights = (lses - lses.logsumexp(dim=0, keepdim=True)).exp().nan_to_num(0.0)
+    lse_of_all = lses.logsumexp(dim=0, keepdim=True)
+    if sinks_A is not None:
+        lse_of_all = torch.logaddexp(lse_of_all, sinks_A.to(lse_of_all.dtype)[:, None, None])
+    weights = (lses - lse_of_all).exp().nan_to_num(0.0)
     merged: Tensor = (outputs * weights).sum(dim=0)
     return merged
 

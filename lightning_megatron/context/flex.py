@@ -131,7 +131,7 @@ class _Sight:
 
     def modified(self, table: Tensor | None, step: AttentionStep) -> Callable[..., Tensor] | None:
         """Score modification that adds the bias, and drops keys; None where a step has neither."""
-        biased = None if table is None else self._biased(table, step)
+        biased = _capped(step.softcap) if table is None else self._biased(table, step)
         return biased if step.dropout_keys is None else self._dropped(biased, step, step.dropout_keys)
 
     def _biased(self, table: Tensor, step: AttentionStep) -> Callable[..., Tensor]:
@@ -158,6 +158,16 @@ class _Sight:
             return torch.where(keep, modified, -torch.inf)
 
         return drop
+
+
+def _capped(softcap: float) -> Callable[..., Tensor] | None:
+    if not softcap:
+        return None
+
+    def cap(score: Tensor, sample: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return softcap * torch.tanh(score / softcap)
+
+    return cap
 
 
 def _sight_of(step: AttentionStep, queries: Tensor, keys: Tensor) -> _Sight:

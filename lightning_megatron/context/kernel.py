@@ -22,7 +22,7 @@ def kernel_for(tensor: Tensor, step: AttentionStep, preferred: AttentionKernel =
     has_flex &= min(step.query_positions.shape[-1], step.key_positions.shape[-1]) > 1
     if preferred == "flex" and has_flex and tensor.shape[-1] >= LEAST_HEAD_DIM:
         return FlexAttention()
-    if step.dropout_keys is not None or step.bias is not None:
+    if step.dropout_keys is not None or step.bias is not None or step.softcap:
         return UnfusedAttention()
     if tensor.device.type == "cpu":
         return BlockwiseAttention(CpuAttention())

@@ -1,4 +1,4 @@
-"""Unfused attention, which materialises scores a tile of queries at a time: for dropout and biases.
+"""Unfused attention, which materialises scores a tile of queries at a time: for dropout, biases and soft caps.
 
 Everything is float32 or wider, and the backward recomputes the weights from the log-sum-exp.
 
@@ -14,7 +14,14 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.comm import rng
-from lightning_megatron.context.attention_step import AttentionGradients, AttentionStep, BackwardInputs, merge_, wide
+from lightning_megatron.context.attention_step import (
+    AttentionGradients,
+    AttentionStep,
+    BackwardInputs,
+    capped_,
+    merge_,
+    wide,
+)
 from lightning_megatron.context.context_layout import AttentionBlock
 
 # Number of scores of a tile: those that a CPU's caches hold; a GPU passes over so few in less time than a launch takes.
@@ -49,7 +56,9 @@ class UnfusedAttention:
         # The weights of a row that sees no key become exp(score - inf), which is 0.
         lse = lse.masked_fill(lse == -torch.inf, torch.inf)
         for tile in _tiles(queries, step):
-            weights = tile.scores(queries, keys, step).sub_(tile.rows(lse).unsqueeze(-1)).exp_()
+            scores = tile.scores(queries, keys, step)
+            slopes = _slopes(scores, step.softcap)
+            weights = scores.sub_(tile.rows(lse).unsqueeze(-1)).exp_()
             dropped = tile.dropped(step)
             grad_rows = tile.rows(grad).to(dtype)
             dropped_weights = weights if dropped is None else _drop_(weights.clone(), dropped, step)
@@ -59,6 +68,8 @@ class UnfusedAttention:
             grad_scores.sub_((grad_rows * tile.rows(output)).sum(dim=-1, keepdim=True)).mul_(weights)
             if table is not None and tile.shared.buckets is not None:
                 table.index_add_(0, tile.shared.buckets.flatten(), grad_scores.sum(dim=0).flatten(1).mT)
+            if slopes is not None:
+                grad_scores.mul_(slopes)
             by_group = _by_group(grad_scores.mul_(step.scale), groups)
             tile.rows(sums[0]).add_((by_group @ tile.keys(keys)).view(grad_rows.shape))
             tile.keys_of(sums[1]).add_(by_group.mT @ _by_group(tile.rows(queries).to(dtype), groups))
@@ -170,7 +181,7 @@ class _Tile:
         """Scores [b, A, T, K] with the bias, -inf where a key is not seen."""
         rows = self.rows(queries).to(wide(queries.dtype))
         scores = _by_group(rows, keys.shape[1]) @ self.keys(keys).mT
-        scores = scores.view(*rows.shape[:3], -1).mul_(step.scale)
+        scores = capped_(scores.view(*rows.shape[:3], -1).mul_(step.scale), step.softcap)
         if self.shared.bias is not None:
             scores += self.shared.bias
         if self.shared.hidden is not None:
@@ -185,6 +196,13 @@ class _Tile:
         keys = self.shared.stack.queries_of(dropout_keys.keys)
         keys = keys[self.samples if len(keys) > 1 else slice(None), :, self.shared.rows]
         return ~rng.keep_columns(keys, self.shared.key_positions, dropout_keys.probability)
+
+
+def _slopes(scores: Tensor, softcap: float) -> Tensor | None:
+    """Derivatives of scores by what they were before their cap; 0 where a key is not seen, None without a cap."""
+    if not softcap:
+        return None
+    return scores.div(softcap).square_().neg_().add_(1.0).clamp_(min=0.0)
 
 
 def _tiles(queries: Tensor, step: AttentionStep) -> Iterator[_Tile]:

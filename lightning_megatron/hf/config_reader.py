@@ -146,6 +146,15 @@ class ConfigReader:
         if self.raw.get(alias) is not None:
             self.raw[name] = self.raw[alias]
 
+    def note_layer_types(self, kinds: list[str], num_layers: int) -> None:
+        """Notes a fault unless each layer has one of the two kinds of attention."""
+        unknown = set(kinds) - {"full_attention", "sliding_attention"}
+        if unknown or len(kinds) != num_layers:
+            self.faults.append(
+                f"layer_types (length {len(kinds)}, kinds {', '.join(sorted(set(kinds)))}) must name one of "
+                f"'full_attention' and 'sliding_attention' for each of {num_layers} layers"
+            )
+
     def hidden_dropout(self) -> float:
         """Our hidden_dropout, which files give twice: of the embedding, and of each half of a layer."""
         of_halves, of_embedding = self.take("resid_pdrop", 0.0), self.take("embd_pdrop", 0.0)

@@ -1,5 +1,6 @@
 """Common parts of Llama, Mistral and Qwen: rotary positions, RMS norms, gated MLPs, and names for all of it."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from lightning_megatron.hf.blocks import each, query_key_value
@@ -86,15 +87,20 @@ def family(name: str, architecture: str, **own: Any) -> Family:
     return Family(name=name, architecture=architecture, **(shared | own))
 
 
-def config_from_hf(reader: ConfigReader, *, is_partial: bool = False) -> dict[str, Any]:
-    """Fields of a GPTConfig from a config.json, less those that a family alone has."""
-    fields = reader.take_all(_NAMES, _CHOICES, _OPTIONAL)
+def config_from_hf(
+    reader: ConfigReader, *, is_partial: bool = False, choices: Mapping[str, Mapping[str, str]] = _CHOICES
+) -> dict[str, Any]:
+    """Fields of a GPTConfig from a config.json, less those that a family alone has.
+
+    `choices` are our values for their texts; `is_partial`: the family's models may rotate a part of each head.
+    """
+    fields = reader.take_all(_NAMES, choices, _OPTIONAL)
     return {**fields, "normalization": "rmsnorm", "add_bias_linear": False, **reader.rope(is_partial=is_partial)}
 
 
-def config_to_hf(config: GPTConfig) -> dict[str, Any]:
+def config_to_hf(config: GPTConfig, choices: Mapping[str, Mapping[str, str]] = _CHOICES) -> dict[str, Any]:
     """Fields of a config.json from a GPTConfig, less those that a family alone has."""
-    return {**fields_to_hf(config, _NAMES, _CHOICES), **rope_to_hf(config)}
+    return {**fields_to_hf(config, _NAMES, choices), **rope_to_hf(config)}
 
 
 def share_to_hf(config: GPTConfig) -> dict[str, Any]:
@@ -121,6 +127,27 @@ def window_to_hf(config: GPTConfig) -> dict[str, Any]:
     return {"sliding_window": config.sliding_window or None}
 
 
+def pattern_windows_from_hf(reader: ConfigReader, pattern: int) -> dict[str, Any]:
+    """Sliding windows of a GPTConfig, of all layers but every `pattern`-th, unless layer_types say otherwise."""
+    num_layers, window = reader.take("num_hidden_layers"), reader.take("sliding_window", 0)
+    kinds = reader.take_list("layer_types", str) or None
+    if kinds is None:
+        sees_all = [layer for layer in range(num_layers) if (layer + 1) % pattern == 0]
+    else:
+        reader.note_layer_types(kinds, num_layers)
+        sees_all = [layer for layer, kind in enumerate(kinds) if kind != "sliding_attention"]
+    if not window or len(sees_all) == num_layers:
+        return {"sliding_window": 0, "full_attention_layers": ()}
+    return {"sliding_window": window, "full_attention_layers": tuple(sees_all)}
+
+
+def pattern_windows_to_hf(config: GPTConfig) -> dict[str, Any]:
+    """Fields of a config.json for windows of layers that layer_types name."""
+    kinds = ["sliding_attention" if config.window_of(i) else "full_attention" for i in range(config.num_layers)]
+    # transformers wants a number where no layer has a window, too.
+    return {"sliding_window": config.sliding_window or config.max_sequence_length, "layer_types": kinds}
+
+
 def layer_windows_from_hf(reader: ConfigReader) -> dict[str, Any]:
     """Sliding windows of a GPTConfig, where layers have one each or none, as Qwen's do."""
     is_used, window = reader.take("use_sliding_window", False), reader.take("sliding_window", 0)
@@ -129,12 +156,7 @@ def layer_windows_from_hf(reader: ConfigReader) -> dict[str, Any]:
     if kinds is None:
         sees_all = list(range(min(first, num_layers) if is_used and window else num_layers))
     else:
-        unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
-        if unknown or len(kinds) != num_layers:
-            reader.faults.append(
-                f"layer_types (length {len(kinds)}, kinds {', '.join(sorted(set(kinds)))}) must name one of "
-                f"'full_attention' and 'sliding_attention' for each of {num_layers} layers"
-            )
+        reader.note_layer_types(kinds, num_layers)
         sees_all = [layer for layer, kind in enumerate(kinds) if kind != "sliding_attention"]
         if len(sees_all) < num_layers and not (is_used and window):
             reader.faults.append(

@@ -64,6 +64,8 @@ class BertConfig(LanguageModelConfig):
             faults.append(f"activation ({self.activation!r}) must be 'gelu' or 'gelu_tanh': BERT's head has no gate")
         if self.moe is not None:
             faults.append(f"moe ({self.moe.router.num_experts} experts) must be None: BERT's layers are dense")
+        if self.scales_embedding:
+            faults.append("scales_embedding (True) must be False: BERT adds its embeddings as they are")
         if self.sliding_window:
             faults.append(f"sliding_window ({self.sliding_window}) must be 0: a window is one of causal attention")
         return faults

@@ -1,5 +1,7 @@
 """The embedding of a language model: tokens, and learned positions where configured, become hidden states."""
 
+import math
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -43,13 +45,19 @@ class Embedding(nn.Module):
     def __init__(self, config: LanguageModelConfig, *, tp: Axis, sp: Axis) -> None:
         super().__init__()
         self.tokens = build_token_embedding(config, tp=tp, sp=sp)
+        self.scale = math.sqrt(config.hidden_size) if config.scales_embedding else 1.0
         self.has_positions = config.position == "learned"
         if self.has_positions:
             self.positions = PositionEmbedding(config, tp=tp, sp=sp)
         self.dropout = Dropout(config.hidden_dropout, "embedding")
 
     def forward(self, ids_T: Tensor, tokens: Tokens) -> Tensor:
-        return self.placed(self.tokens(ids_T), tokens)
+        return self.placed(self.embed(ids_T), tokens)
+
+    def embed(self, ids_T: Tensor) -> Tensor:
+        """The vectors of tokens, without positions: [T/sp, H]."""
+        hidden_TH: Tensor = self.tokens(ids_T)
+        return hidden_TH if self.scale == 1.0 else hidden_TH * self.scale
 
     def placed(self, hidden_TH: Tensor, tokens: Tokens) -> Tensor:
         """Embedded tokens, or features that replace them, with positions and dropout."""

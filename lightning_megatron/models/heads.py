@@ -67,6 +67,7 @@ class LanguageModelHead(WeightGradientLayer):
         super().__init__()
         self.tp, self.sp = tp, sp
         self.vocab_size, self.label_smoothing = config.vocab_size, config.label_smoothing
+        self.softcap = config.logit_softcap
         self.chunk_tokens = 0
         self.register_parameter("bias", None)
         if not config.tie_embeddings:
@@ -87,9 +88,10 @@ class LanguageModelHead(WeightGradientLayer):
         return hidden_TH
 
     def _logits(self, features_TH: Tensor, weight_VH: Tensor, sp: Axis) -> Tensor:
-        return column_parallel_linear(
+        logits_TV = column_parallel_linear(
             features_TH, weight_VH, self.bias, tp=self.tp, sp=sp, gradients=self.weight_gradients
         )
+        return (logits_TV / self.softcap).tanh() * self.softcap if self.softcap else logits_TV
 
     def full_logits(self, logits_TV: Tensor, tokens: Tokens) -> Tensor:
         """Logits [B, S, V] on every rank of tp and cp, for ranks that all do the same with them; 0 of no document."""
@@ -123,6 +125,7 @@ class LanguageModelHead(WeightGradientLayer):
                 chunk_tokens=self.chunk_tokens,
                 gradients=self.weight_gradients,
                 label_smoothing=smoothing,
+                softcap=self.softcap,
                 **sizes,
             )
             return losses_T, {}

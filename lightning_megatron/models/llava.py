@@ -301,7 +301,7 @@ class LlavaModel(GPTModel):
         """The embedding of tokens, with features of images instead of image tokens."""
         embedding = self.get_submodule("embedding")
         assert isinstance(embedding, Embedding)
-        hidden_TH: Tensor = embedding.tokens(context.ids_T)
+        hidden_TH = embedding.embed(context.ids_T)
         if context.image_inputs is not None:
             # Each rank reads the features of its own tokens: its gradient is a partial sum.
             features_FH = differentiable.all_gather(differentiable.all_gather(projected_TH, self.mesh.sp), self.mesh.cp)

@@ -73,6 +73,9 @@ class T5Config(LanguageModelConfig):
             f"{name} ({getattr(self, name)!r}) must be {usual!r}: a T5 has no such thing"
             for name, usual in (
                 ("qk_norm", False),
+                ("attention_softcap", 0.0),
+                ("attention_sinks", False),
+                ("scales_embedding", False),
                 ("sliding_window", 0),
                 ("full_attention_layers", ()),
                 ("moe", None),

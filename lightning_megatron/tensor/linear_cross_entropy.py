@@ -41,13 +41,15 @@ def linear_cross_entropy(
     chunk_tokens: int,
     gradients: WeightGradients,
     label_smoothing: float = 0.0,
+    softcap: float = 0.0,
 ) -> Tensor:
     """Loss of each token [T] of hidden states [T/sp, I], 0 where the label is -100; float32, or float64 for float64.
 
-    The logits of at most `chunk_tokens` tokens are in memory at a time. The gradient of the weight goes where
-    `gradients` says; it is not put off. Waits for `tp` twice in forward, for `sp` or `tp` in backward.
+    The logits of at most `chunk_tokens` tokens are in memory at a time; x becomes c tanh(x / c) for a `softcap` c. The
+    gradient of the weight goes where `gradients` says; it is not put off. Waits for `tp` twice in forward, for `sp` or
+    `tp` in backward.
     """
-    call = _Call(tp, sp, vocab_size, chunk_tokens, gradients, label_smoothing)
+    call = _Call(tp, sp, vocab_size, chunk_tokens, gradients, label_smoothing, softcap)
     losses: Tensor = _LinearCrossEntropy.apply(as_gemm_input(hidden_TI), weight_VI, bias_V, labels_T, call)
     return losses
 
@@ -61,6 +63,7 @@ class _Call(NamedTuple):
     chunk_tokens: int
     gradients: WeightGradients
     smoothing: float
+    softcap: float
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -79,7 +82,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         wanted_T, sum_T = torch.zeros_like(max_T), torch.zeros_like(max_T)
         hidden_TI = collectives.all_gather(own_TI, call.sp)
         for chunk in _chunks(len(labels_T), call.chunk_tokens):
-            logits_CV = _logits(hidden_TI[chunk], weight_VI, bias_V).to(dtype)
+            logits_CV = _logits(hidden_TI[chunk], weight_VI, bias_V, dtype, call.softcap)
             label_C = logits_CV.gather(1, index_T[chunk].unsqueeze(1)).squeeze(1).mul_(1.0 - smoothing)
             wanted_T[chunk] = zero_foreign_(label_C, None if is_foreign_T is None else is_foreign_T[chunk])
             logits_CV = logits_CV.narrow(1, 0, valid)
@@ -116,13 +119,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_weight_VI = torch.zeros_like(weight_VI, dtype=lse_T.dtype) if sums_chunks else None
         grad_bias_V = torch.zeros_like(bias_V, dtype=lse_T.dtype) if needs_bias else None
         for chunk in _chunks(len(grad_T), call.chunk_tokens):
-            logits_CV = _logits(hidden_TI[chunk], weight_VI, bias_V).to(lse_T.dtype)
+            logits_CV = _logits(hidden_TI[chunk], weight_VI, bias_V, lse_T.dtype, call.softcap)
+            slopes_CV = 1.0 - (logits_CV / call.softcap).square_() if call.softcap else None
             logits_CV.narrow(1, valid, len(weight_VI) - valid).fill_(-torch.inf)
             grad_CV = logits_CV.sub_(lse_T[chunk].unsqueeze(1)).exp_().mul_(grad_T[chunk].unsqueeze(1))
             if call.smoothing:
                 smooth_C = grad_T[chunk] * (call.smoothing / call.vocab_size)
                 grad_CV.narrow(1, 0, valid).sub_(smooth_C.unsqueeze(1))
             grad_CV.scatter_add_(1, index_T[chunk].unsqueeze(1), target_T[chunk].unsqueeze(1))
+            if slopes_CV is not None:
+                grad_CV.mul_(slopes_CV)
             grad, hidden = Operand(grad_CV.to(own_TI.dtype), None), Operand(hidden_TI[chunk], None)
             if grad_TI is not None:
                 grad_TI[chunk] = TORCH_GEMM.input_gradient(grad, weight_VI, own_TI.dtype)
@@ -148,5 +154,7 @@ def _chunks(num_tokens: int, chunk_tokens: int) -> list[slice]:
     return [slice(start, start + chunk_tokens) for start in range(0, num_tokens, chunk_tokens)]
 
 
-def _logits(hidden_CI: Tensor, weight_VI: Tensor, bias_V: Tensor | None) -> Tensor:
-    return TORCH_GEMM.forward(Operand(hidden_CI, None), weight_VI, bias_V, hidden_CI.dtype, is_training=True)
+def _logits(hidden_CI: Tensor, weight_VI: Tensor, bias_V: Tensor | None, dtype: torch.dtype, softcap: float) -> Tensor:
+    made = TORCH_GEMM.forward(Operand(hidden_CI, None), weight_VI, bias_V, hidden_CI.dtype, is_training=True)
+    logits_CV = made.to(dtype)
+    return logits_CV.div_(softcap).tanh_().mul_(softcap) if softcap else logits_CV

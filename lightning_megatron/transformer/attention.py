@@ -10,19 +10,18 @@ B batch, S sequence, T tokens, H hidden, A heads here, G groups, R query heads o
 features.
 """
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_megatron.comm import differentiable
 from lightning_megatron.context.attention import AttentionHandles, attend
 from lightning_megatron.context.attention_step import RelativePositionBias
 from lightning_megatron.context.context_layout import MaskSpec
 from lightning_megatron.mesh import Axis
-from lightning_megatron.sharding import Fused, Initial
+from lightning_megatron.sharding import Fused, Initial, shard_parameter
 from lightning_megatron.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.tensor.norm import ParallelRMSNorm, RMSNorm, ZeroCenteredRMSNorm
 from lightning_megatron.transformer.config import TransformerConfig
@@ -179,9 +178,15 @@ class SelfAttention(RecomputeLayer):
         super().__init__()
         assert mask_spec.is_causal or mask_spec.window == 0, "a window is one of causal attention"
         self.name = name
-        self.scale = 1.0 / math.sqrt(config.head_dim) if config.scales_scores else 1.0
+        self.scale, self.softcap = config.score_scale, config.attention_softcap
+        first_pair = config.rotary_width if config.window_rotary_base and mask_spec.window else 0
+        self.pairs = slice(first_pair, first_pair + config.rotary_width)
+        self.sinks: nn.Parameter | None = None
+        if config.attention_sinks:
+            initial = Initial(std=config.init_std)
+            self.sinks = shard_parameter((config.num_attention_heads,), initial=initial, dim=0, axis=tp)
         self.mask_spec = mask_spec
-        # Used without documents, context parallelism, bias or dropout.
+        # Used without documents, context parallelism, bias, soft cap, sinks or dropout.
         self.core_attention: CoreAttention = TorchCoreAttention(mask_spec=mask_spec, scale=self.scale)
         self.heads = local_heads(config, tp)
         # Fewer groups than ranks: every rank needs rows that others hold.
@@ -221,8 +226,16 @@ class SelfAttention(RecomputeLayer):
         if past is not None:
             past.update(self.name, keys, values)
         if past is not None and not past.is_first:
-            attended = past.attend(self.name, queries, mask_spec=self.mask_spec, scale=self.scale, bias=bias)
-        elif not tokens.is_whole or bias is not None:
+            attended = past.attend(
+                self.name,
+                queries,
+                mask_spec=self.mask_spec,
+                scale=self.scale,
+                bias=bias,
+                softcap=self.softcap,
+                sinks=self.sinks,
+            )
+        elif not tokens.is_whole or bias is not None or self.softcap or self.sinks is not None:
             attended = self._attend_in_context(queries, keys, values, tokens, bias)
         elif self.dropout.is_active and "core_attention" in self.recomputed:
             attended = checkpoint(self._attend_dropping, queries, keys, values, tokens)
@@ -235,7 +248,7 @@ class SelfAttention(RecomputeLayer):
 
     def _split(self, fused_TC: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of the own heads, rotated by their positions: [B, heads of each, S, D]."""
-        cos_BSR, sin_BSR = tokens.rotary_tables(fused_TC.dtype)
+        cos_BSR, sin_BSR = (table[..., self.pairs] for table in tokens.rotary_tables(fused_TC.dtype))
         if not self.has_qk_norm:
             split: tuple[Tensor, Tensor, Tensor] = _SplitHeads.apply(
                 fused_TC, cos_BSR, sin_BSR, tokens.batch, tokens.num_rows, self.heads
@@ -264,6 +277,8 @@ class SelfAttention(RecomputeLayer):
             mask_spec=self.mask_spec,
             scale=self.scale,
             bias=bias,
+            softcap=self.softcap,
+            sinks=self.sinks,
             dropout=self.dropout.spec(tokens),
             cache=tokens.shared,
             handles=AttentionHandles(call=tokens.attention, bucket=None if bias is None else bias.bucket_handle),

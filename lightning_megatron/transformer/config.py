@@ -74,6 +74,8 @@ class TransformerConfig:
     """Base of the rotary embedding's wavelengths (rope_theta)."""
     rotary_fraction: float = 1.0
     """Fraction of a head's features that are rotated, from above 0 to 1."""
+    window_rotary_base: float = 0.0
+    """Base of the wavelengths of layers with a sliding window, which no scaling stretches; 0: as all others."""
     rope_scaling: RopeScaling | None = None
     """Scaling of rotary wavelengths for sequences longer than those first trained on; none: no scaling."""
     qk_norm: bool = False
@@ -90,6 +92,12 @@ class TransformerConfig:
     hidden_dropout: float = 0.0
     """Dropout probability of the embedding's output and of attention's and the MLP's output before each residual
     addition."""
+    score_dim: int = 0
+    """Number by whose root attention scores are divided; 0: head_dim."""
+    attention_softcap: float = 0.0
+    """Bound c of attention scores, which become c tanh(score / c); 0: none."""
+    attention_sinks: bool = False
+    """Whether each head attends to one more key, of value 0 and of a learned score (an attention sink)."""
     attention_dropout: float = 0.0
     """Dropout probability of attention weights."""
     ffn_dropout: float = 0.0
@@ -180,6 +188,20 @@ class TransformerConfig:
             faults.append(
                 f"rope_scaling ({self.rope_scaling.kind}) stretches rotary positions, and position is "
                 f"{self.position!r}; leave rope_scaling out, or use position='rotary'"
+            )
+        faults += [
+            f"{name} ({getattr(self, name)}) must be at least 0, which is none"
+            for name in ("window_rotary_base", "score_dim", "attention_softcap")
+            if not 0 <= getattr(self, name) < math.inf
+        ]
+        if self.window_rotary_base and (self.position != "rotary" or self.sliding_window == 0):
+            faults.append(
+                f"window_rotary_base ({self.window_rotary_base}) is one of rotary layers with a sliding window, and "
+                f"position is {self.position!r} and sliding_window {self.sliding_window}; leave it out, or set those"
+            )
+        if self.window_rotary_base and self.rope_scaling is not None and self.rope_scaling.kind == "yarn":
+            faults.append(
+                "rope_scaling yarn also scales amplitudes, and window_rotary_base goes without; leave one out"
             )
         if self.qk_norm_across_heads and not self.qk_norm:
             faults.append(
@@ -275,6 +297,15 @@ class TransformerConfig:
         """Tokens that a token sees in a layer, counted from 0, under causal attention; 0: all before it."""
         return 0 if layer in self.full_attention_layers else self.sliding_window
 
+    def uses_window_rotation(self, layer: int) -> bool:
+        """Whether a layer, counted from 0, rotates by `window_rotary_base`."""
+        return self.window_rotary_base > 0 and self.window_of(layer) > 0
+
+    @property
+    def score_scale(self) -> float:
+        """Factor of attention scores."""
+        return 1.0 / math.sqrt(self.score_dim or self.head_dim) if self.scales_scores else 1.0
+
     @property
     def num_staged_layers(self) -> int:
         """Layers between which stages of a pipeline are cut."""
@@ -319,6 +350,10 @@ class LanguageModelConfig(TransformerConfig):
     with 128."""
     tie_embeddings: bool = True
     """Whether the head shares the weight of the token embedding."""
+    scales_embedding: bool = False
+    """Whether embedded tokens are multiplied by sqrt(hidden_size)."""
+    logit_softcap: float = 0.0
+    """Bound c of logits, which become c tanh(logit / c); 0: none."""
     label_smoothing: float = 0.0
     """Label smoothing: share of a target's probability that is spread evenly over the vocabulary."""
 
@@ -329,6 +364,8 @@ class LanguageModelConfig(TransformerConfig):
             for name in ("vocab_size", "vocab_multiple")
             if getattr(self, name) < 1
         ]
+        if not 0.0 <= self.logit_softcap < math.inf:
+            faults.append(f"logit_softcap ({self.logit_softcap}) must be at least 0; 0 is none")
         if not 0.0 <= self.label_smoothing < 1.0:
             faults.append(f"label_smoothing ({self.label_smoothing}) must be at least 0 and below 1")
         return faults

@@ -38,6 +38,7 @@ def layer_parameters(config: TransformerConfig, sizes: Sizes = ONE, *, layer: in
     cut = qkv * hidden + query * hidden + qkv * config.has_qkv_bias
     num_norms = 4 if config.norm_placement == "sandwich" else 2
     replicated = hidden * config.add_bias_linear + num_norms * norm_parameters(config)
+    cut += config.num_attention_heads * config.attention_sinks
     if config.qk_norm_across_heads:
         cut += query + config.num_query_groups * config.head_dim
     elif config.qk_norm:

@@ -7,7 +7,6 @@ self-attention.
 B batch, N tokens of each sample on this rank, T tokens, H hidden, A query heads here, G groups, D head size.
 """
 
-import math
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
@@ -79,7 +78,7 @@ class CrossAttention(nn.Module):
         self.heads = local_heads(config, tp)
         self.is_gathered = config.num_query_groups % tp.size != 0
         self.tp = tp
-        self.scale = 1.0 / math.sqrt(config.head_dim) if config.scales_scores else 1.0
+        self.scale = config.score_scale
         features, initial = config.num_attention_heads * config.head_dim, Initial(std=config.init_std)
         self.query = ColumnParallelLinear(
             config.hidden_size,

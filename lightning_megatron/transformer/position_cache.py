@@ -63,10 +63,16 @@ class PositionCache:
         return Positions(layout, positions_1N, *self.angles(positions_1N), {})
 
     def angles(self, positions_BN: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosine and sine of each position's angles, as `rotary.angles` gives them: float64 [B, N, R] each."""
+        """Cosine and sine of each position's angles, as `rotary.angles` gives them: float64 [B, N, R] each.
+
+        Where layers with a window rotate otherwise, their pairs follow those of the others: R is twice the width.
+        """
         config, device = self._config, positions_BN.device
         if device not in self._frequencies:
-            self._frequencies[device] = rotary.frequencies(
-                config.rotary_width, config.rotary_base, config.rope_scaling, device
-            )
+            pairs = config.rotary_width
+            frequencies_R = rotary.frequencies(pairs, config.rotary_base, config.rope_scaling, device)
+            if config.window_rotary_base:
+                of_windows_R = rotary.frequencies(pairs, config.window_rotary_base, None, device)
+                frequencies_R = torch.cat((frequencies_R, of_windows_R))
+            self._frequencies[device] = frequencies_R
         return rotary.angles(positions_BN, self._frequencies[device], config.rope_scaling)

@@ -1,6 +1,7 @@
 """Attention by FlexAttention adds up to that of one device, as by the other kernels."""
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +10,12 @@ from hypothesis import strategies as st
 from torch.nn.attention import flex_attention
 
 from lightning_megatron.comm import rng
-from lightning_megatron.context.attention_step import AttentionStep, DropoutKeys, RelativePositionBias
+from lightning_megatron.context.attention_step import (
+    AttentionStep,
+    BackwardInputs,
+    DropoutKeys,
+    RelativePositionBias,
+)
 from lightning_megatron.context.context_layout import MaskSpec, cut
 from lightning_megatron.context.flex import FlexAttention
 from lightning_megatron.context.kernel import kernel_for
@@ -26,6 +32,32 @@ from tests.harness.sample import WHOLE
 def test_parts_add_up_to_the_attention_of_one_device(case: Case, has_bias: bool, probability: float) -> None:
     case = Case(**{**vars(case), "has_bias": has_bias, "probability": probability})
     assert max(by_kernels(case, torch.float64, FlexAttention(plain_flex)).errors(dense(case)).values()) < 1e-10
+
+
+def test_a_soft_cap_is_that_of_the_kernel_without_fusion() -> None:
+    layout, spec = cut((5, 9), ring_size=1), MaskSpec(is_causal=True, window=4)
+    positions = layout.group_positions[0]
+    plain = AttentionStep(
+        blocks=layout.blocks(0, 0, spec),
+        query_positions=positions,
+        key_positions=positions,
+        mask_spec=spec,
+        scale=SCALE,
+    )
+    capped = replace(plain, softcap=0.7)
+    generator = torch.Generator().manual_seed(3)
+    grad, queries, keys, values = (
+        torch.randn(2, heads, layout.num_rows, 8, generator=generator, dtype=torch.float64) for heads in (4, 4, 2, 2)
+    )
+    output, lse = UnfusedAttention().forward(queries, keys, values, capped)
+    inputs = BackwardInputs(grad, queries, keys, values, output, lse)
+    kernel = FlexAttention(plain_flex)
+    found = *kernel.forward(queries, keys, values, capped), *kernel.backward(inputs, capped)[:3]
+    wanted = output, lse, *UnfusedAttention().backward(inputs, capped)[:3]
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+    assert (output - UnfusedAttention().forward(queries, keys, values, plain)[0]).abs().max() > 1e-2
+    assert isinstance(kernel_for(queries, capped), UnfusedAttention)
 
 
 @pytest.mark.parametrize("case", WINDOWS)

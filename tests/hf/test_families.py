@@ -67,7 +67,7 @@ def comparable(config: dict[str, Any]) -> dict[str, Any]:
         layers = range(fields["num_hidden_layers"])
         fields["dense"] = [layer for layer in layers if layer in dense or (layer + 1) % step]
     rope = fields.get("rope_parameters")
-    if rope and rope["rope_type"] == "yarn":
+    if rope and rope.get("rope_type") == "yarn":
         # Written out by us: 0.1 ln(4) + 1.
         fields["rope_parameters"] = {
             "beta_fast": 32.0,

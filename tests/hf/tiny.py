@@ -58,6 +58,17 @@ _QWEN2_MOE = {
 }
 
 
+_GEMMA = {
+    **_GATED,
+    "head_dim": 12,
+    "query_pre_attn_scalar": 20,
+    "sliding_window": 7,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "pad_token_id": None,
+    "tie_word_embeddings": True,
+}
+
+
 def _rope(kind: str, **settings: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_theta": 10000.0, "rope_type": kind, **settings}}
 
@@ -121,6 +132,28 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral tied, with a window, top 3": (
         "mixtral",
         {**_MIXTRAL, "tie_word_embeddings": True, "sliding_window": 5, "num_experts_per_tok": 3},
+    ),
+    "gemma2": ("gemma2", {**_GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
+    "gemma2 without caps, all layers alike": (
+        "gemma2",
+        {
+            **_GEMMA,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "layer_types": ["full_attention"] * 2,
+            "sliding_window": 64,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "gemma3": (
+        "gemma3_text",
+        {
+            **_GEMMA,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+        },
     ),
     "olmo2": ("olmo2", {**_GATED, "pad_token_id": None}),
     "glm4": ("glm4", {**_GATED, "head_dim": 12, "pad_token_id": None}),

@@ -12,7 +12,7 @@ from lightning_megatron.models.heads import LanguageModelHead
 from tests.harness.threads import new_group, run_on_threads
 from tests.models.test_tallies import LAYOUTS, inputs_of, model_of, tallies_of
 
-KINDS = ("gpt", "packed llama", "experts", "bert", "t5", "llava")
+KINDS = ("gpt", "soft caps", "packed llama", "experts", "bert", "t5", "llava")
 CHUNK_TOKENS = 7
 
 

@@ -44,6 +44,8 @@ VARIANTS = {
         "llama",
         "llama one group, dropout",
         "head norms, a window in one layer, stretched waves",
+        "soft caps, scaled embeddings, windows that turn otherwise",
+        "sinks, one group, soft caps",
         "no positions, 4 groups, padded rows",
     )
 } | EXPERTS

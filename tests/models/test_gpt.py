@@ -65,6 +65,21 @@ VARIANTS = {
     "norms of outputs, and of all heads at once": replace(
         LLAMA, norm_placement="output", num_query_groups=4, qk_norm=True, qk_norm_across_heads=True
     ),
+    "soft caps, scaled embeddings, windows that turn otherwise": replace(
+        LLAMA,
+        attention_softcap=1.5,
+        logit_softcap=2.0,
+        score_dim=3,
+        scales_embedding=True,
+        sliding_window=3,
+        full_attention_layers=(1,),
+        window_rotary_base=10.0,
+        rope_scaling=RopeScaling(kind="linear", factor=2.0),
+    ),
+    "sinks, a window in one layer": replace(
+        LLAMA, attention_sinks=True, sliding_window=3, full_attention_layers=(1,), attention_dropout=0.1
+    ),
+    "sinks, one group, soft caps": replace(LLAMA, num_query_groups=1, attention_sinks=True, attention_softcap=1.0),
     "no positions, 4 groups, padded rows": replace(LLAMA, num_query_groups=4, position="none", vocab_multiple=16),
 }
 each_variant = pytest.mark.parametrize("variant", VARIANTS)

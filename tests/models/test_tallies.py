@@ -21,6 +21,9 @@ TOLERANCE = 1e-10
 SMOOTHED = {"label_smoothing": 0.3}
 CONFIGS: dict[str, Any] = {
     "gpt": replace(test_gpt.GPT2, num_layers=4, **SMOOTHED),
+    "soft caps": replace(
+        test_gpt.LLAMA, num_layers=4, logit_softcap=0.5, attention_softcap=1.0, scales_embedding=True, **SMOOTHED
+    ),
     "packed llama": replace(test_gpt.LLAMA, num_layers=4),
     "experts": replace(test_gpt.LLAMA, moe=TOP_2, vocab_multiple=16),
     "bert": replace(test_bert.POST, num_layers=4),

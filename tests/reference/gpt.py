@@ -58,10 +58,14 @@ class ReferenceGPT:
             x = x + self.drop(self.norm_output(y, f"{layer}.mlp_output_norm"), f"{layer}.mlp")
         x = self.norm(x, "final_norm")
         head = "embedding.tokens.weight" if config.tie_embeddings else "head.weight"
-        return F.linear(x, self.weights[head])
+        return self.cap(F.linear(x, self.weights[head]), config.logit_softcap)
 
     def embed(self, tokens: Tensor) -> Tensor:
-        return self.weights["embedding.tokens.weight"][tokens]
+        embedded = self.weights["embedding.tokens.weight"][tokens]
+        return embedded * math.sqrt(self.config.hidden_size) if self.config.scales_embedding else embedded
+
+    def cap(self, x: Tensor, bound: float) -> Tensor:
+        return bound * torch.tanh(x / bound) if bound else x
 
     def logits_of_documents(self, tokens: Tensor, segments: Tensor) -> Tensor:
         """Each document as a row of its own, beside others as long; zeros where there is none."""
@@ -145,12 +149,19 @@ class ReferenceGPT:
             first = group * (heads_per_group + 2) * size
             block = fused[..., first : first + (heads_per_group + 2) * size]
             key = block[..., heads_per_group * size : (heads_per_group + 1) * size]
-            key = self.rotate(self.norm_head(key, f"{name}.k_norm"))
+            key = self.rotate(self.norm_head(key, f"{name}.k_norm"), window)
             value = block[..., (heads_per_group + 1) * size :]
             for i in range(heads_per_group):
-                query = self.rotate(self.norm_head(block[..., i * size : (i + 1) * size], f"{name}.q_norm"))
-                scores = (query @ key.transpose(1, 2) / math.sqrt(size)).masked_fill(unseen, -math.inf)
-                weights = self.drop_attention(scores.softmax(dim=-1), name, group * heads_per_group + i)
+                query = self.rotate(self.norm_head(block[..., i * size : (i + 1) * size], f"{name}.q_norm"), window)
+                scores = query @ key.transpose(1, 2) / math.sqrt(config.score_dim or size)
+                scores = self.cap(scores, config.attention_softcap).masked_fill(unseen, -math.inf)
+                head = group * heads_per_group + i
+                if config.attention_sinks:
+                    sink = self.weights[f"{name}.sinks"][head].expand(*scores.shape[:2], 1)
+                    weights = torch.cat([scores, sink], dim=-1).softmax(dim=-1)[..., :-1]
+                else:
+                    weights = scores.softmax(dim=-1)
+                weights = self.drop_attention(weights, name, head)
                 outputs.append(weights @ value)
         return self.linear(torch.cat(outputs, dim=-1), f"{name}.projection")
 
@@ -167,7 +178,7 @@ class ReferenceGPT:
         keys = self.norm(by_group[..., -2, :].flatten(-2), f"{name}.k_norm").unflatten(-1, (groups, 1, size))
         return torch.cat([queries, keys, by_group[..., -1:, :]], dim=-2).flatten(-3)
 
-    def rotate(self, x: Tensor) -> Tensor:
+    def rotate(self, x: Tensor, window: int) -> Tensor:
         """Each pair (i, i + half) of features as a complex number, times e^(i position / wavelength).
 
         Of the ways to stretch wavelengths it knows the linear one.
@@ -175,8 +186,10 @@ class ReferenceGPT:
         if self.config.position != "rotary":
             return x
         half = int(x.shape[-1] * self.config.rotary_fraction) // 2
-        steps = self.config.rotary_base ** (-torch.arange(half, dtype=torch.float64) / half)
-        if self.config.rope_scaling is not None:
+        is_local = self.config.window_rotary_base > 0 and window > 0
+        base = self.config.window_rotary_base if is_local else self.config.rotary_base
+        steps = base ** (-torch.arange(half, dtype=torch.float64) / half)
+        if self.config.rope_scaling is not None and not is_local:
             assert self.config.rope_scaling.kind == "linear"
             steps = steps / self.config.rope_scaling.factor
         angles = torch.outer(torch.arange(x.shape[1], dtype=torch.float64), steps)

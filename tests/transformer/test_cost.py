@@ -40,6 +40,7 @@ VARIANTS = {
     "llama": LLAMA,
     "qkv bias": replace(LLAMA, add_qkv_bias=True, vocab_multiple=16),
     "head norms": replace(LLAMA, qk_norm=True),
+    "sinks": replace(LLAMA, attention_sinks=True, attention_softcap=2.0),
     "sandwich": replace(LLAMA, norm_placement="sandwich", normalization="zero_centered_rmsnorm"),
     "outputs and all heads": replace(
         LLAMA, num_query_groups=4, norm_placement="output", qk_norm=True, qk_norm_across_heads=True
