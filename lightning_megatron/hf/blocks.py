@@ -133,6 +133,24 @@ def gate_and_up_in_rows(config: TransformerConfig, shape: Shape) -> tuple[Tensor
     )
 
 
+def interleaved_gate_and_up(config: TransformerConfig, shape: Shape) -> tuple[TensorBlock, ...]:
+    """Layout of [E, 2, F, ...] of ours as [E, ..., 2F] of theirs, in which gate and up take turns."""
+    num_experts, _, width, *rest = shape
+    sizes, dims = (num_experts, 1, 1, *rest), (0, *range(3, len(shape)), 2)
+    begin = (0,) * len(rest)
+    return tuple(
+        TensorBlock(Box((0, i, f, *begin), sizes), Box((0, *begin, 2 * f + i), (num_experts, *rest, 1)), 0, dims)
+        for f in range(width)
+        for i in range(2)
+    )
+
+
+def transposed_of_each(config: TransformerConfig, shape: Shape) -> tuple[TensorBlock, ...]:
+    """Layout of matrices [E, out, in] that they store as [E, in, out]."""
+    theirs = (shape[0], shape[2], shape[1])
+    return (TensorBlock(Box((0, 0, 0), shape), Box((0, 0, 0), theirs), 0, (0, 2, 1)),)
+
+
 def query_key_value(config: TransformerConfig, shape: Shape) -> tuple[TensorBlock, ...]:
     """Layout of our interleaved groups as three tensors of theirs, each with all groups: queries, keys, values."""
     return tuple(_rows(shape, ours, theirs, num_rows, source) for ours, theirs, num_rows, source in _heads(config))

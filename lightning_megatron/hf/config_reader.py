@@ -224,7 +224,7 @@ class ConfigReader:
         else:
             # transformers writes it under every kind, and reads it under some.
             given.pop("original_max_position_embeddings", None)
-        numbers = {*names, "mscale", "mscale_all_dim"}
+        numbers = {*names, "mscale", "mscale_all_dim"} - {"truncate"}
         if words := [key for key, value in given.items() if key in numbers and not _is_like(value, 1.0)]:
             self.faults += [f"rope setting {key} ({given[key]!r}) must be a number" for key in words]
             return None
@@ -245,8 +245,6 @@ class ConfigReader:
 
     def _mscale(self, given: dict[str, Any]) -> None:
         """Yarn's amplitude where two coefficients give it."""
-        if given.pop("truncate", True) is not True:
-            self.faults.append("rope setting truncate (False) must be True: anything else is not built")
         mscale, of_all = given.pop("mscale", None), given.pop("mscale_all_dim", None)
         factor = given.get("factor")
         if mscale and of_all and factor and "attention_factor" not in given:
@@ -279,6 +277,7 @@ _YARN = {
     "original_max_position_embeddings": "original_max_sequence_length",
     "beta_fast": "beta_fast",
     "beta_slow": "beta_slow",
+    "truncate": "truncate",
     "attention_factor": "attention_factor",
 }
 
@@ -290,6 +289,9 @@ def rope_to_hf(config: TransformerConfig) -> dict[str, Any]:
         return {"rope_theta": config.rotary_base, "rope_scaling": None}
     names = {"linear": _LINEAR, "llama3": _LLAMA3, "yarn": _YARN}[scaling.kind]
     settings = {theirs: getattr(scaling, ours) for theirs, ours in names.items()}
+    if settings.get("truncate"):
+        # Older versions of transformers do not know it.
+        del settings["truncate"]
     return {"rope_theta": config.rotary_base, "rope_scaling": {"rope_type": scaling.kind, **settings}}
 
 

@@ -62,6 +62,7 @@ def moe_from_hf(
     num_experts: int,
     norm_topk_prob: bool,
     jitter: float = 0.0,
+    logit_bias: bool = False,
     **own: Any,
 ) -> dict[str, Any]:
     """Field `moe` of a GPTConfig; `own` are fields of its layers, such as the width of an expert."""
@@ -82,6 +83,7 @@ def moe_from_hf(
             norm_topk_prob=norm_topk_prob,
             aux_losses=(AuxLoss(coefficient=coefficient),) if coefficient else (),
             jitter=jitter,
+            logit_bias=logit_bias,
         )
         return {"moe": MoEConfig(router=router, **own)}
     except ValueError as error:

@@ -3,27 +3,30 @@
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_megatron.hf import bert, glm4, gpt2, llama, llava, mixtral, olmo2, phi3, qwen2_moe, qwen3_moe, t5
+from lightning_megatron.hf import (
+    bert,
+    glm4,
+    gpt2,
+    gpt_oss,
+    llama,
+    llava,
+    mixtral,
+    olmo2,
+    phi3,
+    qwen2_moe,
+    qwen3_moe,
+    t5,
+)
 from lightning_megatron.hf.dense_decoder import MISTRAL, QWEN2, QWEN3
 from lightning_megatron.hf.family import Config, Family
 from lightning_megatron.hf.gemma import GEMMA2, GEMMA3
 
-_ALL = (
-    *(
-        bert.FAMILY,
-        GEMMA2,
-        GEMMA3,
-        glm4.FAMILY,
-        gpt2.FAMILY,
-        llama.FAMILY,
-        llava.FAMILY,
-        MISTRAL,
-        mixtral.FAMILY,
-        olmo2.FAMILY,
-    ),
-    *(phi3.FAMILY, QWEN2, qwen2_moe.FAMILY, QWEN3, qwen3_moe.FAMILY, t5.FAMILY),
-)
-FAMILIES: dict[str, Family] = {family.name: family for family in _ALL}
+_DENSE = (GEMMA2, GEMMA3, glm4.FAMILY, gpt2.FAMILY, llama.FAMILY, MISTRAL, olmo2.FAMILY, phi3.FAMILY, QWEN2, QWEN3)
+_WITH_EXPERTS = (gpt_oss.FAMILY, mixtral.FAMILY, qwen2_moe.FAMILY, qwen3_moe.FAMILY)
+_OTHERS = (bert.FAMILY, llava.FAMILY, t5.FAMILY)
+FAMILIES: dict[str, Family] = {
+    family.name: family for family in sorted(_DENSE + _WITH_EXPERTS + _OTHERS, key=lambda family: family.name)
+}
 
 
 def family_of_file(raw: Mapping[str, Any], where: str) -> Family:

@@ -55,6 +55,8 @@ class RouterConfig:
     norm_topk_prob: bool = True
     """Whether the probabilities of a token's experts are scaled to sum to topk_scaling_factor. For "softmax" scores:
     softmax after top-k if true, before top-k if false."""
+    logit_bias: bool = False
+    """Whether router logits have a learned bias for each expert."""
     topk_scaling_factor: float = 1.0
     """Factor on the router probabilities of the chosen experts."""
     num_groups: int = 1

@@ -48,6 +48,7 @@ class Router(nn.Module):
     routing. Buffers exist only with an expert bias or a loss over the global batch.
     """
 
+    bias: nn.Parameter | None
     expert_bias: Tensor
     global_tokens_per_expert: Tensor
 
@@ -57,6 +58,9 @@ class Router(nn.Module):
         super().__init__()
         self.config = config
         self.weight = shard_parameter((config.num_experts, hidden_size), initial=initial, replicas=(tp,), partial=cut)
+        self.bias = None
+        if config.logit_bias:
+            self.bias = shard_parameter((config.num_experts,), initial=Initial(), replicas=(tp,), partial=cut)
         self.jitter_key, self.chance_key = rng.key(name, "jitter"), rng.key(name, "chance")
         self.records = RoutingRecords()
         if self.has_bias:
@@ -120,7 +124,7 @@ class Router(nn.Module):
             keys_T1 = rng.bits(self.jitter_key, tokens.keys_T).unsqueeze(1)
             x_TH = x_TH * (1.0 + self.config.jitter * (2.0 * rng.uniform(keys_T1, columns_H) - 1.0)).to(dtype)
         with autocast(x_TH, None):
-            return F.linear(x_TH, self.weight.to(dtype))
+            return F.linear(x_TH, self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype))
 
     def _choose(self, logits_TE: Tensor, scores_TE: Tensor, tokens: RoutedTokens, groups: SequenceGroups) -> Tensor:
         """Experts of each token, padding included: int64 [T, K]."""

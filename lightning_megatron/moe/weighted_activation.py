@@ -12,7 +12,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_megatron.tensor.activation import GATE_GRADIENTS, GATES, Activation, activate
+from lightning_megatron.tensor.activation import (
+    GATE_GRADIENTS,
+    GATES,
+    Activation,
+    activate,
+    factor_of,
+    mask_factor_gradient_,
+)
 
 
 def weighted_activation(x: Tensor, probs_R: Tensor, activation: Activation) -> Tensor:
@@ -36,7 +43,7 @@ class _WeighedGate(torch.autograd.Function):
         ctx.save_for_backward(gate_up_R2F, probs_R)
         ctx.activation = activation
         gate_RF, up_RF = gate_up_R2F.unbind(1)
-        return scale_rows(GATES[activation](gate_RF).mul_(up_RF), probs_R).detach()
+        return scale_rows(GATES[activation](gate_RF).mul_(factor_of(up_RF, activation)), probs_R).detach()
 
     @staticmethod
     @once_differentiable
@@ -49,13 +56,15 @@ class _WeighedGate(torch.autograd.Function):
         grad_R2F = torch.empty_like(gate_up_R2F, memory_format=torch.contiguous_format)
         activated_RF = GATES[ctx.activation](gate_RF)
         torch.mul(activated_RF, grad_activated_RF, out=grad_R2F[:, 1])
-        gate_gradient(grad_activated_RF.mul_(up_RF), gate_RF, grad_input=grad_R2F[:, 0])
+        mask_factor_gradient_(grad_R2F[:, 1], up_RF, ctx.activation)
+        factor_RF = factor_of(up_RF, ctx.activation)
+        gate_gradient(grad_activated_RF.mul_(factor_RF), gate_RF, grad_input=grad_R2F[:, 0])
         # Peak memory follows.
         del grad_activated_RF
         grad_probs_R = None
         if ctx.needs_input_grad[1]:
             wide = _wide_column(grad_RF, probs_R).dtype
-            product_RF = activated_RF.mul_(up_RF).to(wide)
+            product_RF = activated_RF.mul_(factor_RF).to(wide)
             grad_probs_R = product_RF.mul_(grad_RF).sum(1).to(probs_R.dtype)
         return grad_R2F, grad_probs_R, None
 

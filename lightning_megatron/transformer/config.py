@@ -19,7 +19,7 @@ Normalization = Literal["layernorm", "rmsnorm", "zero_centered_rmsnorm"]
 NormPlacement = Literal["pre", "sandwich", "output", "post"]
 Position = Literal["learned", "rotary", "relative", "none"]
 _CHOICES = {
-    "activation": ("gelu", "gelu_tanh", "quick_gelu", "relu", "swiglu", "geglu_tanh"),
+    "activation": ("gelu", "gelu_tanh", "quick_gelu", "relu", "swiglu", "geglu_tanh", "clamped_swiglu"),
     "normalization": ("layernorm", "rmsnorm", "zero_centered_rmsnorm"),
 }
 
@@ -55,7 +55,8 @@ class TransformerConfig:
     """Features between the two linears of the MLP; of gate and of up each, where it is gated. 0: 4 * hidden_size."""
     activation: Activation = "gelu"
     """Activation of the MLP: exact GELU (gelu), its approximations by tanh (gelu_tanh) and by a sigmoid (quick_gelu),
-    ReLU (relu), or a gate with SiLU (swiglu) or with GELU by tanh (geglu_tanh)."""
+    ReLU (relu), or a gate with SiLU (swiglu), with GELU by tanh (geglu_tanh), or of gpt-oss, which clamps gate and up
+    (clamped_swiglu)."""
     normalization: Normalization = "layernorm"
     """Norm of hidden states: LayerNorm, RMSNorm, or an RMSNorm that scales by 1 + weight (zero_centered_rmsnorm)."""
     norm_epsilon: float = 1e-5

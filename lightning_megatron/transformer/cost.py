@@ -49,7 +49,7 @@ def layer_parameters(config: TransformerConfig, sizes: Sizes = ONE, *, layer: in
     num_experts, shared = config.moe.router.num_experts, config.moe.shared_expert_intermediate_size
     own = num_experts // sizes.ep * _mlp_parameters(config, _expert_width(config, config.moe), sizes.etp)
     of_shared = _mlp_parameters(config, shared, tp) + hidden * config.moe.shared_expert_gate if shared else 0
-    return attention + num_experts * hidden + own + of_shared
+    return attention + num_experts * (hidden + config.moe.router.logit_bias) + own + of_shared
 
 
 def layer_expert_parameters(config: TransformerConfig, sizes: Sizes = ONE, *, layer: int = 0) -> int:

@@ -33,6 +33,7 @@ _ACTS_UNDER = {
     "high_frequency_factor": ("llama3",),
     "beta_fast": ("yarn",),
     "beta_slow": ("yarn",),
+    "truncate": ("yarn",),
     "attention_factor": ("yarn",),
 }
 
@@ -58,6 +59,8 @@ class RopeScaling:
     """yarn: pairs that rotate at least this often within the original length stay as they are."""
     beta_slow: float = 1.0
     """yarn: pairs that rotate at most this often within the original length are stretched in full."""
+    truncate: bool = True
+    """yarn: whether the line over the index of the wave begins and ends at an integer."""
     attention_factor: float = 0.0
     """yarn: factor of rotated queries and keys; 0: 0.1 ln(factor) + 1."""
 
@@ -108,7 +111,9 @@ def frequencies(pairs: int, base: float, scaling: RopeScaling | None, device: to
         unscaled_R = ((num_waves_R - low) / (high - low)).clamp(0, 1)
     else:
         first, last = (_index_of(turns, pairs, base, scaling) for turns in (scaling.beta_fast, scaling.beta_slow))
-        first, last = max(math.floor(first), 0), min(math.ceil(last), 2 * pairs - 1)
+        if scaling.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, 2 * pairs - 1)
         # Where both are one index the line is a step.
         width = last - first if last != first else 0.001
         unscaled_R = 1 - ((torch.arange(pairs, dtype=torch.float64, device=device) - first) / width).clamp(0, 1)

@@ -14,7 +14,15 @@ from lightning_megatron.models import GPTConfig, GPTModel
 from lightning_megatron.testing import certify
 from tests.hf.tiny import CASES, VOCABULARY, ours, saved, theirs, tokens
 
-CASES_OF_GRADIENTS = ("gemma2", "gemma3", "glm4", "olmo2", "phi3, a part of each head turns", "qwen2_moe")
+CASES_OF_GRADIENTS = (
+    "gemma2",
+    "gemma3",
+    "glm4",
+    "gpt_oss, stretched waves, other windows",
+    "olmo2",
+    "phi3, a part of each head turns",
+    "qwen2_moe",
+)
 
 
 @pytest.mark.parametrize("case", CASES_OF_GRADIENTS)

@@ -69,6 +69,17 @@ _GEMMA = {
 }
 
 
+_GPT_OSS = {
+    **_GATED,
+    "head_dim": 12,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 3,
+    "intermediate_size": 20,
+    "sliding_window": 7,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}
+
+
 def _rope(kind: str, **settings: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_theta": 10000.0, "rope_type": kind, **settings}}
 
@@ -153,6 +164,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
                 "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e5},
                 "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
             },
+        },
+    ),
+    "gpt_oss": ("gpt_oss", _GPT_OSS),
+    "gpt_oss, stretched waves, other windows": (
+        "gpt_oss",
+        {
+            **_GPT_OSS,
+            "num_hidden_layers": 3,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            **_rope("yarn", factor=4.0, original_max_position_embeddings=16, truncate=False),
         },
     ),
     "olmo2": ("olmo2", {**_GATED, "pad_token_id": None}),

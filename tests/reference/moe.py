@@ -88,7 +88,7 @@ def mix(
     """What the experts make of `x` [B, S, H]; the auxiliary losses of each row, summed over its tokens, by name [B];
     and the counts of `Seen`. `router_x` is what the router reads, `weights` are the layer's, by name."""
     config = moe.router
-    logits = router_x @ weights["router.weight"].T
+    logits = router_x @ weights["router.weight"].T + bias(weights, "router.bias", 0)
     scores = score(logits, config)
     preferred = best(scores, config.top_k)
     chosen = choose(scores, config, state.bias)

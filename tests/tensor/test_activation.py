@@ -7,14 +7,21 @@ from torch import Tensor
 
 from lightning_megatron.tensor.activation import GATED, activate
 
-GATES = {"swiglu": F.silu, "geglu_tanh": lambda x: F.gelu(x, approximate="tanh")}
+GATES = {
+    "swiglu": F.silu,
+    "geglu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "clamped_swiglu": lambda x: x.clamp(max=7) * torch.sigmoid(1.702 * x.clamp(max=7)),
+}
 
 
 @pytest.mark.parametrize("activation", sorted(GATED))
 def test_a_gate_multiplies_and_its_gradient_is_that_of_autograd(activation: str) -> None:
-    x = torch.randn(3, 2, 5, dtype=torch.float64, requires_grad=True)
+    # Of them some are clamped.
+    x = (6 * torch.randn(3, 2, 5, dtype=torch.float64)).requires_grad_()
+    assert (x > 7).any() and (x < -7).any()
     output = activate(x, activation)  # type: ignore[arg-type]
-    torch.testing.assert_close(output, GATES[activation](x[:, 0]) * x[:, 1], rtol=0, atol=1e-15)
+    factor = x[:, 1].clamp(-7, 7) + 1 if activation == "clamped_swiglu" else x[:, 1]
+    torch.testing.assert_close(output, GATES[activation](x[:, 0]) * factor, rtol=0, atol=1e-13)
     assert torch.autograd.gradcheck(lambda x: activate(x, activation), (x,))  # type: ignore[arg-type]
 
 
