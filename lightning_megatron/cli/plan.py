@@ -102,7 +102,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
 
 def run_plan(options: argparse.Namespace) -> None:
     """Prints the plan. Raises UsageError with all errors of the options, and where nothing fits."""
-    gpu = _gpu_of(options)
+    gpu = gpu_of_options(options)
     counts = ("num_gpus", "global_batch_size", "sequence_length", "decoder_sequence_length", "top")
     if bad := count_faults(options, counts) + [
         f"--{name} ({value}) must be a number above 0"
@@ -114,12 +114,12 @@ def run_plan(options: argparse.Namespace) -> None:
         raise UsageError(bad)
     if faults := out_faults(options.out):
         raise UsageError(faults)
-    cache = PlanCache(_cache_of(options), _announce)
+    cache = PlanCache(cache_folder(options), announce)
     try:
         if options.compare is not None:
             _compare(options, gpu, cache)
         else:
-            (_search if options.layout is None else _explain)(options, gpu, *_read(options, gpu, cache))
+            (_search if options.layout is None else _explain)(options, gpu, *read_request(options, gpu, cache))
     except UnmeasuredError as error:
         raise UsageError(str(error).splitlines()) from error
 
@@ -138,13 +138,13 @@ def _unused(options: argparse.Namespace) -> list[str]:
     return []
 
 
-def _announce(run: RunSettings) -> None:
+def announce(run: RunSettings) -> None:
     """Tells whoever waits at a terminal which layout is measured."""
     if sys.stderr.isatty():
         print(f"measuring {layout_text(run)}", file=sys.stderr)
 
 
-def _read(
+def read_request(
     options: argparse.Namespace, gpu: Gpu, cache: PlanCache
 ) -> tuple[PlanRequest[Any], Measure, ModelSize | None]:
     """The run to plan, what measures it, and the model's size where it is not one of the package's.
@@ -173,7 +173,7 @@ def _read_request(options: argparse.Namespace, cache: PlanCache) -> tuple[PlanRe
     return read_unchanged(options, cache)
 
 
-def _cache_of(options: argparse.Namespace) -> Path:
+def cache_folder(options: argparse.Namespace) -> Path:
     """The folder of measurements, which is there and can be written."""
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder: Path = options.cache or home / "lightning_megatron" / "plans"
@@ -181,7 +181,7 @@ def _cache_of(options: argparse.Namespace) -> Path:
     return folder
 
 
-def _explained(
+def estimated(
     options: argparse.Namespace, gpu: Gpu, request: PlanRequest[Any], measure: Measure, size: ModelSize | None
 ) -> tuple[Estimate, list[str]]:
     """The estimate of one layout, and notes for a reader of its numbers."""
@@ -194,7 +194,7 @@ def _explained(
 def _explain(
     options: argparse.Namespace, gpu: Gpu, request: PlanRequest[Any], measure: Measure, size: ModelSize | None
 ) -> None:
-    found, notes = _explained(options, gpu, request, measure, size)
+    found, notes = estimated(options, gpu, request, measure, size)
     if options.out is not None:
         _draw(found, options.out)
     if options.json:
@@ -217,7 +217,7 @@ def _compare(options: argparse.Namespace, gpu: Gpu, cache: PlanCache) -> None:
     for name in names:
         own = argparse.Namespace(**vars(options) | {"config": name, "layout": options.layout or OF_RECIPE})
         try:
-            one, notes = _explained(own, gpu, *_read(own, gpu, cache))
+            one, notes = estimated(own, gpu, *read_request(own, gpu, cache))
         except (UsageError, UnmeasuredError) as error:
             raise UsageError([f"{name}: {line}" for line in str(error).splitlines()]) from error
         found.append(one)
@@ -311,7 +311,7 @@ def _nothing_fits(run: RunSettings, gpu: Gpu, found: Found, free_recompute: bool
     return f"no layout on {world} x {gpu.name} fits in {gpu.memory_gb:g} GB; {ways}"
 
 
-def _gpu_of(options: argparse.Namespace) -> Gpu:
+def gpu_of_options(options: argparse.Namespace) -> Gpu:
     try:
         gpu = gpu_of(options.gpu)
         return gpu if options.memory_gb is None else replace(gpu, memory_gb=options.memory_gb)

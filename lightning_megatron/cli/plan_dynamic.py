@@ -10,7 +10,6 @@ from lightning_megatron.models import GPTConfig
 from lightning_megatron.pipeline.registry import microbatch_multiple
 from lightning_megatron.planner.balanced_batch import LogNormal, balanced, drawn, num_cut
 from lightning_megatron.planner.balanced_cost import planned_cost
-from lightning_megatron.planner.constants import fitted
 from lightning_megatron.planner.hardware import Gpu
 from lightning_megatron.planner.run import Run
 from lightning_megatron.rules.cross_config import Facts, faults, with_context_groups
@@ -51,7 +50,7 @@ def with_balanced_batch(request: PlanRequest[Run], option: str | None, gpu: Gpu,
         raise UsageError(str(error).splitlines()) from error
     run, cost = replace(run, sizes=with_context_groups(run.sizes, config, run.context)), config.cost
     if cost is None:
-        cost = planned_cost(run, config.max_tokens_per_rank, gpu, fitted())
+        cost = planned_cost(run, config.max_tokens_per_rank, gpu, gpu.constants)
         notes.append(f"documents are balanced by what they are planned to cost on {gpu.name}, which a run measures")
     run = replace(run, balanced=balanced(lengths, run.sizes, config, cost, microbatch_multiple(run.schedule)))
     return replace(request, run=run, notes=(*(note for note in request.notes if note != ONE_A_ROW), *notes))

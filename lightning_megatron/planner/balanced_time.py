@@ -45,8 +45,7 @@ def balanced_time(run: Run, gpu: Gpu, constants: Constants) -> StepTime:
         bubble=pipeline - run.num_accumulated * sum(seconds[group] for group in own),
         optimizer=longest.optimizer,
         other=constants.step_seconds + straggling,
-        forwards=longest.forwards,
-        backwards=longest.backwards,
+        passes=longest.passes,
     )
 
 

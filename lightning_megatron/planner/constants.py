@@ -4,6 +4,7 @@
 """
 
 import json
+import math
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from importlib import resources
@@ -101,6 +102,25 @@ class Constants:
             return self.vendor_flash_share
         share = self.second_flash_share * _GENERATION_SHARE ** _GENERATIONS.get(family, 2)
         return share * _FIRST_SHARE if kernel == "first" else share
+
+
+def most_of(name: str) -> float:
+    """The most that a constant may be: shares are of a whole."""
+    return 1.0 if name.endswith("_share") or name.startswith("exposed_") else math.inf
+
+
+def constant_faults(table: object) -> list[str]:
+    """Rules that a table of constants breaks."""
+    names = [field.name for field in fields(Constants)]
+    if not isinstance(table, dict):
+        return [f"a table of constants: {', '.join(names)}"]
+    faults = [f"without {name!r}; constants are {', '.join(names)}" for name in table if name not in names]
+    for name, value in table.items():
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if name in names and not (is_number and 0 < value <= most_of(name) and value < math.inf):
+            below = f" and at most {most_of(name):g}" if most_of(name) < math.inf else ""
+            faults.append(f"with a number above 0{below} for {name}, as 0.5")
+    return faults
 
 
 @lru_cache(maxsize=1)

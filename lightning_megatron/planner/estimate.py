@@ -46,17 +46,21 @@ class Estimate:
     @cached_property
     def time(self) -> StepTime:
         """Time of a step, by what takes it."""
-        return self._time_of(self.constants)
+        return self.time_of(self.constants)
 
-    def _time_of(self, constants: Constants) -> StepTime:
+    def time_of(self, constants: Constants) -> StepTime:
+        """Time of a step with other constants."""
         run = self.run
         if not isinstance(run, Run):
             return measured_time(run, self.ranks, self.gpu, constants)
         return (step_time if run.balanced is None else balanced_time)(run, self.gpu, constants)
 
     @property
-    def ratios(self) -> Ratios:
-        """Stated over predicted step times of published runs like this one."""
+    def ratios(self) -> Ratios | None:
+        """Stated over predicted step times of published runs like this one; None with constants of the GPU's own, of
+        which they say nothing."""
+        if self.constants != fitted():
+            return None
         precision = "FP8" if self.timed_as == "fp8" else "16 bits" if self.timed_as == "half" else "float32"
         of_experts = any(rank.trained[1] for rank in self.ranks)
         has_experts = bool(self.size.active) or self.size.num_experts > 1 or of_experts
@@ -65,7 +69,7 @@ class Estimate:
     @cached_property
     def effects(self) -> list[Effect]:
         """The constants of the time model that the step's time depends on most."""
-        return largest_effects(lambda constants: self._time_of(constants).total, self.constants)
+        return largest_effects(lambda constants: self.time_of(constants).total, self.constants)
 
     @property
     def peak_bytes(self) -> float:
@@ -135,5 +139,5 @@ def estimate(
         memory=found.memory,
         ranks=found.ranks,
         executed_flops=found.flops,
-        constants=fitted() if constants is None else constants,
+        constants=gpu.constants if constants is None else constants,
     )

@@ -6,13 +6,14 @@ A plan starts here. `gpus.json` holds the known GPUs; a YAML file with the same 
 import json
 import math
 import re
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from difflib import get_close_matches
 from functools import lru_cache
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
+from lightning_megatron.planner.constants import Constants, constant_faults, fitted
 from lightning_megatron.text_files import read_text, yaml_of
 
 GIGA, TERA = 1e9, 1e12
@@ -81,6 +82,8 @@ class Gpu:
     """Source of these numbers."""
     aliases: tuple[str, ...] = ()
     """Further names."""
+    constants: Constants = field(default_factory=fitted)
+    """Constants of the time model on it: in a file a table of those that differ from the fitted ones."""
 
     def __post_init__(self) -> None:
         positive = ("memory_gb", "memory_tb_per_second", "half_tflops", "pcie_gb_per_second", "network_gb_per_second")
@@ -192,7 +195,7 @@ def _read(path: Path) -> Gpu:
 
 
 def _made_of(record: dict[str, Any], where: str) -> Gpu:
-    kinds = {field.name: field.type for field in fields(Gpu)}
+    kinds = {one.name: one.type for one in fields(Gpu)}
     faults = [
         f"field {name!r} in {where} is not known; fields are {', '.join(kinds)}" for name in record if name not in kinds
     ]
@@ -203,7 +206,7 @@ def _made_of(record: dict[str, Any], where: str) -> Gpu:
     if faults:
         raise ValueError("\n".join(faults))
     made: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in record.items()}
-    return Gpu(**made)
+    return Gpu(**made | {"constants": replace(fitted(), **record.get("constants", {}))})
 
 
 def _wanted(kind: object, value: object) -> str:
@@ -214,6 +217,8 @@ def _wanted(kind: object, value: object) -> str:
         if not math.isfinite(value):
             return "a finite number"
         return "a whole number" if kind is int and value != int(value) else ""
+    if kind is Constants:
+        return "; ".join(constant_faults(value))
     if kind is str:
         return "" if isinstance(value, str) else "text; put it in quotes"
     is_list = isinstance(value, list) and all(isinstance(one, str) for one in value)
@@ -221,4 +226,4 @@ def _wanted(kind: object, value: object) -> str:
 
 
 def _needed() -> list[str]:
-    return [field.name for field in fields(Gpu) if field.default is MISSING and field.name != "name"]
+    return [one.name for one in fields(Gpu) if one.default is one.default_factory is MISSING and one.name != "name"]

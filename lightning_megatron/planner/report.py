@@ -179,10 +179,15 @@ def _time_lines(found: Estimate) -> list[str]:
 
 def _range_lines(found: Estimate) -> list[str]:
     ratios, seconds = found.ratios, found.step_seconds
+    sure = "with the constants of the GPU's own file, of which no published run tells"
+    if ratios is not None:
+        sure = (
+            f"{ratios.low * seconds:.4g} to {ratios.high * seconds:.4g} s: four of five of {ratios.of} took "
+            f"{ratios.low:.2f} to {ratios.high:.2f} times their prediction"
+        )
     effects = ", ".join(f"{effect.constant} {effect.ratio - 1:+.1%}" for effect in found.effects)
     return [
-        f"{'how sure':<12} {ratios.low * seconds:.4g} to {ratios.high * seconds:.4g} s: four of five of {ratios.of} "
-        f"took {ratios.low:.2f} to {ratios.high:.2f} times their prediction",
+        f"{'how sure':<12} {sure}",
         f"{'hangs on':<12} {effects}: the step with that constant a tenth higher",
     ]
 
@@ -263,7 +268,7 @@ def record_of(found: Estimate, *, num_tokens: float | None = None) -> dict[str, 
             "optimizer": time.optimizer,
             "other": time.other,
         },
-        "published_over_predicted": asdict(found.ratios),
+        "published_over_predicted": None if found.ratios is None else asdict(found.ratios),
         "memory_bytes": [memory.by_kind() | {"total": memory.total} for memory in found.memory],
         "layers": list(found.layers),
         "fits": found.peak_bytes <= found.gpu.memory_bytes,

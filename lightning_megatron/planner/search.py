@@ -19,7 +19,7 @@ from itertools import count, product
 
 from lightning_megatron.context.config import ContextConfig
 from lightning_megatron.mesh import Sizes, StageLayout
-from lightning_megatron.planner.constants import Constants, fitted
+from lightning_megatron.planner.constants import Constants
 from lightning_megatron.planner.estimate import Estimate, estimate
 from lightning_megatron.planner.forecast import ClosedForm, FewSamples, Forecast
 from lightning_megatron.planner.hardware import GIGA, Gpu
@@ -155,7 +155,7 @@ class _Queue:
     ) -> None:
         self._gpu, self._memory_bytes, self._free_recompute = gpu, memory_bytes, free_recompute
         self._measure, self._size = measure, size
-        self._constants: Constants = fitted()
+        self._constants: Constants = gpu.constants
         self._forecast: Forecast = (
             ClosedForm(gpu, self._constants) if size is None else FewSamples(measure, gpu, self._constants)
         )

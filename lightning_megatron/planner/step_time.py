@@ -55,6 +55,11 @@ class Pass:
     def total(self) -> float:
         return self.compute + sum(self.exposed.values())
 
+    @property
+    def own(self) -> float:
+        """Seconds without those that a rank waits for other stages."""
+        return self.total - self.exposed.get("pp", 0.0)
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
@@ -68,9 +73,18 @@ class StepTime:
     optimizer: float
     other: float
     """Data, logging, the slowest of many GPUs."""
-    forwards: tuple[float, ...]
-    """Seconds of a microbatch, by pipeline rank."""
-    backwards: tuple[float, ...]
+    passes: tuple[tuple[Pass, Pass], ...]
+    """Forward and backward of a microbatch, by pipeline rank."""
+
+    @property
+    def forwards(self) -> tuple[float, ...]:
+        """Seconds of a forward, by pipeline rank."""
+        return tuple(forward.total for forward, _ in self.passes)
+
+    @property
+    def backwards(self) -> tuple[float, ...]:
+        """Seconds of a backward, by pipeline rank."""
+        return tuple(backward.total for _, backward in self.passes)
 
     @property
     def total(self) -> float:
@@ -134,8 +148,7 @@ def composed(
         bubble=pipeline - m * sum(part.compute for part in passes[slowest]) - waited if run.sizes.pp > 1 else 0.0,
         optimizer=optimizer,
         other=constants.step_seconds + straggling,
-        forwards=forwards,
-        backwards=backwards,
+        passes=tuple(passes),
     )
 
 

@@ -38,7 +38,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 each_page = pytest.mark.parametrize("page", PAGES, ids=[page.relative_to(ROOT).as_posix() for page in PAGES])
 
 # What a reader is to make, and what the commands make.
-MADE_BY_USERS = {"train.py", "texts/", "checkpoints/", "llama/", "out/", "moe.yaml"}
+MADE_BY_USERS = {"train.py", "texts/", "checkpoints/", "llama/", "out/", "moe.yaml", "ours.yaml", "logs/config.yaml"}
 ROOMS = sorted(path.name for path in (ROOT / "lightning_megatron").iterdir() if (path / "__init__.py").is_file())
 
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -31,7 +31,6 @@ from lightning_megatron.metrics.timeline_figure import Panel, timeline_figure
 from lightning_megatron.pipeline.schedule import Action
 from lightning_megatron.pipeline.schedule_spec import Schedule
 from lightning_megatron.pipeline.simulate import Costs
-from lightning_megatron.planner.constants import fitted
 from lightning_megatron.planner.hardware import gpu_of_device
 from lightning_megatron.planner.step_time import step_time
 from lightning_megatron.trainer.callbacks.over_ranks import gathered, gathered_on_first, meet
@@ -290,7 +289,7 @@ def _planned_costs(trainer: L.Trainer, seen: list[Seen]) -> list[Costs] | None:
     if run.balanced is not None:
         # Its microbatches differ, and so do their times.
         return None
-    time, sizes = step_time(run, gpu, fitted()), run.sizes
+    time, sizes = step_time(run, gpu, gpu.constants), run.sizes
     costs = []
     for stage in range(sizes.num_stages):
         rank = sizes.pp_rank_of(stage)
