@@ -6,7 +6,7 @@ from pathlib import Path
 
 from lightning_megatron.cli.usage import UsageError
 from lightning_megatron.metrics.figure import picture_faults, write_figure
-from lightning_megatron.metrics.timeline_figure import Panel, timeline_figure
+from lightning_megatron.metrics.timeline_figure import AreaPanel, Panel, timeline_figure
 
 _OPTION = "--out"
 
@@ -26,7 +26,7 @@ def out_faults(path: Path | None) -> list[str]:
     return [] if path is None else picture_faults(path, _OPTION)
 
 
-def write_picture(path: Path, panels: Sequence[Panel], *, title: str) -> None:
+def write_picture(path: Path, panels: Sequence[Panel | AreaPanel], *, title: str) -> None:
     """Writes the picture. Raises UsageError where the file cannot be written."""
     try:
         write_figure(timeline_figure(panels, title=title), path)

@@ -17,7 +17,7 @@ from lightning_megatron.cli.picture import add_out, out_faults, write_picture
 from lightning_megatron.cli.plan_dynamic import with_balanced_batch
 from lightning_megatron.cli.plan_file import trains_unchanged
 from lightning_megatron.cli.plan_layout import OF_RECIPE, explained, notes_on_layout
-from lightning_megatron.cli.plan_picture import plan_panels
+from lightning_megatron.cli.plan_picture import can_be_drawn, plan_panels
 from lightning_megatron.cli.plan_request import PlanRequest
 from lightning_megatron.cli.plan_run import (
     add_model_options,
@@ -196,7 +196,7 @@ def _explain(
 ) -> None:
     found, notes = estimated(options, gpu, request, measure, size)
     if options.out is not None:
-        _draw(found, options.out)
+        _draw(found, request, options.out)
     if options.json:
         print(json.dumps(_record(found, notes, options)))
     else:
@@ -248,7 +248,7 @@ def _search(
         raise UsageError([_nothing_fits(run, gpu, found, is_free, measure)])
     best = found.confirmed[0].estimate
     if options.out is not None:
-        _draw(best, options.out)
+        _draw(best, request, options.out)
     if options.json:
         record = model_record(run, best.size) | {
             "layouts": [
@@ -286,10 +286,11 @@ def _notes(request: PlanRequest[Any], gpu: Gpu, layout: str | None) -> list[str]
     return notes if layout == OF_RECIPE else notes + notes_on_layout(request, layout)
 
 
-def _draw(found: Estimate, path: Path) -> None:
+def _draw(found: Estimate, request: PlanRequest[Any], path: Path) -> None:
     run = found.run
+    levels = request.levels_of(run, found.fullest) if can_be_drawn(run) else []
     title = f"{layout_text(run)} on {run.sizes.world} x {found.gpu.name}: {found.step_seconds:.3g} s a step"
-    write_picture(path, plan_panels(found), title=title)
+    write_picture(path, plan_panels(found, levels), title=title)
 
 
 def _nothing_fits(run: RunSettings, gpu: Gpu, found: Found, free_recompute: bool, measure: Measure) -> str:

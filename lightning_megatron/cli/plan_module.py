@@ -10,10 +10,11 @@ from lightning_megatron.cli.module_run import read_module_run
 from lightning_megatron.cli.plan_request import PlanRequest
 from lightning_megatron.cli.usage import UsageError
 from lightning_megatron.mesh import Sizes
-from lightning_megatron.planner.measured import Measure, Measured, UnmeasuredError, measured
+from lightning_megatron.planner.measured import Measure, Measured, UnmeasuredError, measured, measured_levels
 from lightning_megatron.planner.model_size import ModelSize
 from lightning_megatron.planner.plan_cache import PlanCache
 from lightning_megatron.planner.run import RunSettings
+from lightning_megatron.planner.step_trace import Level
 
 
 def read_unchanged(
@@ -37,5 +38,9 @@ def read_unchanged(
         except (CutError, NotImplementedError, UsageError) as error:
             raise UnmeasuredError(str(error)) from error
 
+    def levels_of(run: RunSettings, pp_rank: int) -> list[Level]:
+        with quiet():
+            return measured_levels(run, pp_rank, asked.module(run))
+
     size = asked.module(replace(asked.request.run, sizes=Sizes())).size()
-    return asked.request, measure, size
+    return replace(asked.request, levels_of=levels_of), measure, size

@@ -1,12 +1,14 @@
 """`PlanRequest`: the run that CONFIG and the options of a command describe, for the planner."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from lightning_megatron.any_module.plan import ModelPlan
 from lightning_megatron.context.balance import DynamicContextConfig
+from lightning_megatron.planner.measured import measured_levels
 from lightning_megatron.planner.run import RunSettings
+from lightning_megatron.planner.step_trace import Level
 from lightning_megatron.rules.cross_config import Facts
 
 R = TypeVar("R", bound=RunSettings)
@@ -31,3 +33,5 @@ class PlanRequest(Generic[R]):
     """How a network that knows nothing of ranks is cut, where the recipe says so."""
     cut: Facts | None = None
     """How a recipe cuts its batches; None for a bare model."""
+    levels_of: Callable[[RunSettings, int], list[Level]] = measured_levels
+    """Measures what a pipeline rank of the run on a layout holds in each piece of a step."""

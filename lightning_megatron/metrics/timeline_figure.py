@@ -1,4 +1,4 @@
-"""Rows of coloured bars to scale, with labels and a legend: schedules, steps of a run, and memory of ranks.
+"""Rows of coloured bars, and areas over time, to scale and with a legend: schedules, steps, and memory of ranks.
 
 A figure has panels under each other. Panels of one unit are to one scale, from 0; a legend explains the names that no
 panel above has. Lengths of the drawing are points.
@@ -26,7 +26,9 @@ _ROW, _BAR = 23, 0.87
 # Rows become lower where all together would be higher than this.
 _HIGHEST = 6_000
 _TITLE, _HEADING, _LEGEND, _AXIS = 26, 20, 17, 44
-_LEGEND_COLUMNS = 6
+_LEGEND_COLUMNS = 7
+# Of areas.
+_AREAS = 180
 _NARROWEST, _WIDEST = 640, 2_000
 # More bars are one image without labels, also in an SVG file, which would be too large to look at.
 _MOST_BARS = 12_000
@@ -69,13 +71,41 @@ class Panel:
     """Position at which a dashed line crosses all rows; 0 draws none."""
 
 
-def timeline_figure(panels: Sequence[Panel], *, title: str) -> Figure:
+@dataclass(frozen=True, slots=True)
+class Area:
+    """One of the areas that lie on top of each other."""
+
+    entry: str
+    """Name of the area in the legend."""
+    colour: str
+    heights: Sequence[float]
+    """Height at each moment of the panel."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AreaPanel:
+    """Panel of areas on top of each other over one axis, straight from moment to moment."""
+
+    moments: Sequence[float]
+    areas: Sequence[Area]
+    """Areas from bottom to top."""
+    unit: str
+    """Label of the axis of moments."""
+    height_unit: str
+    """Label of the axis of heights."""
+    heading: str = ""
+    limit: float = 0
+    """Height at which a dashed line crosses all areas; 0 draws none."""
+
+
+def timeline_figure(panels: Sequence[Panel | AreaPanel], *, title: str) -> Figure:
     """The figure of the panels, wide enough for the labels of most bars, within bounds."""
     ends = _ends(panels)
-    width = max(_width_of(panel, ends[panel.unit]) for panel in panels)
-    has_labels = sum(len(row.bars) for panel in panels for row in panel.rows) <= _MOST_BARS
+    of_bars = [panel for panel in panels if isinstance(panel, Panel)]
+    width = max((_width_of(panel, ends[panel.unit]) for panel in of_bars), default=_NARROWEST)
+    has_labels = sum(len(row.bars) for panel in of_bars for row in panel.rows) <= _MOST_BARS
     legends = _legends(panels)
-    heights = [min(_ROW * len(panel.rows), _HIGHEST) for panel in panels]
+    heights = [min(_ROW * len(one.rows), _HIGHEST) if isinstance(one, Panel) else _AREAS for one in panels]
     heads = [
         _HEADING * bool(panel.heading) + _LEGEND * math.ceil(len(legend) / _LEGEND_COLUMNS)
         for panel, legend in zip(panels, legends, strict=True)
@@ -89,19 +119,25 @@ def timeline_figure(panels: Sequence[Panel], *, title: str) -> Figure:
             figure.text(0, (top - 6) / height, panel.heading, fontsize=_HEADING_FONT, color=_INK, va="top")
         top -= head + rows_height
         axes = figure.add_axes((0, top / height, 1, rows_height / height))
-        _draw(axes, panel, end=ends[panel.unit], width=width, has_labels=has_labels)
+        if isinstance(panel, Panel):
+            _draw(axes, panel, end=ends[panel.unit], width=width, has_labels=has_labels)
+        else:
+            _draw_areas(axes, panel, end=ends[panel.unit])
         if legend:
             add_legend(axes, legend, num_columns=_LEGEND_COLUMNS, font_size=_FONT)
         top -= _AXIS
     return figure
 
 
-def _ends(panels: Sequence[Panel]) -> dict[str, float]:
+def _ends(panels: Sequence[Panel | AreaPanel]) -> dict[str, float]:
     """End of the axis of each unit."""
     ends: dict[str, float] = {}
     for panel in panels:
-        last = max((bar.end for row in panel.rows for bar in row.bars), default=0.0)
-        ends[panel.unit] = max(ends.get(panel.unit, 0.0), last, panel.limit)
+        if isinstance(panel, Panel):
+            last = max(max((bar.end for row in panel.rows for bar in row.bars), default=0.0), panel.limit)
+        else:
+            last = max(panel.moments)
+        ends[panel.unit] = max(ends.get(panel.unit, 0.0), last)
     return ends
 
 
@@ -120,34 +156,51 @@ def _label_width(bar: Bar) -> float:
     return len(bar.label) * _DIGIT + _LABEL_MARGIN
 
 
-def _legends(panels: Sequence[Panel]) -> list[dict[str, list[str]]]:
+def _legends(panels: Sequence[Panel | AreaPanel]) -> list[dict[str, list[str]]]:
     """Legend of each panel: the colours of each name that no panel above has."""
     known: set[str] = set()
     legends = []
     for panel in panels:
         colours: dict[str, set[str]] = {}
-        for row in panel.rows:
-            for bar in row.bars:
-                colours.setdefault(bar.entry, set()).add(bar.colour)
+        coloured = panel.areas if isinstance(panel, AreaPanel) else [bar for row in panel.rows for bar in row.bars]
+        for one in coloured:
+            colours.setdefault(one.entry, set()).add(one.colour)
         entries = {name: sorted(own) for name, own in colours.items()}
-        if panel.idle:
+        if isinstance(panel, Panel) and panel.idle:
             entries[panel.idle] = [_IDLE]
         legends.append({name: own for name, own in entries.items() if name not in known})
         known |= entries.keys()
     return legends
 
 
+def _draw_areas(axes: Axes, panel: AreaPanel, *, end: float) -> None:
+    _prepare(axes, panel.unit, end=end, hidden=("right", "top"))
+    axes.set_ylabel(panel.height_unit, fontsize=_FONT, color=_INK, loc="top")
+    below = [0.0] * len(panel.moments)
+    for area in panel.areas:
+        top = [low + height for low, height in zip(below, area.heights, strict=True)]
+        axes.fill_between(panel.moments, below, top, facecolor=area.colour, linewidth=0)
+        below = top
+    axes.set_ylim(0, 1.05 * max(*below, panel.limit))
+    if panel.limit:
+        axes.axhline(panel.limit, color=_INK, linewidth=1, linestyle="--")
+
+
+def _prepare(axes: Axes, unit: str, *, end: float, hidden: Sequence[str]) -> None:
+    axes.set_xlim(0, end)
+    for side in hidden:
+        axes.spines[side].set_visible(False)
+    axes.tick_params(labelsize=_FONT, colors=_INK)
+    axes.set_xlabel(unit, fontsize=_FONT, color=_INK, loc="right")
+
+
 def _draw(axes: Axes, panel: Panel, *, end: float, width: float, has_labels: bool) -> None:
     num_rows = len(panel.rows)
-    axes.set_xlim(0, end)
+    _prepare(axes, panel.unit, end=end, hidden=("left", "right", "top"))
     axes.set_ylim(num_rows - 0.5, -0.5)
-    for side in ("left", "right", "top"):
-        axes.spines[side].set_visible(False)
     every = math.ceil(num_rows * _ROW / _HIGHEST)
     axes.set_yticks(range(0, num_rows, every), [row.label for row in panel.rows[::every]])
     axes.tick_params(axis="y", length=0)
-    axes.tick_params(labelsize=_FONT, colors=_INK)
-    axes.set_xlabel(panel.unit, fontsize=_FONT, color=_INK, loc="right")
     for index, row in enumerate(panel.rows):
         span = (index - _BAR / 2, _BAR)
         if panel.idle:

@@ -33,10 +33,13 @@ from lightning_megatron.planner.requires_grad import stages_with_gradients
 from lightning_megatron.planner.run import Run, RunSettings
 from lightning_megatron.planner.step_trace import (
     Cell,
+    Event,
+    Level,
     Trace,
     Work,
     events_of,
     kinds_of,
+    levels_of,
     passes_of,
     peak_of,
     with_only,
@@ -92,7 +95,8 @@ class _Known:
 class DryRuns:
     """Dry runs of the ranks of a run, which must have no errors; ranks of equal stages share a trace.
 
-    A `Run` has its own model. Of an `is_whole` step all microbatches run. On a real device the world must be of one
+    A `Run` has its own model. Of an `is_whole` step all microbatches run, and `walks_all` composes
+    the step of all of them. On a real device the world must be of one
     rank.
     """
 
@@ -103,16 +107,47 @@ class DryRuns:
         *,
         device: torch.device = META,
         is_whole: bool = False,
+        walks_all: bool = False,
     ) -> None:
         if full_model is None:
             assert isinstance(run, Run), "settings alone do not say what is trained"
             full_model = FullModel(run)
         self._run, self._full_model, self._device = run, full_model, device
         self._is_whole = is_whole or run.balanced is not None
+        self._walks_all = self._is_whole or walks_all
         self._known: dict[object, list[_Known]] = {}
 
     def of(self, rank: int) -> DryRun:
         """Counts of a global rank over a step."""
+        run, (known, events, stages, stands_for) = self._run, self._traced(rank)
+        peak = peak_of(known.trace, events, stands_for, stages)
+        own = stands_for or {cell: cell for cell in known.stand_ins.values()}
+        work = _of_step(works_of(known.trace), run, own)
+        return DryRun(
+            run=run,
+            rank=rank,
+            stages=stages,
+            parameters=known.parameters,
+            peak_bytes=sum(peak.by_kind.values()),
+            peak_by_kind={kind: size for kind, size in peak.by_kind.items() if size},
+            saved_bytes=peak.saved_bytes,
+            peak_action=peak.action,
+            flops=work.flops,
+            messages=work.messages,
+            num_run=len({number for _, number in known.stand_ins.values()}),
+            passes=passes_of(known.trace, [own[chunk, min(1, self._count - 1)] for chunk in range(len(stages))]),
+            trained=known.trained,
+            num_layers=known.num_layers,
+        )
+
+    def levels(self, rank: int) -> list[Level]:
+        """What a global rank holds in each piece of a step, in order."""
+        known, events, _, stands_for = self._traced(rank)
+        return levels_of(known.trace, events, stands_for)
+
+    def _traced(self, rank: int) -> "tuple[_Known, list[Event], tuple[int, ...], Mapping[Cell, Cell] | None]":
+        """The trace of a global rank, and the events of its step on its stages; which cells of the trace stand for
+        those of the events, or None where all of them ran."""
         run, ledger = self._run, Ledger()
         with fake_mesh(run.sizes, rank, ledger) as (mesh, new_group):
             pp_rank, stages = mesh.pp.rank, mesh.own_stages
@@ -141,30 +176,17 @@ class DryRuns:
                         parts,
                     )
                 alike.append(known)
-        stands_for = {cell: known.stand_ins[kind] for cell, kind in kinds.items()}
-        peak = peak_of(known.trace, events, None if is_whole else stands_for, stages)
-        work = _of_step(works_of(known.trace), run, stands_for)
-        return DryRun(
-            run=run,
-            rank=rank,
-            stages=stages,
-            parameters=known.parameters,
-            peak_bytes=sum(peak.by_kind.values()),
-            peak_by_kind={kind: size for kind, size in peak.by_kind.items() if size},
-            saved_bytes=peak.saved_bytes,
-            peak_action=peak.action,
-            flops=work.flops,
-            messages=work.messages,
-            num_run=len({number for _, number in known.stand_ins.values()}),
-            passes=passes_of(known.trace, [stands_for[chunk, min(1, self._count - 1)] for chunk in range(len(stages))]),
-            trained=known.trained,
-            num_layers=known.num_layers,
+        return (
+            known,
+            events,
+            stages,
+            None if is_whole else {cell: known.stand_ins[kind] for cell, kind in kinds.items()},
         )
 
     @cached_property
     def _count(self) -> int:
         """Number of microbatches of a batch that are walked through."""
-        return self._run.num_microbatches if self._is_whole else min(self._run.num_microbatches, num_needed(self._run))
+        return self._run.num_microbatches if self._walks_all else min(self._run.num_microbatches, num_needed(self._run))
 
     @cached_property
     def _program(self) -> ScheduledProgram:

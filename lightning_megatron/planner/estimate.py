@@ -74,7 +74,12 @@ class Estimate:
     @property
     def peak_bytes(self) -> float:
         """Peak memory of the fullest rank."""
-        return max(rank.total for rank in self.memory)
+        return self.memory[self.fullest].total
+
+    @property
+    def fullest(self) -> int:
+        """Pipeline rank with the most memory."""
+        return max(range(len(self.memory)), key=lambda rank: self.memory[rank].total)
 
     @cached_property
     def step_seconds(self) -> float:

@@ -11,7 +11,7 @@ from lightning_megatron.planner.dry_run import DryRun, DryRuns, global_rank
 from lightning_megatron.planner.memory import WORKSPACE_BYTES, Memory, with_overhead
 from lightning_megatron.planner.memory_tracker import OTHERS
 from lightning_megatron.planner.run import Run, RunSettings
-from lightning_megatron.planner.step_trace import Work
+from lightning_megatron.planner.step_trace import Level, Work
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +56,11 @@ def measured(run: RunSettings, trained: Trained | None = None) -> Measured:
         flops=flops if run.balanced is None else None,
         ranks=tuple(RankWork(passes=one.passes, trained=one.trained, num_layers=one.num_layers) for one in found),
     )
+
+
+def measured_levels(run: RunSettings, pp_rank: int, trained: Trained | None = None) -> list[Level]:
+    """What the fullest rank of a pipeline rank holds in each piece of a step of all microbatches, in order."""
+    return DryRuns(run, trained, walks_all=True).levels(global_rank(run, pp_rank, _fullest_line(run, pp_rank)))
 
 
 def _fullest_line(run: RunSettings, pp_rank: int) -> int:

@@ -188,35 +188,58 @@ def peak_of(
     """
     walk = list(_walked(trace, events, stands_for))
     held, most, at = sum(trace.held.values()), -1, 0
-    for number, (_, segment) in enumerate(walk):
+    for number, (_, _, segment) in enumerate(walk):
         if held + segment.peak_bytes > most:
             most, at = held + segment.peak_bytes, number
         held += segment.changed_bytes
     before = Counter(trace.held)
-    for _, segment in walk[:at]:
+    for _, _, segment in walk[:at]:
         before.update(segment.change)
-    event, segment = walk[at]
+    _, event, segment = walk[at]
     peak = {kind: before[kind] + more for kind, more in segment.peak.items()}
     saved = min(max(before[OTHERS], before[OTHERS] + segment.change[OTHERS]), peak[OTHERS])
     return Peak(by_kind=peak, saved_bytes=saved, action=segment.action if event is None else event.text(stages))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Level:
+    """Bytes by kind that a rank holds in a piece of a step."""
+
+    event: Event | None
+    """The compute, or the end of a message; None: the piece is outside of the microbatches."""
+    batch: int
+    """Number of the batch among those that ran, or of the first that comes after the piece."""
+    peak: Mapping[str, int]
+    after: Mapping[str, int]
+    """Bytes at its end."""
+
+
+def levels_of(trace: Trace, events: Sequence[Event], stands_for: Mapping[Cell, Cell] | None) -> list[Level]:
+    """What a rank holds in each piece of a step of these events, in order."""
+    held, found = Counter(trace.held), []
+    for batch, event, segment in _walked(trace, events, stands_for):
+        peak = {kind: held[kind] + more for kind, more in segment.peak.items()}
+        held.update(segment.change)
+        found.append(Level(event=event, batch=batch, peak=peak, after=dict(held)))
+    return found
+
+
 def _walked(
     trace: Trace, events: Sequence[Event], stands_for: Mapping[Cell, Cell] | None
-) -> Iterator[tuple[Event | None, Segment]]:
-    """The segments of a step in order, each with its event."""
+) -> Iterator[tuple[int, Event | None, Segment]]:
+    """The segments of a step in order, each with the number of its batch and its event."""
     for index, piece in enumerate(trace.pieces):
         if stands_for is None or index % 2 == 0:
-            yield from ((segment.event, segment) for segment in piece)
+            yield from ((index // 2, segment.event, segment) for segment in piece)
             continue
         by_event: defaultdict[Event | None, list[Segment]] = defaultdict(list)
         for segment in piece:
             by_event[segment.event].append(segment)
-        yield from ((None, segment) for segment in by_event[None])
+        yield from ((index // 2, None, segment) for segment in by_event[None])
         for event in events:
             cell = cell_of(event.action)
             known = Event(event.phase, Action(event.action.kind, *stands_for.get(cell, cell)))
-            yield from ((event, segment) for segment in by_event[known])
+            yield from ((index // 2, event, segment) for segment in by_event[known])
 
 
 def passes_of(trace: Trace, cells: Sequence[Cell]) -> tuple[Work, Work]:

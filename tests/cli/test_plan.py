@@ -15,8 +15,10 @@ from lightning_megatron.cli.recipe import RecipeCLI
 from lightning_megatron.cli.recipe_reader import PRETRAINING
 from lightning_megatron.cli.usage import UsageError
 from lightning_megatron.mesh import Sizes
+from lightning_megatron.metrics.timeline_figure import AreaPanel, Panel
 from lightning_megatron.planner.estimate import estimate
 from lightning_megatron.planner.hardware import gpu_of
+from lightning_megatron.planner.measured import measured_levels
 from lightning_megatron.planner.model_parts import model_parts_of
 from lightning_megatron.planner.presets import PRESETS
 from lightning_megatron.planner.run import Run
@@ -809,13 +811,30 @@ def test_a_plan_s_bars_are_as_long_as_its_memory() -> None:
     sizes = Sizes(world=16, tp=2, pp=4)
     run = Run(model=preset.model, lengths=preset.lengths, sizes=sizes, global_batch_size=16)
     found = estimate(run, gpu_of("h100"))
-    memory, step = plan_panels(found)
-    assert memory.limit == 80 and len(memory.rows) == len(step.rows) == 4
+    memory, over_time, step = plan_panels(found, measured_levels(run, found.fullest))
+    assert isinstance(memory, Panel) and isinstance(step, Panel) and isinstance(over_time, AreaPanel)
+    assert memory.limit == over_time.limit == 80 and len(memory.rows) == len(step.rows) == 4
     for row, own in zip(memory.rows, found.memory, strict=True):
         lengths = {bar.entry: (bar.end - bar.start) * 1e9 for bar in row.bars}
         assert lengths == pytest.approx({kind.replace("_", " "): value for kind, value in own.by_kind().items()})
         assert [bar.start for bar in row.bars[1:]] == [bar.end for bar in row.bars[:-1]]
         assert row.bars[-1].end * 1e9 == pytest.approx(own.total)
+    # The fullest rank, over time, holds the most where it was measured to, and four microbatches between computes.
+    assert found.fullest == 0 and list(over_time.moments) == sorted(over_time.moments)
+    by_kind = {area.entry: [height * 1e9 for height in area.heights] for area in over_time.areas}
+    sums = list(map(sum, zip(*by_kind.values(), strict=True)))
+    fullest = {kind.replace("_", " "): value for kind, value in found.memory[0].by_kind().items()}
+    assert max(sums) == pytest.approx(found.memory[0].total)
+    workspaces = fullest["buffers"] - by_kind["buffers"][sums.index(max(sums))]
+    at_peak = {kind: heights[sums.index(max(sums))] for kind, heights in by_kind.items()}
+    # Workspaces are no tensors, and are there all the time.
+    moved = {"buffers": at_peak["buffers"] + workspaces, "overhead": at_peak["overhead"] - workspaces}
+    assert at_peak | moved == pytest.approx(fullest) and workspaces == pytest.approx(0.13e9)
+    assert (
+        min(by_kind["activations"]) < 0.1 * fullest["activations"]
+        and max(by_kind["activations"]) >= fullest["activations"]
+    )
+    assert over_time.moments[-1] == pytest.approx(found.step_seconds - found.time.other, rel=0.05)
 
 
 def test_a_gpu_of_one_s_own_is_accepted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

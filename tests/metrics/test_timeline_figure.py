@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from lightning_megatron.metrics import timeline_figure as drawer
-from lightning_megatron.metrics.timeline_figure import Bar, Panel, Row, timeline_figure
+from lightning_megatron.metrics.timeline_figure import Area, AreaPanel, Bar, Panel, Row, timeline_figure
 
 pytest.importorskip("matplotlib")
 
@@ -44,6 +44,17 @@ def test_every_bar_is_drawn_where_it_begins_and_ends_in_its_row_later_ones_on_to
     [limit] = [line for line in other.lines if list(line.get_xdata()) == [8, 8]]
     assert limit.get_linestyle() == "--" and not upper.lines
     assert [axes.get_xlabel() for axes in (upper, lower, other)] == ["s", "s", "GB"]
+
+
+def test_areas_lie_on_top_of_each_other_to_the_scale_of_the_panels_below() -> None:
+    areas = [Area("work", RED, [1, 2, 2]), Area("other", BLUE, [0, 3, 1])]
+    panel = AreaPanel(moments=[0, 10, 50], areas=areas, unit="s", height_unit="GB", limit=8)
+    over_time, upper = timeline_figure([panel, UPPER], title="A title").axes
+    assert over_time.get_xlim() == upper.get_xlim() == (0, 50) and over_time.get_ylim() == pytest.approx((0, 8.4))
+    corners = [{tuple(map(float, point)) for point in area.get_paths()[0].vertices} for area in over_time.collections]
+    assert {(10, 0), (0, 1), (10, 2), (50, 2)} <= corners[0] and {(0, 1), (10, 5), (50, 3)} <= corners[1]
+    assert [list(line.get_ydata()) for line in over_time.lines] == [[8, 8]]
+    assert legend_of(over_time) == ["work", "other"] and over_time.get_ylabel() == "GB"
 
 
 def test_rows_are_labelled_in_order_and_do_not_overlap() -> None:
