@@ -10,6 +10,7 @@ from typing import Any
 COMMANDS = {
     "recipes": "list the recipes of the package, and copy one to where you can change it",
     "train": "run a recipe of the package",
+    "curves": "what runs logged, beside each other as a table and as a picture",
     "plan": "which layouts fit on so many GPUs, and how fast each would be",
     "calibrate": "fit the time model to measured steps of your own cluster, for plan to take",
     "dry-run": "memory, FLOPs and messages of a rank, by running its step on tensors without numbers",

@@ -3,10 +3,14 @@
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lightning_megatron.cli.usage import UsageError
 from lightning_megatron.metrics.figure import picture_faults, write_figure
 from lightning_megatron.metrics.timeline_figure import AreaPanel, Panel, timeline_figure
+
+if TYPE_CHECKING:
+    from lightning_megatron.metrics.figure import Figure
 
 _OPTION = "--out"
 
@@ -27,9 +31,14 @@ def out_faults(path: Path | None) -> list[str]:
 
 
 def write_picture(path: Path, panels: Sequence[Panel | AreaPanel], *, title: str) -> None:
-    """Writes the picture. Raises UsageError where the file cannot be written."""
+    """Writes a picture of panels. Raises UsageError where the file cannot be written."""
+    save_picture(path, timeline_figure(panels, title=title))
+
+
+def save_picture(path: Path, figure: "Figure") -> None:
+    """Writes a figure. Raises UsageError where the file cannot be written."""
     try:
-        write_figure(timeline_figure(panels, title=title), path)
+        write_figure(figure, path)
     except OSError as error:
         raise UsageError(
             [f"{_OPTION} ({path}) cannot be written: {error.strerror or error}; use another path"]
