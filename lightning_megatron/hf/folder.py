@@ -105,9 +105,11 @@ class WeightFiles:
         if file not in self._maps:
             self._maps[file] = torch.UntypedStorage.from_file(str(file), False, file.stat().st_size)
         strides = torch.empty(shape, device="meta").stride()
-        return torch.empty(0, dtype=dtype, device="cpu").set_(
-            self._maps[file], self._starts[name] // dtype.itemsize, shape, strides
-        )
+        # Under a mode that changes dtypes, as a certificate in float64 does, bytes would be taken for other numbers.
+        with torch._C.DisableTorchFunction():
+            return torch.empty(0, dtype=dtype, device="cpu").set_(
+                self._maps[file], self._starts[name] // dtype.itemsize, shape, strides
+            )
 
     def _handle(self, file: Path) -> Any:
         if file not in self._open:
