@@ -29,6 +29,7 @@ from lightning_megatron.data.packed_documents import (
     pack_rows,
 )
 from lightning_megatron.data.packing import LongDocuments
+from lightning_megatron.data.preference_samples import PreferenceSamples, prepare_preferences
 from lightning_megatron.data.prepare import prepare_corpus
 from lightning_megatron.data.sampler import EpochSampler, GlobalBatchSampler
 from lightning_megatron.data.sentences import split_sentences
@@ -65,6 +66,7 @@ __all__ = [
     "PackedChats",
     "PackedDocuments",
     "PackedImageSamples",
+    "PreferenceSamples",
     "ShuffledEpochs",
     "SpanCorruption",
     "T5Pieces",
@@ -91,6 +93,7 @@ __all__ = [
     "prepare_chats",
     "prepare_corpus",
     "prepare_image_chats",
+    "prepare_preferences",
     "sentinels",
     "special_tokens",
     "split_documents",

@@ -126,24 +126,29 @@ def _end_of_answer(text: str, start: int, through: str, content: str) -> int:
     return -1 if index < 0 else index + len(closing)
 
 
-def _required(template: ChatTemplate | None) -> ChatTemplate:
+def _required(template: ChatTemplate | None, column: str = "messages") -> ChatTemplate:
     if template is None:
         raise ValueError(
-            "the rows have 'messages', and the tokenizer has no chat template: its directory holds neither "
+            f"the rows have {column!r}, and the tokenizer has no chat template: its directory holds neither "
             "chat_template.jinja nor a chat_template in tokenizer_config.json; use the tokenizer of an instruct model, "
             "or rows of 'prompt' and 'completion'"
         )
     return template
 
 
-def _messages(row: ChatRow) -> list[Message]:
-    messages: list[Message] = row["messages"]
+def messages_of(row: ChatRow, column: str, template: ChatTemplate | None) -> tuple[list[Message], ChatTemplate]:
+    """The conversation in a column of a row, and the template that writes it. Raises ValueError without either."""
+    return _messages(row, column), _required(template, column)
+
+
+def _messages(row: ChatRow, column: str = "messages") -> list[Message]:
+    messages: list[Message] = row[column]
     is_sound = isinstance(messages, list) and all(
         isinstance(m, Mapping) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str | None)
         for m in messages
     )
     if not is_sound or not messages:
-        raise ValueError(f"'messages' must be a list of {{'role': text, 'content': text}}, and a row has {messages!r}")
+        raise ValueError(f"{column!r} must be a list of {{'role': text, 'content': text}}, and a row has {messages!r}")
     return messages
 
 

@@ -147,7 +147,7 @@ def prepare_chats(
     for first in range(0, len(rows), batch_size):
         batch = [rows[i] for i in range(first, min(first + batch_size, len(rows)))]
         for encoded in encode(batch):
-            sample = _cut(encoded, sequence_length + 1)
+            sample = cut_sample(encoded, sequence_length + 1)
             if not any(sample.is_marked[1:]):
                 num_dropped += 1
                 continue
@@ -162,7 +162,8 @@ def prepare_chats(
     return path
 
 
-def _cut(sample: MarkedTokens, length: int) -> MarkedTokens:
+def cut_sample(sample: MarkedTokens, length: int) -> MarkedTokens:
+    """The first tokens of a sample, so many at most."""
     return MarkedTokens(sample.ids[:length], sample.is_marked[:length])
 
 

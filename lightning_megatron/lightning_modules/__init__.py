@@ -10,10 +10,12 @@ if TYPE_CHECKING:
     from lightning_megatron.lightning_modules.bert_data import BertDataConfig, BertDataModule
     from lightning_megatron.lightning_modules.causal import CausalModule
     from lightning_megatron.lightning_modules.chat_data import ChatDataConfig, ChatDataModule
+    from lightning_megatron.lightning_modules.dpo import DpoModule
     from lightning_megatron.lightning_modules.gpt import GPTModule
     from lightning_megatron.lightning_modules.gpt_data import GPTDataConfig, GPTDataModule, StreamingConfig
     from lightning_megatron.lightning_modules.llava import LlavaModule
     from lightning_megatron.lightning_modules.llava_data import LlavaDataConfig, LlavaDataModule
+    from lightning_megatron.lightning_modules.preference_data import PreferenceDataConfig, PreferenceDataModule
     from lightning_megatron.lightning_modules.t5 import T5Module
     from lightning_megatron.lightning_modules.t5_chat_data import T5ChatDataConfig, T5ChatDataModule
     from lightning_megatron.lightning_modules.t5_data import T5DataConfig, T5DataModule
@@ -34,6 +36,7 @@ __all__ = [
     "CausalModule",
     "ChatDataConfig",
     "ChatDataModule",
+    "DpoModule",
     "GPTDataConfig",
     "GPTDataModule",
     "GPTModule",
@@ -41,6 +44,8 @@ __all__ = [
     "LlavaDataConfig",
     "LlavaDataModule",
     "LlavaModule",
+    "PreferenceDataConfig",
+    "PreferenceDataModule",
     "StreamingConfig",
     "T5ChatDataConfig",
     "T5ChatDataModule",

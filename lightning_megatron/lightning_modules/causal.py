@@ -30,7 +30,8 @@ _ADAMW = AdamWConfig()
 _GENERATION = GenerationConfig()
 # The label that losses of transformers leave out.
 _NO_LABEL = -100
-_DTYPES = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
+WEIGHT_DTYPES = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
+"""Dtype of weights by the precision of the Trainer; others keep weights in 32 bits."""
 _WITHOUT_DOCUMENTS = "use data.packing='stream' without separates_documents, and for conversations data.packing='none'"
 
 
@@ -118,7 +119,7 @@ class CausalModule(L.LightningModule):
     def configure_model(self) -> None:
         if self.model is None:
             # Other precisions keep weights in 32 bits, whatever the files have.
-            dtype = _DTYPES.get(str(self.trainer.precision) if self._trainer is not None else "", torch.float32)
+            dtype = WEIGHT_DTYPES.get(str(self.trainer.precision) if self._trainer is not None else "", torch.float32)
             try:
                 if self.from_scratch:
                     self.model = unchanged.new_unchanged(self.config, dtype)
@@ -186,7 +187,7 @@ class CausalModule(L.LightningModule):
                 f"{self.path} has; give {way_out}, or a model with more positions"
             )
 
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor | dict[str, Any]:
         loss, _ = self._loss(batch)
         self.log("train_loss", loss, prog_bar=True)
         return loss

@@ -22,6 +22,7 @@ from lightning_megatron.lightning_modules import (
     BertDataConfig,
     CausalModule,
     ChatDataConfig,
+    DpoModule,
     GenerationConfig,
     GPTDataConfig,
     LlavaDataConfig,
@@ -289,8 +290,8 @@ def known_options() -> set[str]:
     options |= {f"trainer.strategy.init_args.{name}" for name in parameters_of(MegatronStrategy)}
     options |= {f"data.{name}" for name in parameters_of(GPTDataConfig)}
     options |= {f"data.{name}" for name in parameters_of(ChatDataConfig)} | {"model.path", "export.path"}
-    options |= {f"data.{name}" for name in parameters_of(LlavaDataConfig)}
-    options |= {f"model.{name}" for kind in (LlavaModule, CausalModule) for name in parameters_of(kind)}
+    options |= {f"data.{name}" for name in parameters_of(LlavaDataConfig)} | {"references.path"}
+    options |= {f"model.{name}" for kind in (LlavaModule, CausalModule, DpoModule) for name in parameters_of(kind)}
     configs = {"config": GPTConfig, "optimizer": AdamWConfig, "generation": GenerationConfig, "lora": LoraConfig}
     options |= {f"data.{name}" for name in parameters_of(BertDataConfig)}
     options |= {f"model.config.{field.name}" for field in fields(BertConfig)}

@@ -18,10 +18,15 @@ from lightning_megatron.rules import cross_config
 from lightning_megatron.trainer import ConfigurationError
 from lightning_megatron.trainer.callbacks import MemoryMonitor, StepTimeline
 from lightning_megatron.transformer import cost
-from tests.recipes.parsed import CONFIGS, parse, sizes_of
+from tests.lightning_modules.pretrained import write_model
+from tests.recipes.parsed import CONFIGS, parse, script_of, sizes_of
 
-# The model of hf_toy.yaml is any of transformers: test_pretrain_hf.py runs it.
-ALL = sorted(path.name for path in CONFIGS.glob("*.yaml") if not path.name.startswith("hf_"))
+SCRIPTS_OF_ANY_MODEL = ("pretrain_hf.py", "dpo_hf.py")
+# Options that are folders of models.
+FOLDERS_OF: dict[str, tuple[str, ...]] = {}
+# The models of these are any of transformers, in a folder.
+UNCHANGED = sorted(path.name for path in CONFIGS.glob("*.yaml") if script_of(path.name).name in SCRIPTS_OF_ANY_MODEL)
+ALL = sorted(path.name for path in CONFIGS.glob("*.yaml") if path.name not in UNCHANGED)
 # Grattafiori et al., arXiv 2407.21783, table 3.
 LLAMA3_8B = GPTConfig(
     num_layers=32,
@@ -85,6 +90,24 @@ def test_a_shipped_configuration_has_no_fault(name: str) -> None:
     assert [fault for fault in data.faults() if not fault.startswith(absent)] == []
     assert data.config.vocab_size == config.vocab_size
     assert data.sequence_length <= config.max_sequence_length
+
+
+@pytest.mark.parametrize("name", UNCHANGED)
+def test_a_configuration_of_any_model_has_no_fault(name: str, tmp_path: Path) -> None:
+    write_model(tmp_path / "model")
+    folders = [f"--{option}={tmp_path / 'model'}" for option in FOLDERS_OF.get(script_of(name).name, ("model.path",))]
+    parsed = parse(name, *folders)
+    sizes, data = sizes_of(parsed), parsed.datamodule
+    facts = cross_config.Facts(
+        sizes=sizes,
+        num_microbatches=parsed.config["fit"]["trainer"]["strategy"]["init_args"]["num_microbatches"],
+        global_batch_size=data.global_batch_size,
+        sequence_length=data.sequence_length,
+    )
+    assert cross_config.faults(facts) == [] and Mesh.imagine(sizes.world - 1, sizes).dp.size == sizes.dp
+    assert data.config.tokenizer == parsed.model.path
+    # Its table lies where the user has it.
+    assert [fault for fault in data.faults() if "path (" not in fault] == []
 
 
 @pytest.mark.parametrize("name", [name for name in ALL if name.startswith(("bert_", "megatron_bert_", "t5_"))])
