@@ -1,4 +1,7 @@
-"""`lightning-megatron recipes`: lists the recipes of the package, and copies one to where a user can change it."""
+"""`lightning-megatron recipes`: lists the recipes of the package, and copies one to where a user can change it.
+
+`toys` writes what toy recipes read that no user has at hand.
+"""
 
 import argparse
 import json
@@ -15,7 +18,7 @@ _HEAD = ("name", "script", "configuration", "what it trains")
 
 
 def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
-    """Adds the command and its own command `copy`."""
+    """Adds the command and its own commands `copy` and `toys`."""
     parser = add_command(
         commands,
         "recipes",
@@ -34,6 +37,15 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     )
     copy.add_argument("name", metavar="NAME", help="name of a recipe, as lightning-megatron recipes lists it")
     copy.add_argument("folder", metavar="FOLDER", type=Path, help="where the files shall be; it is made if need be")
+    toys = add_command(
+        own,
+        "toys",
+        "Writes what the toy recipes of tuning read: tiny models of transformers with a tokenizer and a chat template, "
+        "conversations, pairs of answers and text. No file is overwritten, and no network is needed.",
+        run=_run_toys,
+        line="write the tiny models and data that toy recipes of tuning read",
+    )
+    toys.add_argument("folder", metavar="FOLDER", type=Path, help="where the files shall be; it is made if need be")
 
 
 def _run_list(options: argparse.Namespace) -> None:
@@ -50,6 +62,16 @@ def _run_list(options: argparse.Namespace) -> None:
 def _record_of(recipe: ShippedRecipe) -> dict[str, str]:
     paths = {"script": str(recipe.script), "config": str(recipe.config)}
     return {"name": recipe.name, "trains": recipe.trains} | paths
+
+
+def _run_toys(options: argparse.Namespace) -> None:
+    # Transformers takes seconds to import.
+    from lightning_megatron.cli.toy_files import write_toys
+
+    require_writable(options.folder, f"FOLDER ({options.folder})")
+    for path in write_toys(options.folder):
+        print(path)
+    print(f"in {options.folder} run: lightning-megatron train finetune_toy")
 
 
 def _run_copy(options: argparse.Namespace) -> None:

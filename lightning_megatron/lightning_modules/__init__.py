@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from lightning_megatron.lightning_modules.bert_data import BertDataConfig, BertDataModule
     from lightning_megatron.lightning_modules.causal import CausalModule
     from lightning_megatron.lightning_modules.chat_data import ChatDataConfig, ChatDataModule
+    from lightning_megatron.lightning_modules.distill import DistillModule
     from lightning_megatron.lightning_modules.dpo import DpoModule
     from lightning_megatron.lightning_modules.gpt import GPTModule
     from lightning_megatron.lightning_modules.gpt_data import GPTDataConfig, GPTDataModule, StreamingConfig
@@ -36,6 +37,7 @@ __all__ = [
     "CausalModule",
     "ChatDataConfig",
     "ChatDataModule",
+    "DistillModule",
     "DpoModule",
     "GPTDataConfig",
     "GPTDataModule",

@@ -33,7 +33,7 @@ def test_every_recipe_says_what_it_trains() -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("gpt2_124", ("there is no recipe 'gpt2_124'; did you mean gpt2_124m", "there are dpo_llama3_8b, ")),
+        ("gpt2_124", ("there is no recipe 'gpt2_124'; did you mean gpt2_124m", "there are distill_llama3_1b, ")),
         ("recipes/configs/toy.yaml", ("did you mean toy", "t5_v1_1_xl")),
         ("", ("there is no recipe ''; there are ",)),
         ("toy.yaml", ("'toy.yaml' is a file", "python SCRIPT fit --config toy.yaml runs it")),

@@ -22,6 +22,7 @@ from lightning_megatron.lightning_modules import (
     BertDataConfig,
     CausalModule,
     ChatDataConfig,
+    DistillModule,
     DpoModule,
     GenerationConfig,
     GPTDataConfig,
@@ -291,7 +292,11 @@ def known_options() -> set[str]:
     options |= {f"data.{name}" for name in parameters_of(GPTDataConfig)}
     options |= {f"data.{name}" for name in parameters_of(ChatDataConfig)} | {"model.path", "export.path"}
     options |= {f"data.{name}" for name in parameters_of(LlavaDataConfig)} | {"references.path"}
-    options |= {f"model.{name}" for kind in (LlavaModule, CausalModule, DpoModule) for name in parameters_of(kind)}
+    options |= {
+        f"model.{name}"
+        for kind in (LlavaModule, CausalModule, DpoModule, DistillModule)
+        for name in parameters_of(kind)
+    }
     configs = {"config": GPTConfig, "optimizer": AdamWConfig, "generation": GenerationConfig, "lora": LoraConfig}
     options |= {f"data.{name}" for name in parameters_of(BertDataConfig)}
     options |= {f"model.config.{field.name}" for field in fields(BertConfig)}

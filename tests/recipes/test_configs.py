@@ -21,9 +21,11 @@ from lightning_megatron.transformer import cost
 from tests.lightning_modules.pretrained import write_model
 from tests.recipes.parsed import CONFIGS, parse, script_of, sizes_of
 
-SCRIPTS_OF_ANY_MODEL = ("pretrain_hf.py", "dpo_hf.py")
+SCRIPTS_OF_ANY_MODEL = ("pretrain_hf.py", "dpo_hf.py", "distill_hf.py")
+# Configurations of models in a folder that have a family.
+FINETUNED = ("finetune_", "packed_")
 # Options that are folders of models.
-FOLDERS_OF: dict[str, tuple[str, ...]] = {}
+FOLDERS_OF = {"distill_hf.py": ("model.path", "model.teacher")}
 # The models of these are any of transformers, in a folder.
 UNCHANGED = sorted(path.name for path in CONFIGS.glob("*.yaml") if script_of(path.name).name in SCRIPTS_OF_ANY_MODEL)
 ALL = sorted(path.name for path in CONFIGS.glob("*.yaml") if path.name not in UNCHANGED)
@@ -81,12 +83,12 @@ def test_a_shipped_configuration_has_no_fault(name: str) -> None:
     )
     assert cross_config.faults(facts) == []
     assert Mesh.imagine(sizes.world - 1, sizes).dp.size == sizes.dp
-    if name.startswith("finetune_"):
+    if name.startswith(FINETUNED):
         # Its tokenizer and its table lie where the user has them.
         assert data.config.tokenizer == parsed.model.path
         return
-    # Other faults of a LLaVA's data are files that this machine has not.
-    absent = ("tokenizer (", "path (", "image_folder (") if isinstance(config, LlavaConfig) else ()
+    # Other faults of a LLaVA's data, and of a blend's, are files that this machine has not.
+    absent = ("tokenizer (", "path (", "image_folder (") if isinstance(config, LlavaConfig) else ("source ",)
     assert [fault for fault in data.faults() if not fault.startswith(absent)] == []
     assert data.config.vocab_size == config.vocab_size
     assert data.sequence_length <= config.max_sequence_length
@@ -136,6 +138,7 @@ SIZES: dict[str, tuple[Any, int, int]] = {
     # The released weights, and arXiv 2407.21783, table 4.
     "llama3_405b_128k.yaml": (pytest.approx(405.85e9, rel=5e-4), 16384, 8),
     "moe_toy.yaml": (pytest.approx(5.5e6, rel=1e-2), 2, 2),
+    "blend_toy.yaml": (pytest.approx(0.48e6, rel=1e-2), 2, 1),
     "mixtral_8x7b.yaml": (46_702_792_704, 64, 16),  # the released weights, counted
     "mixtral_8x22b.yaml": (140_620_634_112, 128, 8),  # the released weights, counted
     "qwen3_30b_a3b.yaml": (30_532_122_624, 16, 8),  # the released weights, counted
@@ -159,7 +162,7 @@ SIZES: dict[str, tuple[Any, int, int]] = {
 }
 
 
-@pytest.mark.parametrize("name", [name for name in ALL if not name.startswith("finetune_")])
+@pytest.mark.parametrize("name", [name for name in ALL if not name.startswith(FINETUNED)])
 def test_a_model_has_the_size_of_its_name(name: str) -> None:
     parameters, world, dp = SIZES[name]
     parsed = parse(name)
