@@ -2,8 +2,9 @@
 
 8 layers, hidden 256, 8 heads, feed-forward 688, sequence 256, vocabulary 8192, global batch 8 in micro-batches of 2,
 AdamW, gradients clipped to norm 1, float32, one thread a rank. "plain" is the model in a loop written by hand;
-"unchanged" the same model under the Trainer and MegatronStrategy; "own" this package's GPTModel of the same sizes.
-Printed as a table of medians (`step_samples.py`); `--json FILE` saves every sample.
+"unchanged" the same model under the Trainer and MegatronStrategy; "own" this package's GPTModel of the same sizes;
+"wide" is 4 layers, hidden 512, 16 heads, feed-forward 1376. Printed as a table of medians (`step_samples.py`);
+`--json FILE` saves every sample.
 
     python benchmarks/any_module.py --rounds 5
 """
@@ -17,7 +18,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from benchmarks.clock import StepClock
 
-LAYERS, HIDDEN, HEADS, FFN, SEQUENCE, VOCABULARY = 8, 256, 8, 688, 256, 8192
+SEQUENCE, VOCABULARY = 256, 8192
+# Layers, hidden size, heads and feed-forward size.
+SIZES, WIDE = (8, 256, 8, 688), (4, 512, 16, 1376)
 GLOBAL_BATCH, MICRO_BATCH = 8, 2
 WARMUP_STEPS, TIMED_STEPS = 2, 6
 
@@ -26,6 +29,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2": (2, {"tensor_model_parallel_size": 2}),
     "tp2+sp": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
     "pp2": (2, {"pipeline_model_parallel_size": 2}),
+    "tp2 wide": (2, {"tensor_model_parallel_size": 2}),
 }
 MODES = {
     "plain": 1,
@@ -47,21 +51,23 @@ def train(mode: str) -> "StepClock":
     if mode == "plain":
         return train_plain()
     kind, _, layout = mode.partition(" ")
-    return train_under(build_llama if kind == "unchanged" else build_own, LAYOUTS[layout][1])
+    build, sizes = build_llama if kind == "unchanged" else build_own, WIDE if layout.endswith("wide") else SIZES
+    return train_under(lambda: build(sizes), LAYOUTS[layout][1])
 
 
-def build_llama() -> Any:
+def build_llama(sizes: tuple[int, int, int, int] = SIZES) -> Any:
     """The model of transformers."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    layers, hidden, heads, ffn = sizes
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=VOCABULARY,
-            hidden_size=HIDDEN,
-            intermediate_size=FFN,
-            num_hidden_layers=LAYERS,
-            num_attention_heads=HEADS,
-            num_key_value_heads=HEADS,
+            hidden_size=hidden,
+            intermediate_size=ffn,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=heads,
             max_position_embeddings=SEQUENCE,
             use_cache=False,
             # Token 0 is one of the data's, too.
@@ -70,16 +76,17 @@ def build_llama() -> Any:
     )
 
 
-def build_own() -> Any:
+def build_own(sizes: tuple[int, int, int, int]) -> Any:
     """This package's model of the same sizes."""
     from lightning_megatron.models import GPTConfig, GPTModel
 
+    layers, hidden, heads, ffn = sizes
     return GPTModel(
         GPTConfig(
-            num_layers=LAYERS,
-            hidden_size=HIDDEN,
-            num_attention_heads=HEADS,
-            ffn_hidden_size=FFN,
+            num_layers=layers,
+            hidden_size=hidden,
+            num_attention_heads=heads,
+            ffn_hidden_size=ffn,
             max_sequence_length=SEQUENCE,
             vocab_size=VOCABULARY,
             activation="swiglu",

@@ -56,7 +56,8 @@ def test_all_faults_are_reported_in_one_error() -> None:
     assert len(lines) == 9
     for expected in (
         "num_layers (0) must be at least 1",
-        "activation ('elu') must be one of 'gelu', 'gelu_tanh', 'quick_gelu', 'relu', 'swiglu', 'geglu_tanh', 'clamped_swiglu'",
+        "activation ('elu') must be one of 'gelu', 'gelu_tanh', 'quick_gelu', 'relu', 'swiglu', 'geglu_tanh', "
+        "'clamped_swiglu'",
         "hidden_dropout (1.0) must be at least 0 and below 1",
         "rotary_fraction (1.5) must be above 0 and at most 1",
         "norm_epsilon (0.0) must be above 0",
