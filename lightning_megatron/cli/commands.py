@@ -21,6 +21,7 @@ COMMANDS = {
     "model-plan": "how a network that knows nothing of ranks is cut, and what each rank holds",
     "doctor": "what of this machine, its environment and its network would spoil a run, and how to mend it",
     "prepare-data": "turn text into the token files that training reads",
+    "completion": "print a script by which bash or zsh complete commands and options",
 }
 
 
