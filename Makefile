@@ -1,6 +1,8 @@
 # Every target does its own set-up: an environment in $(VENV), with the versions of constraints.txt.
 PYTHON ?= python3
 VENV ?= .venv
+# The site is built without torch, in an environment of its own.
+DOCS_VENV ?= .venv-docs
 BIN := $(abspath $(VENV))/bin
 # Files of tests that run at the same time, one more than CI has cores: ranks wait for each other now and then. Most of
 # their tests start up to eight processes.
@@ -16,7 +18,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests start hundreds of processes: where this is set, each of them compiles all sources anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test suite certificate models-table mutants bench lint clean
+.PHONY: demo docs test suite certificate models-table mutants bench lint clean
 .DEFAULT_GOAL := test
 
 $(VENV)/.ready: pyproject.toml constraints.txt
@@ -25,6 +27,18 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[data,hf,peft,plot,dev]'
 	@touch $@
+
+$(DOCS_VENV)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(DOCS_VENV)
+	@# The packages of the extra alone: with the project itself came torch.
+	@$(PYTHON) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' > $(DOCS_VENV)/packages.txt
+	$(DOCS_VENV)/bin/python -m pip install --quiet -c constraints.txt -r $(DOCS_VENV)/packages.txt
+	@touch $@
+
+# The documentation as a site: build/docs/html/index.html.
+docs: $(DOCS_VENV)/.ready
+	$(DOCS_VENV)/bin/python docs/site/build.py build/docs
+	@echo "open build/docs/html/index.html"
 
 demo: $(VENV)/.ready
 	@PATH="$(BIN):$$PATH" bash recipes/demo.sh

@@ -1,0 +1,90 @@
+"""The site: every page is reached from the first level, words that people search for find one, and the API is whole."""
+
+import importlib.util
+import re
+import sys
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = {
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *(path for path in (ROOT / "docs").rglob("*.md")),
+}
+FIRST_LEVEL = [
+    *("quick_start.md", "tutorials/index.md", "layouts.md", "clusters.md", "migration.md", "performance.md"),
+    *("profiling.md", "troubleshooting.md", "limits.md", "faq.md", "how_it_is_built.md"),
+]
+SEARCHED = [
+    *("migration", "FAQ", "tutorial", "W&B", "profiling", "multi-node", "checkpointing", "FSDP", "ZeRO"),
+    *("mixed precision", "SLURM", "Kubernetes", "Ray", "LoRA", "FP8", "MFU", "Megatron-LM", "NeMo", "DeepSpeed"),
+]
+
+
+def part_of_site(name: str) -> ModuleType:
+    """A file of `docs/site/`, which is no package."""
+    spec = importlib.util.spec_from_file_location(f"site_{name}", ROOT / "docs" / "site" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Dataclasses look their module up.
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_page_is_reached_from_the_first_level() -> None:
+    pages = part_of_site("pages")
+    tree = pages.page_tree()
+    assert [page.relative_to(ROOT / "docs").as_posix() for page in tree[ROOT / "docs" / "index.md"]] == FIRST_LEVEL
+    assert set(tree) == PAGES, set(tree) ^ PAGES
+    below = [page for children in tree.values() for page in children]
+    assert len(below) == len(set(below)) == len(PAGES) - 1
+
+
+@pytest.mark.parametrize("word", SEARCHED)
+def test_a_word_that_people_search_for_leads_to_a_page(word: str) -> None:
+    """It is in a heading, or in the table of the index that says where to look."""
+    headings = "\n".join(line for page in PAGES for line in page.read_text().splitlines() if re.match(r"#+ \S", line))
+    look = (ROOT / "docs" / "index.md").read_text().partition("## Where to look")[2]
+    assert word.lower() in headings.lower() + look.lower()
+
+
+def test_the_staged_pages_keep_their_links(tmp_path: Path) -> None:
+    pages = part_of_site("pages")
+    pages.stage(tmp_path / "pages")
+    staged = sorted((tmp_path / "pages").rglob("*.md"))
+    assert len(staged) == len(PAGES)
+    written = set(pages.WRITTEN.values())
+    for page in staged:
+        text = page.read_text()
+        links = [
+            link.partition("#")[0]
+            for link in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"```.*?```", "", text, flags=re.S))
+        ]
+        lost = [link for link in links if "://" not in link and not (page.parent / link).exists()]
+        assert not lost, (page, lost)
+        for name in re.findall(r"^/(\S+)$", text, re.MULTILINE):
+            assert name in written or (tmp_path / "pages" / f"{name}.md").is_file(), name
+
+
+def test_the_api_has_every_exported_name_with_its_docstring() -> None:
+    api = part_of_site("api")
+    for package in api.PACKAGES:
+        text = api.page(package)
+        module = import_module(package)
+        for name in module.__all__:
+            if not name.startswith("__"):
+                assert re.search(rf"^:::::\{{py:(class|function|data)\}} {name}\b", text, re.MULTILINE), (package, name)
+    text = api.page("lightning_megatron")
+    assert "tensor_model_parallel_size: int=1" in text
+    assert "Elements of a gradient bucket, which is reduced in one message" in text
+
+
+def test_the_page_of_errors_has_texts_as_the_package_says_them() -> None:
+    text = part_of_site("errors").page()
+    assert "overlap_param_gather (True) needs a distributed kind" in text
+    assert "bucket_size (...) must be at least 1" in text
+    assert text.count("\n- ") > 800
