@@ -17,6 +17,7 @@ COMMANDS = {
     "schedule": "show a pipeline schedule: its order, its bubble, its activations",
     "checkpoint": "inspect, verify, consolidate and prune checkpoints",
     "convert": "convert between a Hugging Face folder and a checkpoint directory",
+    "evaluate": "the perplexity of a text under a model, on any layout, and tasks of lm-eval",
     "certify": "your own module on one device, beside itself under every layout: what differs first, and why",
     "model-plan": "how a network that knows nothing of ranks is cut, and what each rank holds",
     "doctor": "what of this machine, its environment and its network would spoil a run, and how to mend it",
