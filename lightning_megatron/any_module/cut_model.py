@@ -153,7 +153,7 @@ class CutModel(PipelineModule):
                 return self._run_stage(stage, args, kwargs)
         if self.tokens.size > 1 and stage not in self._probed:
             self._probed.add(stage)
-            with without_fp8(self._whole):
+            with without_fp8(self._whole), self.with_weights():
                 self._require_cut_alike(stage, args, kwargs)
         return self._run_stage(stage, args, kwargs)
 
@@ -393,7 +393,6 @@ class CutModel(PipelineModule):
         self._called.add(index)
         if index < own.start:
             return self._of_earlier_stage(index)
-        self.before_part(name)
         self._require_known(name, args, kwargs)
         if self._is_recorded and not torch.is_grad_enabled() and any(p.requires_grad for p in layer.parameters()):
             raise CutError(
@@ -402,7 +401,8 @@ class CutModel(PipelineModule):
             )
         if index == own.start and self._stage and self._whole.training:
             _draw_for_layer(index)
-        part = StagePart(module=layer, is_layer=True, run=lambda given: _plain_call(layer, _LAYER, *given))
+        run = self.between_hooks(name, lambda given: _plain_call(layer, _LAYER, *given))
+        part = StagePart(module=layer, is_layer=True, run=run)
         output = self._on_own_tokens(index, args, kwargs, lambda given: self.runner([part], given))
         if self._outputs is not None:
             self._note(index, output, is_end=index == own.stop - 1)

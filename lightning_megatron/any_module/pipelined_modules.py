@@ -1,6 +1,6 @@
 """The pipelined models within a module, and their parameters by stage."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 from torch import nn
 
@@ -34,17 +34,6 @@ def stages_by_name(module: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: tuple(stages[p]) for name, p in module.named_parameters() if p in stages}
 
 
-def parameters_in_parts(module: nn.Module) -> list[nn.Parameter]:
-    """The parameters that belong to parts of pipelined models."""
-    return [
-        parameter
-        for model in pipelined_modules(module).values()
-        for stage in model.mesh.own_stages
-        for part in model.parts_of(stage)
-        for parameter in model.parameters_of(part)
-    ]
-
-
 def plain_linears(pipelined: Mapping[str, PipelineModule]) -> list[nn.Linear]:
     """The linears of torch in the parts of this rank's stages."""
     # Code may read the weights of a class derived from nn.Linear, and not call it.
@@ -67,9 +56,3 @@ def _in_own_parts(pipelined: Mapping[str, PipelineModule]) -> Iterator[tuple[str
         for stage in model.mesh.own_stages:
             for part in model.parts_of(stage):
                 yield from model.get_submodule(part).named_modules(prefix=part)
-
-
-def gather_parts_by(module: nn.Module, gather: Callable[[Iterable[nn.Parameter]], None]) -> None:
-    """Makes the models call `gather` with the parameters of each part before the part runs."""
-    for model in pipelined_modules(module).values():
-        model.before_part = lambda part, model=model: gather(model.parameters_of(part))  # type: ignore[misc]

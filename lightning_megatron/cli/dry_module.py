@@ -2,7 +2,7 @@
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property, partial
 from math import gcd
@@ -34,7 +34,7 @@ from lightning_megatron.trainer import ConfigurationError
 from lightning_megatron.trainer.setup.early_model_checks import model_faults
 from lightning_megatron.trainer.setup.fp8_layers import linears_of_networks
 from lightning_megatron.trainer.setup.model_checks import share_recomputation
-from lightning_megatron.trainer.setup.pipelined_models import cut_plain_networks, plan_of
+from lightning_megatron.trainer.setup.pipelined_models import cut_plain_networks, layers_of_networks, plan_of
 from lightning_megatron.trainer.step.user_step import loss_of
 from lightning_megatron.transformer.fp8_layers import TorchFp8Layers, tile_faults, use_torch
 from lightning_megatron.transformer.recompute import part_faults, recomputable_parts
@@ -140,6 +140,10 @@ class DryModule:
                 # A dry run has no values.
                 forget_left(module)
             return module.to(device)
+
+    def layers(self, own: nn.Module) -> Mapping[str, Sequence[str]]:
+        """Names of the layers of each network that is not pipelined, by the network's name."""
+        return layers_of_networks(own, plan_of(own, self._plan))
 
     def names_by_rank(self, own: nn.Module) -> list[list[str]]:
         """Names of the parameters on each rank of pp, of which this one has the module `own`."""

@@ -59,7 +59,9 @@ def save_pretrained(
     draft, fault = collectives.broadcast_object(_start(target, tokenizer, plan) if world.is_first else None, world)
     if fault is not None:
         raise fault
-    fault = _write(model, parameters, table, plan, draft)
+    # An optimizer may still be sending its weights, or this rank hold shards of them.
+    with model.with_weights():
+        fault = _write(model, parameters, table, plan, draft)
     faults = [found for found in collectives.gather_objects(fault, world) if found is not None]
     if world.is_first:
         if faults:
@@ -120,9 +122,6 @@ def _write(
 ) -> Exception | None:
     """Writes this rank's tensors; an error ends its writing, and not its part in gathering."""
     mesh, fault = model.mesh, None
-    for part in (name for stage in mesh.own_stages for name in model.parts_of(stage)):
-        # An optimizer may still be sending its weights.
-        model.before_part(part)
     is_writer = all(axis.is_first for axis in (mesh.dp, mesh.cp, mesh.tp))
     for name, link in table.links.items():
         if _stage_of(model, name) not in mesh.own_stages:

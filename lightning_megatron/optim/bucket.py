@@ -6,7 +6,7 @@ whose last gradient of a step is ready may be reduced. Buckets are reduced in on
 whatever the order in which they fill.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,9 @@ from lightning_megatron.mesh import Axis
 from lightning_megatron.optim.bucket_layout import BucketLayout, Range, bucket_layouts, own_range
 from lightning_megatron.optim.reductions import extremes
 from lightning_megatron.sharding import Shard
+
+PartName = tuple[str, str]
+"""A part of a model: the model's name in the module that is trained, and the part's."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,13 +46,41 @@ class ModelParam:
         return self.shard.is_counted and (self.holders is None or self.holders.is_first)
 
 
-class Bucket:
+class FlatParams:
+    """Parameters that lie one behind the other in one flat tensor, which is cut into equal shards over an axis.
+
+    `part` is the first part of the model that uses them, where each is used in parts.
+    """
+
+    def __init__(
+        self, members: Sequence[ModelParam], layout: BucketLayout, *, shards: Axis, part: PartName | None = None
+    ) -> None:
+        self.members = tuple(members)
+        self.layout = layout
+        self.shards = shards
+        self.part = part
+        self.device = members[0].parameter.device
+
+    def own_range(self, index: int) -> Range:
+        """The elements of the member number `index` that lie in this rank's shard."""
+        size = self.members[index].parameter.numel()
+        shards = self.shards
+        return own_range(self.layout.starts[index], size, self.layout.num_elements, shards.size, shards.rank)
+
+    def part_of(self, shard: Tensor, index: int) -> Tensor:
+        """What this rank's flat shard has of the member number `index`, flat."""
+        found, length = self.own_range(index), self.layout.num_elements // self.shards.size
+        first = self.layout.starts[index] + found.start - self.shards.rank * length
+        return shard[first : first + found.end - found.start]
+
+
+class Bucket(FlatParams):
     """Gradients that need the same reductions: over data-parallel ranks, over the axis of a partial sum, over holders.
 
     `shards` is the axis over which the sum is scattered: the data-parallel ranks, or a single rank. `dtype` is of the
     gradients, `low` of the parameters with master weights, None where they keep their own. Where `adds_shards` says so
     the memory of all gradients is there from the first gradient of a backward to the end of their reduction, and
-    reductions of a step add up in this rank's shard.
+    reductions of a step add up in this rank's shard. `shards_params` says that the parameters are sharded, too.
     """
 
     def __init__(
@@ -61,17 +92,19 @@ class Bucket:
         dtype: torch.dtype,
         low: torch.dtype | None = None,
         adds_shards: bool = False,
+        shards_params: bool = False,
+        part: PartName | None = None,
     ) -> None:
+        super().__init__(members, layout, shards=shards, part=part)
         first = members[0]
         self.low = low
-        self.members = tuple(members)
-        self.layout = layout
         self.stages = first.stages
         self.partial = first.shard.partial
         self.holders = first.holders
         self.is_outside = first.is_outside
-        self.replicas, self.shards = first.replicas, shards
-        self.dtype, self.device = dtype, first.parameter.device
+        self.replicas = first.replicas
+        self.dtype = dtype
+        self.shards_params = shards_params and shards.size > 1
         self.adds_shards = adds_shards and shards.size > 1
         self._gradient: Tensor | None = None
         self._grad_views: dict[Tensor, Tensor] = {}
@@ -124,9 +157,7 @@ class Bucket:
 
     def own_part(self, index: int) -> Tensor:
         """What this rank's shard has of the member number `index`, flat."""
-        found, length = self.own_range(index), self.layout.num_elements // self.shards.size
-        first = self.layout.starts[index] + found.start - self.shards.rank * length
-        return self.own[first : first + found.end - found.start]
+        return self.part_of(self.own, index)
 
     def begin(self) -> None:
         """Begins the sums of a step, where shards are added."""
@@ -162,12 +193,6 @@ class Bucket:
     def is_touched(self) -> bool:
         """Whether any of the bucket's parameters has a gradient."""
         return any(param.parameter.grad is not None for param in self.members)
-
-    def own_range(self, index: int) -> Range:
-        """The elements of the member number `index` that lie in this rank's shard."""
-        size = self.members[index].parameter.numel()
-        shards = self.shards
-        return own_range(self.layout.starts[index], size, self.layout.num_elements, shards.size, shards.rank)
 
     def has_grad_view(self, param: ModelParam) -> bool:
         """Whether a parameter's gradient is its view of the bucket."""
@@ -232,8 +257,13 @@ def make_buckets(
     dtype_of: Callable[[nn.Parameter], torch.dtype],
     low_of: Callable[[nn.Parameter], torch.dtype | None],
     adds_shards: bool = False,
+    part_of: Callable[[nn.Parameter], PartName | None] | None = None,
 ) -> list[Bucket]:
-    """Buckets of the parameters, in about the order in which backward completes them."""
+    """Buckets of the parameters, in about the order in which backward completes them.
+
+    With `part_of` parameters are sharded, and a bucket has those of one part of the model. Vectors, which are small,
+    stay whole where they share no bucket with matrices.
+    """
     groups: dict[tuple[Any, ...], list[ModelParam]] = {}
     # Backward runs through the model from its end.
     in_turn = list(reversed(list(params)))
@@ -254,7 +284,7 @@ def make_buckets(
         )
         groups.setdefault(key, []).append(param)
     buckets = []
-    for members in groups.values():
+    for members, is_sharded, part in _by_part(groups.values(), part_of):
         if members[0].holders is not None:
             # Names give the order: ranks hold shared parameters in orders of their own.
             members.sort(key=lambda param: param.name)
@@ -262,7 +292,18 @@ def make_buckets(
         for layout in bucket_layouts(sizes, num_shards=shards.size, bucket_size=bucket_size, no_split=no_split):
             chosen = [members[index] for index in layout.members]
             dtype, low = dtype_of(chosen[0].parameter), low_of(chosen[0].parameter)
-            buckets.append(Bucket(chosen, layout, shards=shards, dtype=dtype, low=low, adds_shards=adds_shards))
+            buckets.append(
+                Bucket(
+                    chosen,
+                    layout,
+                    shards=shards,
+                    dtype=dtype,
+                    low=low,
+                    adds_shards=adds_shards,
+                    shards_params=is_sharded,
+                    part=part,
+                )
+            )
     # Buckets of the first stages come last, and within a stage those of its first layers: a bucket of norms alone is
     # complete late, and no other may wait for it.
     return sorted(
@@ -271,12 +312,50 @@ def make_buckets(
     )
 
 
+def frozen_params(
+    params: Iterable[ModelParam],
+    *,
+    shards_of: Callable[[Axis], Axis],
+    bucket_size: int,
+    part_of: Callable[[nn.Parameter], PartName | None],
+) -> list[FlatParams]:
+    """Parameters without gradients, flat by the parts that use them, to be sharded; vectors stay whole."""
+    groups: dict[tuple[Any, ...], list[ModelParam]] = {}
+    for param in params:
+        key = (param.replicas.ranks, param.parameter.dtype)
+        if param.parameter.dim() > 1 and shards_of(param.replicas).size > 1:
+            groups.setdefault(key, []).append(param)
+    found = []
+    for members, _, part in _by_part(groups.values(), part_of):
+        sizes, shards = [param.parameter.numel() for param in members], shards_of(members[0].replicas)
+        for layout in bucket_layouts(sizes, num_shards=shards.size, bucket_size=bucket_size):
+            found.append(FlatParams([members[i] for i in layout.members], layout, shards=shards, part=part))
+    return found
+
+
+def _by_part(
+    groups: Iterable[list[ModelParam]], part_of: Callable[[nn.Parameter], PartName | None] | None
+) -> Iterator[tuple[list[ModelParam], bool, PartName | None]]:
+    """Groups of parameters, cut by the parts that use them, whether those are sharded, and the part."""
+    for members in groups:
+        if part_of is None or all(param.parameter.dim() <= 1 for param in members):
+            yield members, False, None
+            continue
+        by_part: dict[PartName | None, list[ModelParam]] = {}
+        for param in members:
+            by_part.setdefault(part_of(param.parameter), []).append(param)
+        for part, own in by_part.items():
+            yield own, True, part
+
+
 class GradReducer:
     """Reduces buckets as their last gradients are ready.
 
     A schedule says which backward of a stage is the last of the step (`expect`), and when a stage is done
     (`complete`). Buckets that add shards are reduced in each backward that a schedule expects, and are complete when it
-    has ended (`end_backward`).
+    has ended (`end_backward`). Those of sharded parameters are complete when the backward has left the parts that use
+    them (`leave_parts`): ranks that gather parameters in between must do both in one order, and their gradients may be
+    ready in several.
     """
 
     def __init__(self, buckets: Sequence[Bucket], *, is_checked: bool) -> None:
@@ -290,6 +369,7 @@ class GradReducer:
             param.parameter: index for bucket in buckets for index, param in enumerate(bucket.members)
         }
         self._is_open = False
+        self._by_parts = any(bucket.shards_params for bucket in self._buckets)
         self._num_reduced = 0
         self._stages_left: dict[Bucket, set[int]] = {}
         # Buckets that add shards, in the backward that runs now, and the one whose reduction is in flight.
@@ -392,6 +472,13 @@ class GradReducer:
         self._reduce_complete()
         self._land()
 
+    def leave_parts(self, parts: Collection[PartName]) -> None:
+        """The backward of these parts of the model has ended."""
+        for bucket in self._queue:
+            if bucket.shards_params and bucket.part in parts:
+                self._missing[bucket] = set()
+        self._reduce_complete()
+
     def _land(self) -> None:
         if self._in_flight is not None:
             self._in_flight.land()
@@ -439,7 +526,8 @@ class GradReducer:
         if bucket.pending is not None:
             self._refuse_late(param)
         bucket.move_grad(param)
-        self.grad_ready(param.parameter)
+        if not self._by_parts:
+            self.grad_ready(param.parameter)
 
     @staticmethod
     def _refuse_late(param: ModelParam) -> None:

@@ -4,7 +4,7 @@ from typing import Literal, get_args
 
 from lightning_megatron.config_dataclass import config_dataclass
 
-OptimizerKind = Literal["replicated", "distributed", "distributed_gradients"]
+OptimizerKind = Literal["replicated", "distributed", "distributed_gradients", "distributed_parameters"]
 GradientDtype = Literal["auto", "float32", "bfloat16"]
 OnNonfinite = Literal["stop", "skip", "ignore"]
 DeclaredScope = Literal["auto", "elementwise", "parameter"]
@@ -12,16 +12,21 @@ DeclaredScope = Literal["auto", "elementwise", "parameter"]
 
 @config_dataclass
 class OptimizerConfig:
-    """Gradient reduction over data-parallel ranks, and sharding of the optimizer and of gradients.
+    """Gradient reduction over data-parallel ranks, and sharding of the optimizer, of gradients and of parameters.
 
-    Source of the distributed kinds: Rajbhandari et al., arXiv 1910.02054, sections 5.1 and 5.2 (ZeRO, stages 1 and 2).
+    Source of the distributed kinds: Rajbhandari et al., arXiv 1910.02054, sections 5.1 to 5.3 (ZeRO, stages 1 to 3).
     """
 
     kind: OptimizerKind = "replicated"
     """Which data-parallel ranks step which weights. replicated: each steps all weights that it holds. distributed
     (ZeRO-1): each of the d ranks (dp x cp; for experts edp) holds the optimizer state of 1/d of the weights and steps
     those, and the ranks all-gather the result. distributed_gradients (ZeRO-2): so, and between backwards a rank holds
-    the sums of 1/d of the gradients, which each backward of a microbatch reduce-scatters."""
+    the sums of 1/d of the gradients, which each backward of a microbatch reduce-scatters. distributed_parameters
+    (ZeRO-3): so, and a rank holds 1/d of the weights; those of a part of the model (a layer, the embedding, the head)
+    are all-gathered before its forward and before its backward, and freed after each."""
+    reshard_after_forward: bool = True
+    """With distributed_parameters, free the weights of a part after its forward and gather them again for its backward;
+    else gather them once a step and keep them to the end of its backwards, as many microbatches may pay."""
     grad_dtype: GradientDtype = "auto"
     """Dtype in which gradients are accumulated and reduced. auto: float32 under mixed precision, else the dtype of the
     weights."""
@@ -33,6 +38,9 @@ class OptimizerConfig:
     overlap_param_gather: bool = False
     """With the distributed optimizer, return from the step while updated weights are still all-gathered, and let each
     part of the model wait for its own in the next forward; hooks in between must not read weights."""
+    gather_for_hooks: bool = True
+    """With distributed_parameters, gather all weights of a rank between steps where the module or a callback of yours
+    has hooks there, which may read or change them; False says that these read none."""
     on_nonfinite: OnNonfinite = "stop"
     """Reaction to NaN or Inf in a gradient. stop: end the run on all ranks, naming rank, parameter and step. skip:
     leave out the optimizer step on all ranks. ignore: step with it."""
@@ -53,7 +61,12 @@ class OptimizerConfig:
     @property
     def shards_gradients(self) -> bool:
         """Whether each data-parallel rank holds gradients of its own between backwards."""
-        return self.kind == "distributed_gradients"
+        return self.kind in ("distributed_gradients", "distributed_parameters")
+
+    @property
+    def shards_parameters(self) -> bool:
+        """Whether each data-parallel rank holds parameters of its own between their uses."""
+        return self.kind == "distributed_parameters"
 
     def __post_init__(self) -> None:
         choices = (
@@ -77,6 +90,16 @@ class OptimizerConfig:
         if self.overlap_param_gather and self.kind == "replicated":
             faults.append(
                 "overlap_param_gather (True) needs a distributed kind: ranks that step all of their weights gather none"
+            )
+        if not self.reshard_after_forward and self.kind != "distributed_parameters":
+            faults.append(
+                'reshard_after_forward (False) acts with kind "distributed_parameters" alone, and it is '
+                f"{self.kind!r}; leave it out"
+            )
+        if not self.gather_for_hooks and self.kind != "distributed_parameters":
+            faults.append(
+                f'gather_for_hooks (False) acts with kind "distributed_parameters" alone, and it is {self.kind!r}; '
+                "leave it out"
             )
         if faults:
             raise ValueError("\n".join(faults))

@@ -3,35 +3,56 @@
 This is the one object that the schedule of a step talks to; it calls the gradient reducer and the master weights.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Literal
 
 from torch import Tensor, nn
 
+from lightning_megatron.optim.bucket import PartName
 from lightning_megatron.optim.gradients import Gradients
 from lightning_megatron.optim.hook_gradients import HookGradients
 from lightning_megatron.optim.master_weights import MasterWeights
+from lightning_megatron.optim.part_gathers import Graph, ModelParts, PartGathers
+
+HookTime = Literal["early", "late"]
+"""When hooks may read weights: between the backward and the optimizer's step, or after it."""
 
 
 class DataParallelComm:
     """Gradients and master weights of one rank; `master_weights` is None where the optimizer steps the parameters,
     `hook_gradients` where no hook of a user's sees its gradients, or sees them all the same.
 
-    The model calls `gather_part` before it uses parameters `in_parts`; for all others a step waits at its beginning.
+    The model calls `enter_part` before a part uses its parameters `in_parts`; for all others a step waits at its
+    beginning.
+    `parts` have the sharded parameters of each part, which `enter_part` gathers. Where hooks of a user's may read
+    weights, those are gathered for them: before the optimizer's step (early), and from there to the next step (late).
     """
 
     def __init__(
         self,
         gradients: Gradients,
         master_weights: MasterWeights | None = None,
-        in_parts: Iterable[nn.Parameter] = (),
+        in_parts: Mapping[PartName, Sequence[nn.Parameter]] | None = None,
         hook_gradients: HookGradients | None = None,
+        parts: ModelParts | None = None,
+        hooks_read: Collection[HookTime] = (),
     ) -> None:
         self.gradients = gradients
         self.master_weights = master_weights
         self._hook_gradients = hook_gradients
-        waited_for = set(in_parts)
+        self._in_parts = in_parts or {}
+        waited_for = {parameter for own in self._in_parts.values() for parameter in own}
         self._outside = [param.parameter for param in gradients.params if param.parameter not in waited_for]
+        self.remove_hooks: Callable[[], None] = _nothing
+        """Removes the hooks by which parts call this."""
         gradients.reducer.watch()
+        self._hooks_read = frozenset(hooks_read)
+        self._parts: PartGathers | None = None
+        if parts is not None:
+            keeps = not gradients.config.reshard_after_forward
+            self._parts = PartGathers(parts, keeps=keeps, leave_parts=gradients.reducer.leave_parts)
+            self._show_weights("late")
 
     def grad_view(self, parameter: Tensor) -> Tensor | None:
         """The view of a bucket to which the first gradient of a parameter goes."""
@@ -47,6 +68,11 @@ class DataParallelComm:
     def expect(self, stage: int, parameters: Iterable[Tensor] | None = None) -> None:
         """The last backward of a stage is about to run; only the gradients of `parameters`, if given, are missing."""
         self.gradients.reducer.expect(stage, parameters)
+
+    def end_graph(self, graph: Graph | None) -> None:
+        """A backward has run through the graph of a forward."""
+        if self._parts is not None:
+            self._parts.end_backward(graph)
 
     @property
     def expects_each(self) -> bool:
@@ -108,26 +134,81 @@ class DataParallelComm:
             self.master_weights.update_params()
             if not self.gradients.config.overlap_param_gather:
                 self.master_weights.wait()
+        if self._parts is not None:
+            self._parts.forget()
+            self._show_weights("late")
 
-    def gather(self, stage: int) -> None:
+    def gather(self, stage: int, *, is_training: bool = True) -> None:
         """The first forward of a stage is about to run, which may use parameters of no part."""
         if self.master_weights is not None:
             self.master_weights.wait(self._outside)
+        if self._parts is not None:
+            self._parts.begin(is_training=is_training)
 
-    def gather_part(self, parameters: Iterable[nn.Parameter]) -> None:
-        """The forward of a part that uses these parameters is about to run."""
+    def end_passes(self) -> None:
+        """All forwards and backwards of a batch have run."""
+        if self._parts is not None:
+            self._parts.end()
+            self._show_weights("early")
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Inside the block forwards run that no backward follows."""
         if self.master_weights is not None:
-            self.master_weights.wait(parameters)
+            self.master_weights.wait()
+        if self._parts is None:
+            yield
+            return
+        self._parts.begin(is_training=False)
+        try:
+            yield
+        finally:
+            self._parts.end()
+
+    def _show_weights(self, when: HookTime) -> None:
+        if self._parts is not None and when in self._hooks_read:
+            self._parts.gather_all()
+
+    def begin_graph(self, *, reaches: bool = False) -> Graph | None:
+        """A forward is about to run that one backward will go through; `reaches` says that its input takes
+        gradients."""
+        return None if self._parts is None else self._parts.begin_graph(reaches=reaches)
+
+    def begin_stage(self, reaches: bool) -> Graph | None:
+        """A stage is about to run for a microbatch, in a call of all stages."""
+        return self.begin_graph(reaches=reaches)
+
+    def enter_part(self, part: PartName) -> None:
+        """The forward of a part is about to run."""
+        if self.master_weights is not None:
+            self.master_weights.wait(self._in_parts[part])
+        if self._parts is not None:
+            self._parts.enter(part)
+
+    def leave_part(self, part: PartName, outputs: Iterable[Tensor]) -> None:
+        """The forward of a part has run, and returned these tensors."""
+        if self._parts is not None:
+            self._parts.leave(part, outputs)
 
     def gather_all(self) -> None:
         """Waits for all parameters, for a reader that may read any."""
         if self.master_weights is not None:
             self.master_weights.wait()
+        if self._parts is not None:
+            self._parts.gather_all()
+
+    @contextmanager
+    def whole_weights(self) -> Iterator[None]:
+        """Inside the block, which lies between steps, all parameters are there, to be read and written in place."""
+        self.gather_all()
+        yield
+        if self._parts is not None and "late" not in self._hooks_read:
+            self._parts.let_all_go()
 
     @property
     def has_shards(self) -> bool:
         """Whether parameters are sharded, so that ranks must all-gather them."""
-        return any(bucket.shards.size > 1 for bucket in self.gradients.buckets)
+        return any(flat.shards.size > 1 for flat in (*self.gradients.buckets, *self.gradients.frozen))
 
     def release(self) -> None:
         """Ends training: parameters get their former dtype and the values of now. Collective over data-parallel ranks.
@@ -135,6 +216,11 @@ class DataParallelComm:
         After a failure it may be called only where `has_shards` is False, because no rank needs another then.
         """
         self.synchronize()
+        self.remove_hooks()
         self.gradients.release()
         if self.master_weights is not None:
             self.master_weights.release()
+
+
+def _nothing() -> None:
+    """There are no hooks."""

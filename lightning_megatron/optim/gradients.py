@@ -14,7 +14,7 @@ Gradients live in buckets (`optim.bucket`). Where the optimizer steps master wei
 go to those, each rank's shard of them; else they stay on the parameters.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,11 +23,19 @@ from torch import Tensor, nn
 from lightning_megatron.comm import collectives
 from lightning_megatron.comm.host_numbers import on_device
 from lightning_megatron.mesh import Axis, Mesh, NewGroup
-from lightning_megatron.optim.bucket import Bucket, GradReducer, ModelParam, make_buckets
+from lightning_megatron.optim.bucket import (
+    Bucket,
+    FlatParams,
+    GradReducer,
+    ModelParam,
+    PartName,
+    frozen_params,
+    make_buckets,
+)
 from lightning_megatron.optim.bucket_layout import Range
 from lightning_megatron.optim.config import OptimizerConfig
 from lightning_megatron.optim.reductions import extremes, scale_in_place, square, stage_axes, total
-from lightning_megatron.sharding import Shard, shard_of
+from lightning_megatron.sharding import Shard, ShardedParameter, shard_of
 
 # An axis of one rank: a tensor cut over it is unsharded.
 ALONE = Axis.alone(0)
@@ -51,6 +59,8 @@ class Gradients:
     model; `stages` the stages of this rank whose backwards make gradients of a name, all of them where a name is
     absent. `dtype` is the dtype of accumulated gradients, `low` that of matrices with master weights. `no_split`: the
     optimizer reads full parameters. `names_by_rank` are the names on each pp rank; without it ranks gather them.
+    `part_of` tells the first part of the model that uses a parameter, by which sharded ones are gathered; `kept` are
+    frozen parameters that stay whole, because an optimizer may step them later.
     Construction is collective over pp, and over the world where names are held by several pp ranks.
     """
 
@@ -68,6 +78,8 @@ class Gradients:
         no_split: bool = False,
         low: torch.dtype | None = None,
         names_by_rank: Sequence[Sequence[str]] | None = None,
+        part_of: Callable[[nn.Parameter], PartName | None] = lambda parameter: None,
+        kept: Collection[nn.Parameter] = (),
     ) -> None:
         self.mesh = mesh
         self.device = device
@@ -92,6 +104,7 @@ class Gradients:
             shards_of=lambda replicas: replicas if is_distributed else ALONE,
             bucket_size=self.config.bucket_size,
             no_split=no_split,
+            part_of=part_of if self.config.shards_parameters else None,
             dtype_of=lambda parameter: parameter.dtype if dtype is None else dtype,
             low_of=lambda parameter: low if _is_lowered(parameter) else None,
             adds_shards=self.config.shards_gradients,
@@ -99,6 +112,22 @@ class Gradients:
         in_buckets = {param.parameter for bucket in self.buckets for param in bucket.members}
         # Frozen so far; if they are unfrozen later, they are reduced one by one.
         self._loose = [param for param in self.params if param.parameter not in in_buckets]
+        held = set(kept)
+        # Quantised weights have classes, or dtypes, of their own, and no NaN to stand for what is elsewhere.
+        plain = (nn.Parameter, ShardedParameter)
+        self.frozen = frozen_params(
+            (
+                param
+                for param in (self._loose if self.config.shards_parameters else ())
+                if param.parameter not in held
+                and type(param.parameter) in plain
+                and param.parameter.is_floating_point()
+            ),
+            shards_of=lambda replicas: replicas,
+            bucket_size=self.config.bucket_size,
+            part_of=part_of,
+        )
+        """Frozen parameters that are sharded."""
         self.param_shards = [
             ParamShard(param, param.parameter, Range(0, param.parameter.numel()))
             for param in self.params
@@ -113,6 +142,11 @@ class Gradients:
         self.reducer = GradReducer(self.buckets, is_checked=self._is_checked)
         # Minimum and maximum of each gradient, as `Bucket.extremes` has them.
         self._loose_extremes: list[tuple[ModelParam, Tensor]] = []
+
+    @property
+    def sharded(self) -> list[FlatParams]:
+        """Parameters that are sharded themselves, and not their gradients and optimizer states alone."""
+        return [*(bucket for bucket in self.buckets if bucket.shards_params), *self.frozen]
 
     # --- between two backwards ---------------------------------------------------------------------------------------
 

@@ -10,8 +10,10 @@ schedulers and callbacks that hold it go on. After a step the new weights are ca
     bf16-mixed, replicated              2         4           4              8
     bf16-mixed, distributed             2         4           4/d            8/d
     bf16-mixed, distributed gradients   2         4/d         4/d            8/d
+    bf16-mixed, distributed parameters  -         4/d         4/d            8/d
 
 Where a parameter and its master weights have one dtype they share memory.
+Sharded parameters are in the optimizer's shards alone (`optim.sharded_params`), and gathered from there.
 Source: Rajbhandari et al., arXiv 1910.02054, sections 3.1 and 5.1.
 """
 
@@ -22,8 +24,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_megatron.comm import collectives
-from lightning_megatron.optim.bucket import Bucket
+from lightning_megatron.optim.bucket import Bucket, ModelParam
 from lightning_megatron.optim.gradients import Gradients, ParamShard
+from lightning_megatron.optim.sharded_params import ShardedParams
 
 
 class MasterWeights:
@@ -42,9 +45,18 @@ class MasterWeights:
         # Dtypes of the master weights.
         self._dtypes: dict[Bucket, torch.dtype] = {}
         self._in_flight: dict[Bucket, collectives.Pending] = {}
+        self._sharded: dict[Bucket, ShardedParams] = {}
         self._optimizers = list(optimizers)
         param_shards = [shard for bucket in gradients.buckets for shard in self._convert(bucket)]
         gradients.param_shards = param_shards
+        self._frozen = [ShardedParams(flat, flat.members[0].parameter.dtype) for flat in gradients.frozen]
+        self.frozen_shards = [
+            ParamShard(param, nn.Parameter(flat.part_of(one.shard, index), requires_grad=False), flat.own_range(index))
+            for flat, one in zip(gradients.frozen, self._frozen, strict=True)
+            for index, param in enumerate(flat.members)
+            if not flat.own_range(index).is_empty
+        ]
+        """Shards of frozen parameters that are sharded, which no optimizer steps."""
         gradients.has_master_weights = True
         self._param_shards = {shard.param.parameter: shard for shard in param_shards}
         self._buckets = {param.parameter: bucket for bucket in gradients.buckets for param in bucket.members}
@@ -54,6 +66,9 @@ class MasterWeights:
     def _convert(self, bucket: Bucket) -> Iterator[ParamShard]:
         own_dtype = self._dtypes[bucket] = bucket.members[0].parameter.dtype
         dtype = own_dtype if bucket.low is None else bucket.low
+        if bucket.shards_params:
+            yield from self._shard_params(bucket, dtype)
+            return
         if bucket.shards.size > 1:
             self._flat[bucket] = torch.zeros(bucket.layout.num_elements, dtype=dtype, device=bucket.device)
         for index, param in enumerate(bucket.members):
@@ -74,12 +89,18 @@ class MasterWeights:
             if dtype != own_dtype and part.untyped_storage().nbytes() > part.numel() * part.element_size():
                 # A copy, so that the full float32 parameter can be freed, or the bucket of an earlier fit.
                 part = part.clone()
-            # Of this very type: torch has its fast kernels for no subclass.
-            tensor = nn.Parameter(part)
-            if is_full:
-                # Optimizers that read whole matrices put them together by it.
-                tensor.shard = param.shard  # type: ignore[attr-defined]
-            yield ParamShard(param, tensor, own)
+            yield ParamShard(param, _stepped(param, part, is_full=is_full), own)
+
+    def _shard_params(self, bucket: Bucket, dtype: torch.dtype) -> Iterator[ParamShard]:
+        sharded = self._sharded[bucket] = ShardedParams(bucket, dtype)
+        for index, param in enumerate(bucket.members):
+            _set_grad_dtype(param.parameter, bucket.dtype)
+            own, part = bucket.own_range(index), bucket.part_of(sharded.shard, index)
+            if own.is_empty and param.parameter.numel():
+                continue
+            is_full = own.end - own.start == param.parameter.numel()
+            part = part.view(param.parameter.shape) if is_full else part
+            yield ParamShard(param, _stepped(param, part, is_full=is_full), own)
 
     def lowered_names(self) -> set[str]:
         """Names of this rank's parameters whose master weights, on whatever rank, have a wider dtype."""
@@ -89,6 +110,15 @@ class MasterWeights:
             for param in bucket.members
             if param.parameter.dtype != self._dtypes[bucket]
         }
+
+    def sharded_names(self) -> set[str]:
+        """Names of this rank's parameters whose values are in shards alone, on whatever rank."""
+        return {param.name for one in self.sharded for param in one.flat.members}
+
+    @property
+    def sharded(self) -> list[ShardedParams]:
+        """The parameters that are sharded, in the order in which a backward uses them, and frozen ones."""
+        return [*self._sharded.values(), *self._frozen]
 
     # --- the optimizer ----------------------------------------------------------------------------------------------
 
@@ -129,7 +159,9 @@ class MasterWeights:
         """Takes over parameters that were changed since the last step, as by a callback that averages or clips."""
         for parameter in self._param_views:
             self._move_data(parameter)
-        for shard in self._param_shards.values():
+        for one in self.sharded:
+            one.take_changed()
+        for shard in self._copied_shards():
             now = self._own_part(shard)
             if now.dtype != shard.tensor.dtype:
                 is_same = now == shard.tensor.to(now.dtype)
@@ -139,7 +171,7 @@ class MasterWeights:
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Sets master weights from values of this rank's full parameters, by name, which were just loaded."""
-        for shard in self._param_shards.values():
+        for shard in (*self._param_shards.values(), *self.frozen_shards):
             if (value := state.get(shard.param.name)) is not None:
                 part = value.reshape(-1)[shard.range.start : shard.range.end]
                 shard.tensor.copy_(part.view(shard.tensor.shape))
@@ -147,7 +179,7 @@ class MasterWeights:
     @torch.no_grad()
     def update_params(self) -> None:
         """Casts the stepped master weights to the parameters, and starts to all-gather shards."""
-        for shard in self._param_shards.values():
+        for shard in self._copied_shards():
             now = self._own_part(shard)
             if now.dtype != shard.tensor.dtype:
                 now.copy_(shard.tensor)
@@ -176,7 +208,13 @@ class MasterWeights:
         data-parallel ranks.
         """
         for bucket in self._gradients.buckets:
-            self._release(bucket)
+            if bucket in self._sharded:
+                self._sharded[bucket].release()
+            else:
+                self._release(bucket)
+        for one in self._frozen:
+            one.release()
+        self._sharded, self._frozen = {}, []
 
     def _release(self, bucket: Bucket) -> None:
         main_dtype = self._dtypes[bucket]
@@ -198,6 +236,10 @@ class MasterWeights:
             parameter.grad_dtype = main_dtype
             parameter.data = values[start : start + parameter.numel()].view(parameter.shape)
 
+    def _copied_shards(self) -> Iterator[ParamShard]:
+        """Master weights beside which this rank has the parameter."""
+        return (shard for parameter, shard in self._param_shards.items() if parameter in self._param_views)
+
     def _move_data(self, parameter: nn.Parameter) -> None:
         """Moves a parameter's data, with the values it has, to its view of the flat tensor."""
         view = self._param_views[parameter]
@@ -211,6 +253,16 @@ class MasterWeights:
         if full.shape == shard.tensor.shape:
             return full
         return full.view(-1)[shard.range.start : shard.range.end].view(shard.tensor.shape)
+
+
+def _stepped(param: ModelParam, part: Tensor, *, is_full: bool) -> nn.Parameter:
+    """The master weights of a part of a parameter, or of all of it."""
+    # Of this very type: torch has its fast kernels for no subclass.
+    tensor = nn.Parameter(part)
+    if is_full:
+        # Optimizers that read whole matrices put them together by it.
+        tensor.shard = param.shard  # type: ignore[attr-defined]
+    return tensor
 
 
 def _address_of(x: Tensor) -> tuple[int, int]:

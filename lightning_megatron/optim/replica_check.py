@@ -75,15 +75,20 @@ def differing_copies(gradients: Gradients, mesh: Mesh) -> list[str]:
     Collective over data-parallel ranks, the axes of replicated parameters, the holders of tied names, and the world.
     """
     params = sorted(gradients.params, key=lambda param: param.name)
+    # Of a sharded parameter data-parallel ranks have other parts; other ranks have the part of this one.
+    sharded = {param.parameter for flat in gradients.sharded for param in flat.members}
+    parts = {shard.param.parameter: shard.tensor for shard in gradients.param_shards}
     axes: dict[tuple[int, ...], tuple[Axis, list[int]]] = {}
     for index, param in enumerate(params):
-        shared = [param.replicas, *param.shard.replicas]
+        shared = [*(() if param.parameter in sharded else (param.replicas,)), *param.shard.replicas]
         if param.holders is not None:
             shared.append(param.holders)
         for axis in shared:
             if axis.size > 1:
                 axes.setdefault(axis.ranks, (axis, []))[1].append(index)
-    prints = [fingerprint(param.parameter.detach()) for param in params]
+    nothing = torch.zeros((), device=gradients.device)
+    held = [parts.get(p.parameter, nothing) if p.parameter in sharded else p.parameter for p in params]
+    prints = [fingerprint(tensor.detach()) for tensor in held]
     differing = set()
     for axis, indices in (axes[ranks] for ranks in sorted(axes)):
         own = torch.stack([prints[index] for index in indices])

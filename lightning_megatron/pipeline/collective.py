@@ -37,6 +37,7 @@ class _Forward:
         self.calls = microbatches.split(tree_unflatten(self.inputs, spec), num_microbatches)
         self.is_recorded = torch.is_grad_enabled()
         self.received: dict[tuple[int, int], Payload | None] = {}
+        self.graphs: dict[tuple[int, int], Any] = {}
         # By stage and microbatch.
         self.outputs: dict[tuple[int, int], Any] = {}
         self.weights: list[Tensor] = []
@@ -55,6 +56,7 @@ class _Forward:
         )
         self.module.loss_weight = None
         with torch.set_grad_enabled(self.is_recorded):
+            self.graphs[stage, microbatch] = self.module.before_stage(stage > 0)
             hidden, context = self.module.prepare(*args, **kwargs)
             output = self.module.run_stage(stage, hidden if stage == 0 else received, context)
         self.received[stage, microbatch] = received
@@ -75,6 +77,7 @@ class _Forward:
             pairs = [(tensor, grads[name]) for name, tensor in outputs.items() if tensor.requires_grad]
             if pairs:
                 torch.autograd.backward([tensor for tensor, _ in pairs], [grad for _, grad in pairs])
+            self.module.after_backward(self.graphs[stage, microbatch])
         return gradients_of(self.received[stage, microbatch])
 
     def backward_input(self, stage: int, microbatch: int, grad: Payload | None) -> Payload | None:
@@ -162,6 +165,8 @@ class CollectiveCall:
             pairs = [(r, g) for r, g in zip(roots, grads, strict=True) if g is not None and r.requires_grad]
             if pairs:
                 torch.autograd.backward([root for root, _ in pairs], [grad for _, grad in pairs])
+            for microbatch in reversed(range(len(work.calls))):
+                work.module.after_backward(work.graphs[work.last_stage, microbatch])
         output_metas = {key: TensorMeta.of(o) for key, o in work.outputs.items() if key[0] < work.last_stage}
         Runtime(self._pp, self._mailbox).run(backward_plan(work.module.mesh.sizes, len(work.calls)), work, output_metas)
         inputs = [leaf for leaf in work.inputs if _is_differentiable(leaf)]

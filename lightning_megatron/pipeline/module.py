@@ -6,6 +6,7 @@ How a call runs (alone, as one microbatch of a schedule, or as a collective of a
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -91,8 +92,14 @@ class PipelineModule(nn.Module):
         sizes = self.mesh.sizes
         self.stages = assign(symbols, costs, sizes.num_stages, sizes.stage_layout)
         self.driver: Driver = run_alone
-        # Called with its name before a part runs.
+        # Called with its name before a part runs, and with what it returned afterwards.
         self.before_part: Callable[[str], None] = at_once
+        self.after_part: Callable[[str, Any], None] = at_once
+        # Inside the block all weights of this rank are there, to be read outside of their parts.
+        self.with_weights: Callable[[], AbstractContextManager[None]] = nullcontext
+        # Called before a stage of a microbatch runs in a collective call, and with the result after its backward.
+        self.before_stage: Callable[[bool], Any] = no_graph
+        self.after_backward: Callable[[Any], None] = no_graph
         # Names of other parts' modules that each part uses.
         self.shared_modules = {part.name: tuple(part.shares) for part in parts}
         self.runner: StageRunner = run_in_turn
@@ -122,7 +129,14 @@ class PipelineModule(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # What drives the model in a step stays where it is: a copy is a model that runs alone.
-        return vars(self) | {"driver": run_alone, "before_part": at_once}
+        return vars(self) | {
+            "driver": run_alone,
+            "before_part": at_once,
+            "after_part": at_once,
+            "with_weights": nullcontext,
+            "before_stage": no_graph,
+            "after_backward": no_graph,
+        }
 
     def _has(self, name: str) -> bool:
         try:
@@ -196,11 +210,19 @@ class PipelineModule(nn.Module):
         return self.runner([self._ready(name, context) for name in self.parts_of(stage)], hidden)
 
     def _ready(self, name: str, context: Any) -> StagePart:
-        def run(hidden: Any) -> Any:
-            self.before_part(name)
-            return self.run_part(name, hidden, context)
-
+        run = self.between_hooks(name, lambda hidden: self.run_part(name, hidden, context))
         return StagePart(module=self.get_submodule(name), is_layer=name in self.layer_names, run=run)
+
+    def between_hooks(self, name: str, run: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """`run` of a part with `before_part` and `after_part` around it."""
+
+        def hooked(hidden: Any) -> Any:
+            self.before_part(name)
+            output = run(hidden)
+            self.after_part(name, output)
+            return output
+
+        return hooked
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The unsplit model's output, or, within a schedule, this stage's share of it: see `driver`."""
@@ -263,8 +285,12 @@ def _require_unshared(modules: Sequence[tuple[str, nn.Module]], stages: Sequence
                     )
 
 
-def at_once(part: str) -> None:
-    """Nothing to wait for."""
+def no_graph(value: Any) -> Any:
+    """Nothing follows what a stage runs."""
+
+
+def at_once(part: str, output: Any = None) -> None:
+    """Nothing to wait for, and nothing to free."""
 
 
 def _itself(module: nn.Module) -> nn.Module:

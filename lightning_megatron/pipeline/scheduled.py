@@ -48,6 +48,15 @@ class DataParallelHooks(Protocol):
         """A backward that was expected has run."""
         ...
 
+    def begin_graph(self, *, reaches: bool = False) -> Any:
+        """The forward of a microbatch through a stage is about to run, and its input takes gradients or not; the result
+        is handed to `end_graph`."""
+        ...
+
+    def end_graph(self, graph: Any) -> None:
+        """The backward of a microbatch has run through a stage; deferred gradients of weights may be missing."""
+        ...
+
     def expect(self, stage: int, parameters: Iterable[Tensor] | None = None) -> None:
         """The last backward of a stage is about to run; only the gradients of `parameters` miss, where given."""
         ...
@@ -73,6 +82,12 @@ class NoDataParallelHooks:
     def end_backward(self) -> None:
         """Nothing to do."""
 
+    def begin_graph(self, *, reaches: bool = False) -> Any:
+        """Nothing to do."""
+
+    def end_graph(self, graph: Any) -> None:
+        """Nothing to do."""
+
     def expect(self, stage: int, parameters: Iterable[Tensor] | None = None) -> None:
         """Nothing to do."""
 
@@ -92,9 +107,12 @@ _NO_HOOKS = NoDataParallelHooks()
 class _SavedStage:
     """State saved for the backward of one microbatch through one stage: leaves it ends at, and where it starts."""
 
-    def __init__(self, received: Payload | None, output: Payload | None, loss: Tensor | None) -> None:
+    def __init__(
+        self, received: Payload | None, output: Payload | None, loss: Tensor | None, graph: Any = None
+    ) -> None:
         self.received = received
         self.loss = loss
+        self.graph = graph
         # Edges and not tensors: once an output has been sent, only what autograd saved of it stays in memory.
         self.edges: dict[str, GradientEdge] = {
             name: get_gradient_edge(tensor) for name, tensor in named(output).items() if tensor.requires_grad
@@ -186,6 +204,7 @@ class ScheduledCall:
             module.draws.first_sample, module.draws.call = self._first_samples[microbatch], 0
         output: Payload | None = None
         loss: Tensor | None = None
+        graph = self._data_parallel.begin_graph(reaches=stage > 0)
         self.is_in_step = True
         try:
             loss = self._enter_step(microbatch)
@@ -200,7 +219,7 @@ class ScheduledCall:
                 self._require_no_weight_in(loss, self._output_nodes)
         # Nodes hold what was received, and its gradient, longer than the backward.
         self._output_nodes = None
-        self._saved[stage, microbatch] = _SavedStage(received, output, loss)
+        self._saved[stage, microbatch] = _SavedStage(received, output, loss, graph)
         return output
 
     def _require_end_of_step(self) -> None:
@@ -288,6 +307,7 @@ class ScheduledCall:
             elif saved.edges:
                 grads = named(grad)
                 torch.autograd.backward(list(saved.edges.values()), [grads[name] for name in saved.edges])
+        self._data_parallel.end_graph(saved.graph)
         return gradients_of(saved.received)
 
 

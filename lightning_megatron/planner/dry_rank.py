@@ -5,7 +5,7 @@ steps of the strategy between `configure_model` and the first training step run 
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from lightning_megatron.any_module.loss_count import mean_count
+from lightning_megatron.any_module.model_parts import ModuleParts
 from lightning_megatron.any_module.pipelined_modules import (
-    gather_parts_by,
     names_inside,
-    parameters_in_parts,
     pipelined_modules,
     plain_linears,
     stages_by_name,
@@ -35,6 +34,7 @@ from lightning_megatron.moe.config import MoEConfig
 from lightning_megatron.optim.data_parallel_comm import DataParallelComm
 from lightning_megatron.optim.gradients import Gradients
 from lightning_megatron.optim.master_weights import MasterWeights
+from lightning_megatron.optim.part_gathers import ModelParts, first_parts
 from lightning_megatron.pipeline import microbatches
 from lightning_megatron.pipeline.module import PipelineModule
 from lightning_megatron.pipeline.ragged import Ragged
@@ -68,6 +68,10 @@ class Trained(Protocol):
 
     def use_fp8(self, own: nn.Module, config: Fp8Config, mesh: Mesh, device: torch.device) -> TorchFp8Layers:
         """Lets the layers of the module `own` multiply in FP8."""
+        ...
+
+    def layers(self, own: nn.Module) -> Mapping[str, Sequence[str]]:
+        """Names of the layers of each network in the module `own` that is not pipelined, by the network's name."""
         ...
 
     def names_by_rank(self, own: nn.Module) -> list[list[str]]:
@@ -126,6 +130,7 @@ def build_rank(run: RunSettings, mesh: Mesh, new_group: NewGroup, device: torch.
     # Torch chooses foreach on a GPU.
     optimizer = AdamW(module.parameters(), foreach=True)
     config, low = run.optimizer, _LOW.get(run.precision)
+    parts = ModuleParts(module, trained.layers(module) if config.shards_parameters else {})
     gradients = Gradients(
         module.named_parameters(),
         names_inside(module),
@@ -137,12 +142,18 @@ def build_rank(run: RunSettings, mesh: Mesh, new_group: NewGroup, device: torch.
         dtype=_GRADIENTS.get(config.grad_dtype),
         low=low,
         names_by_rank=trained.names_by_rank(module),
+        part_of=first_parts(parts.parameters).get,
     )
     has_master_weights = config.shards_states or low is not None or config.grad_dtype != "auto"
     master_weights = MasterWeights(gradients, [optimizer]) if has_master_weights else None
-    dp_comm = DataParallelComm(gradients, master_weights, parameters_in_parts(module))
-    if config.overlap_param_gather:
-        gather_parts_by(module, dp_comm.gather_part)
+    sharded = None
+    if master_weights is not None and master_weights.sharded:
+        sharded = ModelParts.of(
+            master_weights.sharded, parts.parameters, parts.stages, parts.lasts, layers=parts.layers
+        )
+    dp_comm = DataParallelComm(gradients, master_weights, parts.parameters, parts=sharded)
+    if config.overlap_param_gather or sharded is not None:
+        parts.hook(dp_comm)
     if mesh.pp.size > 1 and spec_of(run.schedule.name).splits_backward:
         for linear in plain_linears(models):
             lend(linear)
@@ -377,6 +388,10 @@ class FullModel:
         """Lets the layers of the module `own` multiply in FP8."""
         models = {name: (model, model.part_names) for name, model in pipelined_modules(own).items()}
         return use_torch(models, config, tp=mesh.tp, replicas=mesh.axis("dp+cp"), pp=mesh.pp, device=device)
+
+    def layers(self, own: nn.Module) -> Mapping[str, Sequence[str]]:
+        """Nothing: the package's models are pipelined."""
+        return {}
 
     def names_by_rank(self, own: nn.Module) -> list[list[str]]:
         """Names of the parameters on each rank of pp, of which this one has the module `own`."""

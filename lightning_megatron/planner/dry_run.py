@@ -311,6 +311,8 @@ def name_tensors(tracker: MemoryTracker, own: Rank) -> None:
     """Names the tensors that are held from step to step."""
     gradients = own.gradients
     tracker.name("weights", (param.parameter.data for param in gradients.params))
+    if own.master_weights is not None:
+        tracker.name("weights", (one.gathered for one in own.master_weights.sharded))
     tracker.name("gradients", (one for bucket in gradients.buckets for one in bucket.held))
     tracker.name("master weights", (shard.tensor.data for shard in gradients.param_shards))
     tracker.name("moments", own.moments())

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
 from lightning_megatron.planner.activations import logit_bytes, recompute_bytes, stage_bytes
-from lightning_megatron.planner.model_parts import ModelPart, Stage, adapter_parameters, parameters_of
+from lightning_megatron.planner.model_parts import ModelPart, adapter_parameters, parameters_of
 from lightning_megatron.planner.pipeline_load import saved_by_chunk
 from lightning_megatron.planner.run import Run
 from lightning_megatron.planner.trainable import backward_part
@@ -88,7 +88,7 @@ def rank_memory(run: Run, rank: int) -> Memory:
     # Logits that are left while the head's weight has its gradient; a layer's comes after they are freed.
     matrix = cost.vocabulary_parameters(run.model, run.sizes)
     at_head = logits / 3 + matrix * run.bytes_per_element if logits else 0.0
-    buffers = max(at_head - logits, largest * run.bytes_per_element - logits, 0.0) + _buffers(run, stages)
+    buffers = max(at_head - logits, largest * run.bytes_per_element - logits, 0.0) + _buffers(run, rank)
     states = _states(run, parameters_of_rank(run, rank), trained_of_rank(run, rank))
     return with_overhead(Memory(**states, activations=activations + logits, buffers=buffers))
 
@@ -107,7 +107,7 @@ def _states(run: Run, held_by_kind: tuple[int, int], trained_by_kind: tuple[int,
     """Bytes that a rank holds from step to step, by kind, for its dense and its expert parameters, all and trained."""
     # AdamW has two moments.
     master, moments = run.stepped_bytes * run.is_mixed, 2 * run.stepped_bytes
-    sharding = run.framework.shards_weights
+    sharding = "always" if run.optimizer.shards_parameters else run.framework.shards_weights
     # Sharded weights are the master weights; low-precision ones are gathered for one layer at a time.
     low = 0 if sharding == "always" and master else run.bytes_per_element
     held = {"weights": 0.0, "gradients": 0.0, "master_weights": 0.0, "moments": 0.0}
@@ -124,8 +124,9 @@ def _states(run: Run, held_by_kind: tuple[int, int], trained_by_kind: tuple[int,
     return held
 
 
-def _buffers(run: Run, stages: tuple[Stage, ...]) -> float:
+def _buffers(run: Run, rank: int) -> float:
     """Bytes of workspaces, FP8 weights, and weights that are gathered for a layer."""
+    stages = run.stages[rank]
     parts = [(part, count) for stage in stages for part, count in stage.items()]
     held = {part: sum(parameters_of(part, run.model_parts, run.sizes)) for part, _ in parts}
     buffers = WORKSPACE_BYTES
@@ -135,8 +136,15 @@ def _buffers(run: Run, stages: tuple[Stage, ...]) -> float:
         buffers += 2 * with_scales * sum(held[part] * count for part, count in parts if part.layer is not None)
     if run.optimizer.shards_gradients:
         # A bucket whose reduction is in flight, and the one that fills.
-        of_bucket = max(run.optimizer.bucket_size, *held.values())
+        # Buckets of sharded weights have those of one part.
+        of_bucket = max(held.values())
+        if not run.optimizer.shards_parameters:
+            of_bucket = max(run.optimizer.bucket_size, of_bucket)
         buffers += run.gradient_bytes * min(2 * of_bucket, sum(held[part] * count for part, count in parts))
+    if run.optimizer.shards_parameters:
+        # Weights of the current part and of the next one, or of all parts where a step keeps them.
+        whole = 2 * max(held.values()) if run.optimizer.reshard_after_forward else sum(parameters_of_rank(run, rank))
+        buffers += run.bytes_per_element * whole
     if run.framework.shards_weights == "always":
         # The current layer, the next one in flight, and the layer's gradients before they are scattered.
         buffers += 3 * run.bytes_per_element * max(held.values())

@@ -37,6 +37,7 @@ _PRODUCTS = {
 # The registry lacks products in place and by groups.
 _PRODUCTS |= {_ATEN.addmm_: flop_registry[_ATEN.addmm], _ATEN.baddbmm_: flop_registry[_ATEN.baddbmm]}
 _PRODUCTS |= {_ATEN._grouped_mm: lambda rows, weights, *_, **__: 2 * rows.numel() * weights.shape[-1]}
+_RESIZE = torch.ops.inductor.resize_storage_bytes_.default
 OTHERS = "activations and others"
 
 
@@ -153,6 +154,24 @@ class MemoryTracker(TorchDispatchMode):
         if self._watch is not None:
             self._watch.freed(key, size)
 
+    def _resized(self, tensor: Tensor) -> None:
+        """Counts a storage anew, whose memory was freed or allocated under its tensors."""
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, allocated_bytes(storage)
+        if tensor.device.type != self._type or key not in self._sizes:
+            return
+        change, self._sizes[key] = size - self._sizes[key], size
+        self._live_bytes += change
+        if (owner := self._owners.get(key)) is not None:
+            self.owned[owner] += change
+        if (kind := self._kinds.get(key)) is not None:
+            self._add_named(kind, change)
+        if self._watch is not None:
+            self._watch.freed(key, size - change)
+            self._watch.made(key, tensor, size)
+        if self._live_bytes > self._peak_bytes:
+            self._note_peak()
+
     def _add_named(self, kind: str, size: int) -> None:
         self._named = {**self._named, kind: self._named.get(kind, 0) + size}
 
@@ -165,6 +184,10 @@ class MemoryTracker(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is _RESIZE:
+            func(*args, **kwargs)
+            self._resized(args[0])
+            return None
         is_copied = func is _ATEN._to_copy.default and getattr(kwargs.get("device"), "type", "meta") != "meta"
         if (is_copied or func is _ATEN._local_scalar_dense.default) and (known := self._known(args[0])) is not None:
             args = (known, *args[1:])

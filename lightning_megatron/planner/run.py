@@ -248,6 +248,7 @@ def faults_of(run: RunSettings) -> list[str]:
         fp8=run.fp8,
         precision=run.precision,
         context=run.context,
+        optimizer=run.optimizer,
     )
     if isinstance(run, Run):
         if run.trained.lora is not None and run.fp8 is not None and run.fp8.engine == "transformer_engine":

@@ -357,7 +357,13 @@ def _data_parallel_seconds(
         is_early = each or (run.optimizer.overlap_grad_reduce and run.num_accumulated == 1)
         scatter *= max(run.num_microbatches, 1) if each else 1
         waited += _unhidden(scatter, backward, is_early, constants)
-        waited += _unhidden(gather, forward, run.optimizer.overlap_param_gather, constants)
+        if run.optimizer.shards_parameters and run.optimizer.reshard_after_forward:
+            # One part ahead, before each forward and each backward.
+            passes = _unhidden(gather, forward, True, constants) + _unhidden(gather, backward, True, constants)
+            waited += run.num_accumulated * run.num_microbatches * passes
+        else:
+            is_hidden = run.optimizer.overlap_param_gather or run.optimizer.shards_parameters
+            waited += _unhidden(gather, forward, is_hidden, constants)
     step_bytes = _STEP_NUMBERS * run.stepped_bytes + _LOW_BYTES * run.is_mixed
     return waited, constants.traffic * step_bytes * stepped / gpu.memory_bytes_per_second
 

@@ -8,6 +8,7 @@ from lightning_megatron.context.balance import DynamicContextConfig, group_sizes
 from lightning_megatron.context.config import ContextConfig
 from lightning_megatron.mesh import Sizes
 from lightning_megatron.models import BertConfig, GPTConfig, LlavaConfig, T5Config
+from lightning_megatron.optim.config import OptimizerConfig
 from lightning_megatron.pipeline.layout import layout_faults as stage_faults
 from lightning_megatron.pipeline.registry import schedule_faults, spec_of
 from lightning_megatron.pipeline.schedule_spec import Schedule
@@ -60,6 +61,8 @@ class Facts:
     """Communication of attention under context parallelism."""
     dynamic_context: DynamicContextConfig | None = None
     """Dynamic context parallelism: how microbatches are packed and sharded; None: not used."""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """Sharding over data-parallel ranks."""
 
 
 def faults(facts: Facts) -> list[str]:
@@ -432,6 +435,23 @@ def _kernels(facts: Facts) -> list[str]:
     return faults
 
 
+def _sharded_parameters(facts: Facts) -> list[str]:
+    if not facts.optimizer.shards_parameters:
+        return []
+    option, faults = f"optimizer kind ({facts.optimizer.kind!r})", []
+    if facts.fp8 is not None:
+        faults.append(
+            f"{option} frees the weights of a layer after each use, and with fp8 each rank holds them cast to float8 "
+            'through a step; use kind "distributed_gradients", or leave fp8 out'
+        )
+    if facts.kernels.compile_layers:
+        faults.append(
+            f"{option} gathers weights by hooks that compile_layers of KernelConfig was not tried with; use kind "
+            '"distributed_gradients", or leave compile_layers out'
+        )
+    return faults
+
+
 _RULES: tuple[Callable[[Facts], list[str]], ...] = (
     _sizes,
     _microbatches,
@@ -448,4 +468,5 @@ _RULES: tuple[Callable[[Facts], list[str]], ...] = (
     _fp8,
     _tp_overlap,
     _kernels,
+    _sharded_parameters,
 )

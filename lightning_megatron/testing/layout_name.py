@@ -17,13 +17,18 @@ from lightning_megatron.trainer.strategy import MegatronStrategy
 
 WORDS = {
     "sp": "sequence parallelism",
+    "zero3": "the distributed optimizer with sharded gradients and parameters",
     "zero2": "the distributed optimizer with sharded gradients",
     "zero": "the distributed optimizer",
     "collective": "collective mode",
 }
 """Words of a name that are no size, and what each is."""
 
-_KINDS: dict[str, OptimizerKind] = {"zero2": "distributed_gradients", "zero": "distributed"}
+_KINDS: dict[str, OptimizerKind] = {
+    "zero3": "distributed_parameters",
+    "zero2": "distributed_gradients",
+    "zero": "distributed",
+}
 
 MOST_RANKS = 8
 """Ranks of a layout, each a process of this machine."""

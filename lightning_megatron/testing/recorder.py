@@ -5,6 +5,7 @@ that hooks see on the parameters.
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import lightning.pytorch as pl
@@ -31,6 +32,7 @@ from lightning_megatron.testing.quantities import (
     VALIDATION,
     WEIGHTS,
 )
+from lightning_megatron.trainer.checkpointing.contents import MasterSlots
 from lightning_megatron.trainer.strategy import MegatronStrategy
 
 Parts = list[tuple[str, Tensor, Box]]
@@ -94,7 +96,7 @@ class Recorder(pl.Callback):
             # A metric keeps the dtype in which it was made, whatever becomes of the module.
             for metric in (child for child in pl_module.modules() if isinstance(child, Metric)):
                 metric.set_dtype(torch.float64)
-        self._sink.tensors(INITIAL, 0, weights_of(pl_module) + buffers_of(pl_module))
+        self._sink.tensors(INITIAL, 0, weights_of(trainer, pl_module) + buffers_of(pl_module))
         self._begin(trainer, pl_module)
 
     def on_train_batch_start(
@@ -148,7 +150,7 @@ class Recorder(pl.Callback):
         """Looks at what the last step left, once all hooks behind it have run."""
         if self._step:
             self._sink.tensors(BUFFERS, self._step, buffers_of(module))
-            self._sink.tensors(WEIGHTS, self._step, weights_of(module))
+            self._sink.tensors(WEIGHTS, self._step, weights_of(module.trainer, module))
 
 
 def _metrics(trainer: pl.Trainer) -> dict[str, float]:
@@ -171,9 +173,15 @@ def _own_parts(name: str, tensor: Tensor, holder: Tensor) -> Parts:
     return [(name, piece.tensor.clone(), piece.box) for piece in Piece.all_like(holder, dense)]
 
 
-def weights_of(module: nn.Module) -> Parts:
+def weights_of(trainer: pl.Trainer, module: nn.Module) -> Parts:
     """A copy of what this rank holds of each parameter."""
-    return [part for name, p in module.named_parameters() if not is_lazy(p) for part in _own_parts(name, p, p)]
+    slots = MasterSlots()
+    if isinstance(trainer.strategy, MegatronStrategy):
+        slots = MasterSlots.of(trainer.strategy.steps.dp_comm)
+    named = [(name, p) for name, p in module.named_parameters() if not is_lazy(p) and name not in slots.sharded]
+    parts = [part for name, p in named for part in _own_parts(name, p, p)]
+    shards = [(tensor.detach(), slot) for tensor, slot in slots.slots.items() if slot.name in slots.sharded]
+    return parts + [(slot.name, one.tensor.clone(), one.box) for tensor, slot in shards for one in slot.pieces(tensor)]
 
 
 def gradients_of(module: nn.Module) -> Parts:
@@ -234,9 +242,11 @@ def turn_off_dropout(module: nn.Module) -> list[str]:
     return [name for name, _ in found]
 
 
-def load_parts(module: nn.Module, full: Mapping[str, Tensor]) -> None:
+def load_parts(full: Mapping[str, Tensor], trainer: pl.Trainer, module: nn.Module) -> None:
     """Gives the module this rank's parts of whole tensors."""
-    with torch.no_grad():
+    strategy = trainer.strategy
+    writable = strategy.steps.dp_comm.whole_weights if isinstance(strategy, MegatronStrategy) else nullcontext
+    with torch.no_grad(), writable():
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
             if name in full and not is_lazy(tensor):
                 shard = shard_of(tensor)

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -284,7 +285,7 @@ def _is_random(
     """Whether the first loss depends on the seed, with one device's initial weights."""
     wanted = reference.numbers.get((LOSS, 1), {})
     full = reference.tensors[INITIAL, 0]
-    settings = {"precision": precision, "seed": SEED + 1, "begin": lambda _, module: load_parts(module, full)}
+    settings = {"precision": precision, "seed": SEED + 1, "begin": partial(load_parts, full)}
     found = _on_one_device(plan, [batch], validated, **settings)[2].numbers.get((LOSS, 1), {})
     return any(abs(found[name] - wanted[name]) > 1e-6 * abs(wanted[name]) for name in found.keys() & wanted.keys())
 
@@ -306,7 +307,7 @@ def run_rank(plan: Plan, layout: Layout, precision: str, place: Place) -> RankRe
                 place=place,
                 dp_rank=dp_rank,
                 dp_size=layout.dp,
-                begin=lambda _, module: load_parts(module, full),
+                begin=partial(load_parts, full),
             ).run(_made(plan), batches, validated, sink)
         except (Exception, SystemExit) as raised:
             error = raised

@@ -20,7 +20,7 @@ from lightning_megatron.comm.async_collectives import no_op
 from lightning_megatron.mesh import Mesh, reset_ambient_mesh
 from lightning_megatron.optim.data_parallel_comm import DataParallelComm
 from lightning_megatron.optim.replica_check import DifferingCopiesError, bullet_list, differing_copies
-from lightning_megatron.pipeline.module import at_once, run_alone
+from lightning_megatron.pipeline.module import run_alone
 from lightning_megatron.tensor import weight_gradients
 from lightning_megatron.tensor.weight_gradients import WeightGradients
 from lightning_megatron.tensor.whole_linear import WholeLinear, take_back
@@ -140,7 +140,7 @@ class ActiveRun:
         mesh = self.connections.mesh
         if self.dp_comm is None or mesh.world.size == 1:
             return
-        self.dp_comm.gather_all()
+        self.dp_comm.synchronize()
         if lines := differing_copies(self.dp_comm.gradients, mesh):
             raise DifferingCopiesError(
                 f"weights that several ranks hold differ after step {step}:\n{bullet_list(lines)}\na hook or a callback"
@@ -191,7 +191,7 @@ class ActiveRun:
         reset_ambient_mesh(self.ambient)
         if module is not None:
             for pipelined in pipelined_modules(module).values():
-                pipelined.driver, pipelined.before_part = run_alone, at_once
+                pipelined.driver = run_alone
             # The layers held on to the last fit's gradients.
             weight_gradients.share(module, WeightGradients())
             while self.lent_linears:

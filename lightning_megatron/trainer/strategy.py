@@ -7,7 +7,7 @@ It wires the rooms together and answers Lightning's hooks: `run` holds what live
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -522,6 +522,7 @@ class MegatronStrategy(ParallelStrategy):
                 self.mesh,
                 self._groups.on_device,
                 self.root_device,
+                pipelined_models.plan_of(module, self.plan),
             )
             self._plugin.begin(
                 run.dp_comm,
@@ -533,8 +534,9 @@ class MegatronStrategy(ParallelStrategy):
             )
             if self.mesh.world.size > 1 and hooks:
                 run.gradient_check = HookCheck(run.dp_comm.gradients, hooks, GRADIENTS)
-            # A look at all weights after each step would wait for gathers that the next forward hides.
+            # A look at all weights after each step would wait for gathers that the next forward hides, or gather them.
             is_seen = self.mesh.world.size > 1 and not self.optimizer.overlap_param_gather
+            is_seen &= self.optimizer.gather_for_hooks
             if is_seen and (hooks := optimizers.weight_hooks(module)):
                 run.weight_check = HookCheck(run.dp_comm.gradients, hooks, WEIGHTS)
         self.setup_precision_plugin()
@@ -567,9 +569,10 @@ class MegatronStrategy(ParallelStrategy):
             model_checks.warn_of_late_readers([name for name in readers if name.endswith(".on_before_zero_grad")])
         prefetch = run.document_prefetch
         if prefetch is not None and prefetch.cost is None:
-            prefetch.cost = measured_cost.of_module(
-                module, prefetch.config, self.root_device, self._plugin.train_step_context
-            )
+            with nullcontext() if run.dp_comm is None else run.dp_comm.whole_weights():
+                prefetch.cost = measured_cost.of_module(
+                    module, prefetch.config, self.root_device, self._plugin.train_step_context
+                )
 
     def _make_document_prefetch(self, trainer: pl.Trainer, config: DynamicContextConfig) -> DynamicContext:
         routing = self._require_run().connections.document_routing
@@ -619,7 +622,9 @@ class MegatronStrategy(ParallelStrategy):
             return dataloader
         # Not those of the steps: Lightning's batch size finder sets up loaders in its hook `setup`, before them.
         linked = expert_replicas.linked_dp_ranks(self._require_module(), self.mesh)
-        if is_stream(dataloader) and not trainer.predicting:
+        # Outside of a fit all ranks have whole weights.
+        is_sharded = self.optimizer.shards_parameters and trainer.state.fn == TrainerFn.FITTING
+        if is_sharded or (is_stream(dataloader) and not trainer.predicting):
             return join_uneven(dataloader, self.mesh.dp, self.root_device, share_experts=linked.size > 1)
         return join_uneven(dataloader, linked, self.root_device)
 
@@ -873,6 +878,9 @@ class MegatronStrategy(ParallelStrategy):
             run.agree_to_load(str(checkpoint_path))
         pipelined_models.cut_late_networks(module, self.mesh, self.plan)
         model_checks.require_own_mesh(module, self.mesh)
+        if self._dp_comm is not None:
+            # What the checkpoint lacks stays as it is, and the rest is loaded into the module's own weights.
+            self._dp_comm.gather_all()
         if compute_dtype(str(self.precision_plugin.precision)) == torch.float64:
             # Lightning converts the module after this; what it has as float32 would be rounded to that.
             self.precision_plugin.convert_module(module)

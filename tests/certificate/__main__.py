@@ -114,6 +114,7 @@ def described(layout: Layout) -> str:
         (layout.clip is not None, f"clip {layout.clip}"),
         (layout.distributed, "distributed optimizer"),
         (layout.sharded, "distributed optimizer and gradients"),
+        (layout.params != "whole", f"distributed optimizer, gradients and parameters, {layout.params}"),
         (layout.overlap, "overlap"),
         (layout.rule.startswith("adamw"), "AdamW"),
         (layout.rule == "muon", "Muon"),

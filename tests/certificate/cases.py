@@ -16,6 +16,7 @@ from lightning_megatron.context.config import ContextConfig
 from lightning_megatron.models import BertConfig, GPTConfig, LlavaConfig, T5Config, VisionConfig
 from lightning_megatron.moe.capacity import ExpertCapacity
 from lightning_megatron.moe.config import AuxLoss, MoEConfig, RouterConfig
+from lightning_megatron.optim.config import OptimizerKind
 from lightning_megatron.pipeline.ragged import Ragged
 from lightning_megatron.pipeline.registry import ScheduleName
 from lightning_megatron.precision.kernels import KernelConfig
@@ -245,6 +246,8 @@ class Layout:
     """The optimizer."""
     sharded: bool = False
     """Gradients between backwards."""
+    params: Literal["whole", "gathered", "kept"] = "whole"
+    """Between their uses: all, or shards that are gathered for each use, or once a step."""
     overlap: bool = False
     """Of gradient sums with backward, and of weights with forward where the optimizer is distributed."""
     rule: Literal["sgd", "adamw", "adamw, 16 bits", "muon"] = "sgd"
@@ -259,6 +262,13 @@ class Layout:
     """Context parallelism: plans every step."""
     num_steps: int = NUM_STEPS
     kernels: KernelConfig = _KERNELS
+
+    @property
+    def optimizer_kind(self) -> OptimizerKind:
+        """What data-parallel ranks hold shards of."""
+        if self.params != "whole":
+            return "distributed_parameters"
+        return "distributed_gradients" if self.sharded else "distributed" if self.distributed else "replicated"
 
     @property
     def num_stages(self) -> int:
@@ -359,6 +369,22 @@ LAYOUTS = {
     "ZeRO-2 dp2 pp2 vp2": Layout(world=4, pp=2, vp=2, microbatches=4, sharded=True, rule="adamw"),
     "ZeRO-2 dp2 ZB-H1 pp2 overlap": Layout(world=4, pp=2, microbatches=3, schedule="zb_h1", sharded=True, overlap=True),
     "ZeRO-2 dp2 accumulate 2": Layout(world=2, microbatches=2, accumulate=2, sharded=True),
+    "ZeRO-3 dp4 AdamW clip 0.05": Layout(world=4, microbatches=2, params="gathered", rule="adamw", clip=0.05),
+    "ZeRO-3 dp2 tp2+sp": Layout(world=4, tp=2, sp=True, microbatches=2, params="gathered", overlap=True),
+    "ZeRO-3 dp2 pp2 vp2": Layout(world=4, pp=2, vp=2, microbatches=4, params="gathered", rule="adamw"),
+    "ZeRO-3 dp2 pp2 vp2 kept": Layout(world=4, pp=2, vp=2, microbatches=4, params="kept", rule="adamw"),
+    "ZeRO-3 dp2 ZB-H1 pp2 overlap": Layout(
+        world=4, pp=2, microbatches=3, schedule="zb_h1", params="gathered", overlap=True
+    ),
+    "ZeRO-3 dp2 ZB-V pp2": Layout(world=4, pp=2, vp=2, microbatches=4, schedule="zb_v", params="gathered"),
+    "ZeRO-3 dp2 pp2 collective": Layout(world=4, pp=2, microbatches=2, collective=True, params="gathered"),
+    "ZeRO-3 dp2 accumulate 2": Layout(world=2, microbatches=2, accumulate=2, params="gathered"),
+    "ZeRO-3 dp2 recompute full": Layout(
+        world=2,
+        microbatches=2,
+        params="gathered",
+        recompute=RecomputeConfig(granularity="full", num_layers=2),
+    ),
     "ZeRO dp2 accumulate 2": Layout(world=2, microbatches=2, accumulate=2, distributed=True, overlap=True),
     "Muon": Layout(world=1, rule="muon"),
     "Muon tp2": Layout(world=2, tp=2, rule="muon"),
@@ -370,6 +396,7 @@ LAYOUTS = {
     "Muon ZeRO dp2 ZB-H1 pp2": Layout(
         world=4, pp=2, microbatches=3, schedule="zb_h1", distributed=True, overlap=True, rule="muon"
     ),
+    "Muon ZeRO-3 dp2 tp2+sp": Layout(world=4, tp=2, sp=True, microbatches=2, params="gathered", rule="muon"),
     "Muon tp4 accumulate 2": Layout(world=4, tp=4, accumulate=2, rule="muon"),
     "cp2": Layout(world=2, cp=2),
     "cp2 all-gather": Layout(world=2, cp=2, context=_GATHER, microbatches=2),
@@ -418,6 +445,10 @@ LAYOUTS = {
     "Muon ep2 etp2": Layout(world=4, ep=2, etp=2, microbatches=3, rule="muon"),
     "Muon tp2+sp ep2": Layout(world=2, tp=2, sp=True, ep=2, microbatches=2, rule="muon"),
     "ZeRO-2 dp4 ep2": Layout(world=4, ep=2, microbatches=2, sharded=True, overlap=True),
+    "ZeRO-3 dp4 ep2": Layout(world=4, ep=2, microbatches=2, params="gathered", overlap=True),
+    "ZeRO-3 joint DualPipe-V pp2 ep2": Layout(
+        world=4, pp=2, vp=2, ep=2, microbatches=4, schedule="dualpipe_v", joint=True, params="gathered", overlap=True
+    ),
     "Muon ZeRO dp4 ep2 overlap": Layout(world=4, ep=2, microbatches=2, distributed=True, overlap=True, rule="muon"),
     "ep2 accumulate 2": Layout(world=2, ep=2, microbatches=2, accumulate=2),
     "pp2 ep2": Layout(world=4, pp=2, ep=2, microbatches=3),
@@ -445,13 +476,13 @@ LAYOUTS = {
 WITH_ENCODERS = (
     *("one", "one m3", "tp2", "tp2+sp", "pp2", "pp2 collective", "pp4 m4", "vp2 pp2", "dp2", "cp2", "cp4 all-gather"),
     *("cp2 tp2+sp all-to-all", "tp2+sp pp2 dp2", "tp2 pp2 dp2", "ZB-V pp2", "ZeRO dp2 AdamW overlap"),
-    *("recompute full, cp2 pp2", "Muon", "Muon tp2"),
+    *("recompute full, cp2 pp2", "Muon", "Muon tp2", "ZeRO-3 dp2 tp2+sp"),
 )
 # Rows that have models that see in addition.
 WITH_IMAGES = (
     *("one", "one m3", "tp2", "tp2+sp", "pp2", "pp2 collective", "pp4 m4", "vp2 pp2", "dp2", "cp2", "cp4"),
     *("tp2+sp pp2 dp2", "tp2 pp2 dp2", "ZeRO dp2 AdamW overlap", "ZB-H1 pp2", "recompute full, cp2 pp2", "Muon"),
-    "Muon tp2",
+    *("Muon tp2", "ZeRO-3 dp2 tp2+sp"),
 )
 # Rows that have models with experts in addition.
 WITH_EXPERTS = ("one", "one m3", "tp2", "tp2+sp", "pp2", "dp2", "cp2", "dynamic dp2 pp2", "Muon")
@@ -498,6 +529,7 @@ HALF_LAYOUTS = {
     "16 bits, tp2+sp": Layout(world=2, tp=2, sp=True, microbatches=2),
     "16 bits, pp2": Layout(world=2, pp=2, microbatches=3, rule="adamw, 16 bits"),
     "16 bits, ZeRO-2 dp2 pp2": Layout(world=4, pp=2, microbatches=2, sharded=True, rule="adamw, 16 bits"),
+    "16 bits, ZeRO-3 dp2 pp2": Layout(world=4, pp=2, microbatches=2, params="gathered", rule="adamw, 16 bits"),
     "16 bits, ZeRO dp2 tp2": Layout(world=4, tp=2, microbatches=2, distributed=True),
     "16 bits, ZeRO dp2 pp2 vp2": Layout(world=4, pp=2, vp=2, microbatches=4, distributed=True, rule="adamw, 16 bits"),
     "16 bits, cp2": Layout(world=2, cp=2, microbatches=2),

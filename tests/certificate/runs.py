@@ -375,10 +375,13 @@ def _fit(layout: Layout, module: Module, recorder: L.Callback, dtype: torch.dtyp
             overlap_expert_exchange=layout.joint,
         ),
         optimizer=OptimizerConfig(
-            kind="distributed_gradients" if layout.sharded else "distributed" if layout.distributed else "replicated",
+            kind=layout.optimizer_kind,
             overlap_grad_reduce=layout.overlap,
-            overlap_param_gather=layout.overlap and (layout.distributed or layout.sharded),
+            overlap_param_gather=layout.overlap and layout.optimizer_kind != "replicated",
             bucket_size=BUCKET_SIZE,
+            reshard_after_forward=layout.params != "kept",
+            # The recorders gather what they read.
+            gather_for_hooks=layout.params == "whole",
         ),
         recompute=layout.recompute,
         kernels=layout.kernels,
@@ -505,7 +508,9 @@ def _state_of(trainer: L.Trainer) -> dict[str, Tensor]:
     [optimizer] = trainer.optimizers
     [group] = optimizer.param_groups
     held = {"rate": torch.tensor(group["lr"])}
-    held |= {name: p.detach() for name, p in trainer.lightning_module.named_parameters()}
+    assert isinstance(trainer.strategy, MegatronStrategy)
+    with trainer.strategy.steps.dp_comm.whole_weights():
+        held |= {name: p.detach().clone() for name, p in trainer.lightning_module.named_parameters()}
     held |= dict(trainer.lightning_module.named_buffers())
     for place, stepped in enumerate(group["params"]):
         held[f"{place}"] = stepped.detach()

@@ -197,14 +197,16 @@ class Run:
             no_split=no_split,
         )
         self.main = MasterWeights(self.gradients, [self.optimizer]) if config.kind == "distributed" else None
-        self.dp_comm = DataParallelComm(self.gradients, self.main, self.named.values())
+        self.dp_comm = DataParallelComm(
+            self.gradients, self.main, {("model", name): [parameter] for name, parameter in self.named.items()}
+        )
         self.norms: list[float] = []
 
     def step(self, number: int) -> None:
         dp_comm, stage = self.dp_comm, self.mesh.pp.rank
         # As parts of a model do, each for its own.
-        for parameter in self.named.values():
-            dp_comm.gather_part([parameter])
+        for name in self.named:
+            dp_comm.enter_part(("model", name))
         self.gradients.free(dropped=False)
         dp_comm.begin_backwards()
         for microbatch, batch in enumerate(microbatches(number, stage)):

@@ -21,7 +21,8 @@ def test_all_faults_of_an_optimizer_config_are_reported_together() -> None:
         OptimizerConfig(**wrong)
     lines = str(error.value).splitlines()
     assert lines == [
-        "optimizer kind ('zero3') must be one of replicated, distributed, distributed_gradients",
+        "optimizer kind ('zero3') must be one of replicated, distributed, distributed_gradients, "
+        "distributed_parameters",
         "optimizer grad_dtype ('float16') must be one of auto, float32, bfloat16",
         "optimizer on_nonfinite ('warn') must be one of stop, skip, ignore",
         "optimizer update_scope ('matrix') must be one of auto, elementwise, parameter",
@@ -41,6 +42,14 @@ def test_weights_that_nobody_else_steps_are_not_gathered() -> None:
     with pytest.raises(ValueError, match=r"overlap_param_gather \(True\) needs a distributed kind"):
         OptimizerConfig(overlap_param_gather=True)
     assert OptimizerConfig(kind="distributed", overlap_param_gather=True).overlap_param_gather
+
+
+@pytest.mark.parametrize("field", ["reshard_after_forward", "gather_for_hooks"])
+def test_settings_of_sharded_parameters_act_with_those_alone(field: str) -> None:
+    with pytest.raises(ValueError, match=rf"{field} \(False\) acts with kind .distributed_parameters. alone"):
+        OptimizerConfig(kind="distributed_gradients", **{field: False})  # type: ignore[arg-type]
+    sharded = OptimizerConfig(kind="distributed_parameters", **{field: False})  # type: ignore[arg-type]
+    assert sharded.shards_parameters and sharded.shards_gradients
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from lightning_megatron.optim.config import OptimizerConfig, OptimizerKind
 from lightning_megatron.optim.data_parallel_comm import DataParallelComm
 from lightning_megatron.optim.gradients import Gradients
 from lightning_megatron.optim.master_weights import MasterWeights
+from lightning_megatron.optim.part_gathers import ModelParts
 from tests.harness.ranks import run_on_ranks
 from tests.optim.test_gradients import group
 from tests.pipeline.meshes import make_mesh
@@ -29,7 +30,13 @@ class Steps:
         gradients = Gradients(self.named.items(), set(), mesh, group, CPU, config=config, low=low)
         has_master_weights = config.shards_states or low is not None
         self.master_weights = MasterWeights(gradients, [self.optimizer]) if has_master_weights else None
-        self.dp_comm = DataParallelComm(gradients, self.master_weights, [self.named["a"], self.named["b"]])
+        parts = {("", name): [self.named[name]] for name in "ab"}
+        sharded = [] if self.master_weights is None else self.master_weights.sharded
+        gathered = ModelParts.of(sharded, parts, [list(parts)], []) if sharded else None
+        # Hooks read weights after each step.
+        self.dp_comm = DataParallelComm(
+            gradients, self.master_weights, parts, parts=gathered, hooks_read=("late",) if sharded else ()
+        )
 
     def step(self) -> None:
         """Every weight falls by the sum of ones over the data-parallel ranks."""
@@ -58,7 +65,7 @@ def waits(overlaps: bool) -> list[Any]:
     steps = Steps(make_mesh(Sizes(world=2)), kind="distributed", overlap_param_gather=overlaps)
     steps.step()
     found: list[Any] = [steps.in_flight()]
-    steps.dp_comm.gather_part([steps.named["b"]])
+    steps.dp_comm.enter_part(("", "b"))
     found.append(steps.in_flight())
     steps.dp_comm.gather(0)
     found.append(steps.in_flight())
@@ -167,7 +174,7 @@ def test_without_master_weights_nothing_is_waited_for() -> None:
     steps.step()
     steps.dp_comm.gather_all()
     steps.dp_comm.gather(0)
-    steps.dp_comm.gather_part([steps.named["a"]])
+    steps.dp_comm.enter_part(("", "a"))
     assert steps.master_weights is None and steps.values() == [0, 1, 2]
 
 

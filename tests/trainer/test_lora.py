@@ -39,6 +39,7 @@ LAYOUTS = {
     "dp2": Layout(world=2),
     "ZeRO dp2 overlap": Layout(world=2, microbatches=2, distributed=True, overlap=True),
     "tp2 pp2": Layout(world=4, tp=2, pp=2, microbatches=3),
+    "ZeRO-3 dp2 tp2+sp": Layout(world=4, tp=2, sp=True, microbatches=2, params="gathered"),
     "recompute selective, tp2+sp": Layout(
         world=2,
         tp=2,
@@ -112,10 +113,12 @@ def fit(layout: Layout, variant: str) -> Outcome:
         virtual_pipeline_model_parallel_size=layout.vp,
         pipeline=PipelineConfig(schedule=layout.schedule),
         optimizer=OptimizerConfig(
-            kind="distributed" if layout.distributed else "replicated",
+            kind=layout.optimizer_kind,
             overlap_grad_reduce=layout.overlap,
             overlap_param_gather=layout.overlap,
             bucket_size=500,
+            # The recorder gathers what it reads.
+            gather_for_hooks=layout.params == "whole",
         ),
         recompute=layout.recompute,
         timeout_seconds=60,

@@ -37,6 +37,13 @@ class MasterSlots:
     """Slice of a parameter that each master weight is."""
     lowered: frozenset[str] = frozenset()
     """Names of the parameters that are narrower than their master weights, wherever those are."""
+    sharded: frozenset[str] = frozenset()
+    """Names of the parameters whose values are in master weights alone, wherever those are."""
+
+    @property
+    def saved(self) -> frozenset[str]:
+        """Names of the parameters in whose place their master weights are saved."""
+        return self.lowered | self.sharded
 
     @staticmethod
     def of(dp_comm: DataParallelComm) -> "MasterSlots":
@@ -45,9 +52,10 @@ class MasterSlots:
             return MasterSlots()
         slots: dict[Tensor, Slot] = {
             shard.tensor: Slot(shard.param.name, shard.param.parameter, shard.range.start, shard.range.end)
-            for shard in dp_comm.gradients.param_shards
+            for shard in (*dp_comm.gradients.param_shards, *dp_comm.master_weights.frozen_shards)
         }
-        return MasterSlots(slots, frozenset(dp_comm.master_weights.lowered_names()))
+        weights = dp_comm.master_weights
+        return MasterSlots(slots, frozenset(weights.lowered_names()), frozenset(weights.sharded_names()))
 
 
 @dataclass(frozen=True)
@@ -70,9 +78,9 @@ class Contents:
         Weights that have master weights are those.
         """
         live = live_of(module)
-        lowered = {s.name: (master, s) for master, s in master_slots.slots.items() if s.name in master_slots.lowered}
+        own = {s.name: (master, s) for master, s in master_slots.slots.items() if s.name in master_slots.saved}
         # A weight whose master weights are all on other data-parallel ranks is written by those.
-        elsewhere = master_slots.lowered - lowered.keys()
+        elsewhere = master_slots.saved - own.keys()
         pieces: dict[str, Piece | list[Piece]] = {}
         meta: dict[str, Any] = {}
         for key, value in checkpoint.items():
@@ -83,8 +91,8 @@ class Contents:
                 tensors = {name: tensor for name, tensor in value.items() if isinstance(tensor, Tensor)}
                 for name, tensor in tensors.items():
                     is_live = name in live and tensor.data_ptr() == live[name].data_ptr()
-                    if is_live and name in lowered:
-                        master, slot = lowered[name]
+                    if is_live and name in own:
+                        master, slot = own[name]
                         pieces[prefix + name] = slot.pieces(master)
                     elif not (is_live and name in elsewhere):
                         pieces[prefix + name] = Piece.all_like(live.get(name, tensor), tensor)

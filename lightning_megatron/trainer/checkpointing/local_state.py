@@ -134,7 +134,7 @@ class LocalState:
 
 def _master_weights(master_slots: MasterSlots) -> Iterator[tuple[str, Tensor]]:
     for master, slot in master_slots.slots.items():
-        if slot.name in master_slots.lowered:
+        if slot.name in master_slots.saved:
             yield f"master weights/{slot.name}", master
 
 

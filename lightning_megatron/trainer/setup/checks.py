@@ -115,6 +115,7 @@ def faults(trainer: pl.Trainer, arguments: tuple[Any, ...]) -> list[str]:
         precision=str(strategy.precision_plugin.precision),
         context=context,
         dynamic_context=strategy.dynamic_context,
+        optimizer=strategy.optimizer,
     )
     found += cross_config.faults(facts)
     found += trainer_faults(trainer)
@@ -143,6 +144,12 @@ def faults(trainer: pl.Trainer, arguments: tuple[Any, ...]) -> list[str]:
         found.append(f"kernel ('flex') of ContextConfig is one of CUDA, and this run is on {device}; use 'fused'")
     if strategy.root_device.type == "cuda":
         found += queue_faults(sizes.num_stages)
+    if strategy.checkpoint.local_folder and strategy.optimizer.shards_parameters:
+        found.append(
+            f"local_folder ({strategy.checkpoint.local_folder!r}) keeps what each rank holds of every weight, and with "
+            f'optimizer kind {strategy.optimizer.kind!r} that is no whole weight; use kind "distributed_gradients", or '
+            "leave local_folder out"
+        )
     found += compiler_faults(strategy.kernels, strategy.root_device)
     found += data.faults() if data is not None else []
     if trainer.training and trainer.checkpoint_callbacks and strategy.checkpoint.kind == "directory":

@@ -1,4 +1,4 @@
-"""Data-parallel ranks that share experts, and so make each model call together."""
+"""Data-parallel ranks that share experts or shards of weights, and so make each model call together."""
 
 from torch import nn
 
@@ -9,13 +9,18 @@ from lightning_megatron.transformer.moe import MoELayer
 
 
 def linked_dp_ranks(module: nn.Module, mesh: Mesh) -> Axis:
-    """Data-parallel ranks that make each model call together, as they share experts: all of dp, or this one alone.
+    """Data-parallel ranks that share experts: all of dp, or this one alone.
 
     Talks over pp.
     """
     sizes = mesh.sizes
     is_linked = has_experts(module, mesh) and sizes.cp * sizes.tp % (sizes.ep * sizes.etp) != 0
     return mesh.dp if is_linked else Axis.alone(mesh.global_rank)
+
+
+def calling_together(module: nn.Module, mesh: Mesh, *, shards_parameters: bool) -> Axis:
+    """Data-parallel ranks that make each model call together: all of dp, or this one alone. Talks over pp."""
+    return mesh.dp if shards_parameters else linked_dp_ranks(module, mesh)
 
 
 def needs_equal_shapes(module: nn.Module) -> bool:

@@ -91,7 +91,13 @@ def require_fitting(callbacks: Iterable[pl.Callback], config: OptimizerConfig, h
                 f"{name} looks for the model's parameters in the optimizer, which has master weights; use precision "
                 '32-true or bf16-true with OptimizerConfig(kind="replicated")'
             )
-        if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)) and config.overlap_param_gather:
+        is_averaging = isinstance(callback, (WeightAveraging, StochasticWeightAveraging))
+        if is_averaging and config.shards_parameters:
+            faults.append(
+                f"{name} holds and swaps all weights of a rank, and with optimizer kind {config.kind!r} a rank holds "
+                'parts of them; use kind "distributed_gradients"'
+            )
+        elif is_averaging and config.overlap_param_gather:
             faults.append(
                 f"{name} reads weights between a step and the next forward, while they are on their way; use "
                 "OptimizerConfig(overlap_param_gather=False)"

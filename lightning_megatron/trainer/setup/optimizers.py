@@ -7,27 +7,26 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_megatron.any_module.pipelined_modules import (
-    gather_parts_by,
-    names_inside,
-    parameters_in_parts,
-    pipelined_modules,
-    stages_by_name,
-)
+from lightning_megatron.any_module.model_parts import ModuleParts
+from lightning_megatron.any_module.pipelined_modules import names_inside, pipelined_modules, stages_by_name
+from lightning_megatron.any_module.plan import ModelPlan
 from lightning_megatron.comm import collectives
 from lightning_megatron.mesh import Mesh, NewGroup
 from lightning_megatron.optim.config import OptimizerConfig
-from lightning_megatron.optim.data_parallel_comm import DataParallelComm
+from lightning_megatron.optim.data_parallel_comm import DataParallelComm, HookTime
 from lightning_megatron.optim.gradients import Gradients
 from lightning_megatron.optim.hook_gradients import HookGradients
 from lightning_megatron.optim.master_weights import MasterWeights
+from lightning_megatron.optim.part_gathers import ModelParts, first_parts
 from lightning_megatron.optim.update_scope import is_elementwise
 from lightning_megatron.sharding import ShardedParameter
 from lightning_megatron.trainer.precision import MegatronPrecision
+from lightning_megatron.trainer.setup import pipelined_models
 
 # Packages whose hooks do the same on all ranks.
 _LIBRARIES = {__name__.partition(".")[0], "lightning", "pytorch_lightning"}
@@ -48,12 +47,14 @@ def make_data_parallel_comm(
     mesh: Mesh,
     new_group: NewGroup,
     device: torch.device,
+    plan: ModelPlan,
 ) -> DataParallelComm:
     """Buckets for the gradients and, where configured, master weights in place of the optimizers' parameters.
 
     Collective over pp and the world, as `Gradients` is.
     """
     stepping = list(optimizers)
+    parts = ModuleParts(module, pipelined_models.layers_of_networks(module, plan) if config.shards_parameters else {})
     gradients = Gradients(
         module.named_parameters(),
         names_inside(module),
@@ -65,17 +66,23 @@ def make_data_parallel_comm(
         dtype=plugin.gradient_dtype(config),
         no_split=not all(is_elementwise(optimizer, config.update_scope) for optimizer in stepping),
         low=plugin.low_dtype(),
+        part_of=first_parts(parts.parameters).get,
+        kept=[parameter for one in stepping for group in one.param_groups for parameter in group["params"]],
     )
-    master_weights, hook_gradients = None, None
+    master_weights, hook_gradients, sharded = None, None, None
     if has_master_weights(config, plugin):
         master_weights = MasterWeights(gradients, stepping)
         is_read = gradient_hooks(module, stepping) or late_gradient_readers(module, stepping)
         hook_gradients = HookGradients(gradients) if is_read else None
+        if master_weights.sharded:
+            sharded = ModelParts.of(
+                master_weights.sharded, parts.parameters, parts.stages, parts.lasts, layers=parts.layers
+            )
     choose_foreach(stepping, device)
-    parts = parameters_in_parts(module)
-    dp_comm = DataParallelComm(gradients, master_weights, parts, hook_gradients)
-    if config.overlap_param_gather:
-        gather_parts_by(module, dp_comm.gather_part)
+    hooks_read = weight_readers(module) if sharded is not None and config.gather_for_hooks else ()
+    dp_comm = DataParallelComm(gradients, master_weights, parts.parameters, hook_gradients, sharded, hooks_read)
+    if config.overlap_param_gather or sharded is not None:
+        dp_comm.remove_hooks = parts.hook(dp_comm)
     return dp_comm
 
 
@@ -121,6 +128,22 @@ def weight_hooks(module: pl.LightningModule) -> list[str]:
     loops = [f"on_{loop}_{end}" for loop in ("train_batch", "train_epoch", "validation") for end in ("start", "end")]
     hooks = (*loops, "on_validation_epoch_end", "on_before_zero_grad", "on_after_backward")
     return _users(module, (*hooks, "optimizer_step"), (*hooks, "on_before_optimizer_step"))
+
+
+def weight_readers(module: pl.LightningModule) -> list[HookTime]:
+    """When a user's code in hooks of the module or of callbacks may read weights; a warning tells what that costs."""
+    early = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping", "optimizer_step")
+    loops = ("train_batch", "train_epoch", "train", "fit", "validation", "validation_epoch", "validation_batch")
+    between = [f"on_{loop}_{end}" for loop in loops for end in ("start", "end")]
+    late = (*between, "on_sanity_check_start", "on_sanity_check_end", "on_before_zero_grad", "on_save_checkpoint")
+    found: dict[HookTime, list[str]] = {"early": _users(module, early, early), "late": _users(module, late, late)}
+    if hooks := [name for names in found.values() for name in names]:
+        rank_zero_warn(
+            f"{', '.join(hooks)} may read weights: for these hooks all weights of a rank are gathered between steps, "
+            "where it would hold its shards alone. If they read none, say OptimizerConfig(gather_for_hooks=False)",
+            category=UserWarning,
+        )
+    return [when for when, names in found.items() if names]
 
 
 def _users(module: pl.LightningModule, of_module: Sequence[str], of_callbacks: Sequence[str]) -> list[str]:
@@ -190,6 +213,7 @@ def release(dp_comm: DataParallelComm, *, is_interrupted: bool) -> None:
     had in training.
     """
     if dp_comm.has_shards and is_interrupted:
+        dp_comm.remove_hooks()
         dp_comm.gradients.release()
     else:
         dp_comm.release()

@@ -161,14 +161,21 @@ def cut_axes(module: pl.LightningModule, plan: ModelPlan, sizes: Sizes) -> set[s
     return found
 
 
-def _layered(
-    module: pl.LightningModule, num_stages: int, plan: ModelPlan
-) -> dict[str, tuple[tuple[str, ...], tuple[int, ...]]]:
+def _layered(module: nn.Module, num_stages: int, plan: ModelPlan) -> dict[str, tuple[tuple[str, ...], tuple[int, ...]]]:
     """What `plan.layers_in` says of each child of the module that has a layer for each of so many stages, by name."""
     # Nothing calls a list as one network: the step calls what is in it.
     networks = {name: child for name, child in module.named_children() if not isinstance(child, _LISTS)}
     found = {name: plan.layers_in(name, child) for name, child in networks.items()}
     return {name: (layers, ends) for name, (layers, ends) in found.items() if len(layers) >= num_stages}
+
+
+def layers_of_networks(module: nn.Module, plan: ModelPlan) -> dict[str, tuple[str, ...]]:
+    """Names of the layers of each child of the module that is not pipelined, by the child's name; a list that steps
+    call from is its layers."""
+    networks = dict(module.named_children())
+    found = {name: layers for name, (layers, _) in _layered(module, 2, plan).items()}
+    found |= {name: tuple(child._modules) for name, child in networks.items() if isinstance(child, _LISTS)}
+    return {name: layers for name, layers in found.items() if not pipelined_modules(networks[name])}
 
 
 def _chains(module: pl.LightningModule, num_ranks: int) -> dict[str, nn.Sequential]:

@@ -1,7 +1,7 @@
 """Checks of what a user's training_step does that one device allows and ranks with parts of a model do not."""
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any
@@ -51,9 +51,9 @@ class LossCheck:
 
 class StateWatch:
     """Warns, once, of what a step in several parts of a global batch moves itself: buffers, and weights that are not
-    trained (a teacher's), of which the first step alone is looked at."""
+    trained (a teacher's), of which the first step alone is looked at. Those `left_out`, by name, are not."""
 
-    def __init__(self, module: nn.Module, mesh: Mesh) -> None:
+    def __init__(self, module: nn.Module, mesh: Mesh, left_out: Collection[str] = ()) -> None:
         self._mesh = mesh
         # Those of the package's own layers count what a whole step has seen.
         self._buffers = {
@@ -63,7 +63,8 @@ class StateWatch:
             and not isinstance(child, nn.modules.batchnorm._BatchNorm)
             for key, _ in child.named_buffers(recurse=False)
         }
-        self._frozen = {name: one for name, one in module.named_parameters() if not one.requires_grad}
+        frozen = {name: one for name, one in module.named_parameters() if not one.requires_grad}
+        self._frozen = {name: one for name, one in frozen.items() if name not in left_out}
 
     @contextmanager
     def watching(self, num_parts: int) -> Iterator[None]:

@@ -7,6 +7,7 @@ on the parameters.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -41,6 +42,8 @@ class StepGradients:
         self.weight_gradients = weight_gradients
         self.loss_scale = loss_scale
         self.step_hook: StepHook | None = None
+        self.graph: Any = None
+        """What the forward of the batch ran, where no schedule runs it."""
         self._device = device
         self._frees = not _are_gradients_in_use(trainer, module)
         self._trainer = trainer
@@ -74,6 +77,7 @@ class StepGradients:
         if num_batches == 1:
             self.dp_comm.begin_backwards()
         yield
+        self.dp_comm.end_passes()
         self._pending = gradients.take()
         gradients.add(aside)
 
@@ -109,9 +113,11 @@ class StepGradients:
             self.dp_comm.begin_backwards()
             self.dp_comm.expect(0)
         self._differentiate(loss, differentiate)
+        self.dp_comm.end_graph(self.graph)
         if self.dp_comm.expects_each:
             self.dp_comm.end_backward()
         self.dp_comm.complete(0)
+        self.dp_comm.end_passes()
         if reduce_now:
             self._reduce(outside_over_stages=False)
 
@@ -121,6 +127,8 @@ class StepGradients:
         self.dp_comm.free_gradients(dropped=False)
         before = gradients.take(copied=True)
         self._differentiate(loss, differentiate)
+        # The same step may run further backwards through what it ran.
+        self.dp_comm.end_graph(None)
         with hooked(self.step_hook, REDUCE):
             gradients.reduce(outside_over_stages=False, factor=self._factor)
         gradients.add(before)

@@ -88,7 +88,9 @@ class Steps:
         self._is_plain = mesh.world.size == 1 and not uses_schedule
         if faults := pipeline_faults(module, mesh.sizes, uses_schedule=uses_schedule):
             raise ConfigurationError(faults)
-        # Data-parallel ranks that make each model call together.
+        # Names of weights of which data-parallel ranks hold shards.
+        sharded = () if dp_comm is None or dp_comm.master_weights is None else dp_comm.master_weights.sharded_names()
+        # Data-parallel ranks that share experts.
         self.linked = expert_replicas.linked_dp_ranks(module, mesh)
         self._checks = BatchChecks(self.linked, needs_equal_shapes=expert_replicas.needs_equal_shapes(module))
         batches = StepBatches(
@@ -96,7 +98,7 @@ class Steps:
             mesh=mesh,
             device=device,
             cutting=cutting,
-            linked=self.linked,
+            linked=expert_replicas.calling_together(module, mesh, shards_parameters=bool(sharded)),
             checks=self._checks,
             prefetch=prefetch,
         )
@@ -117,7 +119,8 @@ class Steps:
         user_step.drive(self._driver)
         self._log = StepLog(module, mesh, device, log_dtype, tail_on_last_stage=False)
         self._loss_check = LossCheck(mesh.axis("pp+cp+tp"))
-        self._state_watch, self._hook_watch = StateWatch(module, mesh), HookWatch(module, mesh)
+        # A write to a sharded weight, which is elsewhere, fails by itself.
+        self._state_watch, self._hook_watch = StateWatch(module, mesh, sharded), HookWatch(module, mesh)
         own_ranks, looked_at = self._mesh.axis("pp+cp+tp").ranks, ("training_step", "validation_step", "test_step")
         self._row_checks = {name: RowCheck(module, own_ranks, name) for name in looked_at}
         self._scheduled: ScheduledStep | None = None
@@ -182,6 +185,7 @@ class Steps:
         self._check_batch("training_step", args)
         rows = self._user_step.begin_batch(args, self._driver)
         self.dp_comm.gather(0)
+        self.gradients.graph = self.dp_comm.begin_graph()
         if self._is_plain:
             with context():
                 return self._module.training_step(*args, **kwargs)
@@ -237,8 +241,10 @@ class Steps:
     def evaluate(self, name: str, context: Context, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Output of the user's validation, test or predict step, on every rank."""
         self._user_step.begin_evaluation()
-        if self._gradients is not None:
-            self.dp_comm.gather_all()
+        with nullcontext() if self._gradients is None else self.dp_comm.evaluating():
+            return self._evaluate(name, context, args, kwargs)
+
+    def _evaluate(self, name: str, context: Context, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._check_batch(name, args)
         rows = self._user_step.begin_batch(args, self._driver)
         step = getattr(self._module, name)

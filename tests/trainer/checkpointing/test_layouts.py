@@ -26,6 +26,7 @@ from tests.trainer.layouts import Layout, make_trainer, replica_of
 
 # Small buckets, so that a rank's share begins and ends within parameters.
 ZERO = OptimizerConfig(kind="distributed", bucket_size=700)
+ZERO_3 = OptimizerConfig(kind="distributed_parameters", bucket_size=700, gather_for_hooks=False)
 LAYOUTS = {
     "one": Layout(),
     "dp2": Layout(world=2),
@@ -37,6 +38,7 @@ LAYOUTS = {
     "zero dp2": Layout(world=2, optimizer=ZERO),
     "zero dp2 tp2": Layout(world=4, tp=2, sp=True, optimizer=ZERO),
     "zero dp2 pp2": Layout(world=4, pp=2, microbatches=2, optimizer=ZERO),
+    "zero 3 dp2 pp2": Layout(world=4, pp=2, microbatches=2, optimizer=ZERO_3),
 }
 # Dropout, because its masks must go on too; a vocabulary that two ranks pad and one does not.
 CONFIG = GPTConfig(
@@ -79,7 +81,7 @@ CASES = {
     "bf16-mixed, untied": Case(
         precision="bf16-mixed",
         config=replace(CONFIG, tie_embeddings=False),
-        layouts=("dp2", "pp2", "pp2 zb_v", "zero dp2", "zero dp2 pp2"),
+        layouts=("dp2", "pp2", "pp2 zb_v", "zero 3 dp2 pp2", "zero dp2 pp2"),
         tolerance=0.05,
         itemsize=4,
     ),

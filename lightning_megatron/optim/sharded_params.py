@@ -1,0 +1,122 @@
+"""Parameters of which each data-parallel rank holds a shard, and all of them only while they are used.
+
+The flat tensor of all stays one tensor whose storage is freed and filled again, as FSDP does it: what autograd saved
+of a parameter sees the values again once they are gathered. A parameter that is not gathered is NaN, in one element of
+memory: whoever reads one, reads what this rank does not have, and a write fails.
+Source: Rajbhandari et al., arXiv 1910.02054, section 5.3 (ZeRO, stage 3); Zhao et al., arXiv 2304.11277, section 4.2.
+"""
+
+from collections.abc import Hashable
+
+import torch
+from torch import Tensor, nn
+
+from lightning_megatron.comm import collectives
+from lightning_megatron.optim.bucket import FlatParams
+
+
+class ShardedParams:
+    """The parameters of a flat group, in `dtype` while they are gathered; this rank's shard keeps theirs of before.
+
+    They are gathered as long as anybody holds them.
+    """
+
+    @torch.no_grad()
+    def __init__(self, flat: FlatParams, dtype: torch.dtype) -> None:
+        self.flat = flat
+        parameters = [param.parameter for param in flat.members]
+        num_elements, own_dtype = flat.layout.num_elements, parameters[0].dtype
+        # Zeros, because gaps between parameters are gathered too.
+        self.shard = torch.zeros(num_elements // flat.shards.size, dtype=own_dtype, device=flat.device)
+        """This rank's shard [N/d], which the optimizer steps."""
+        for index, parameter in enumerate(parameters):
+            own = flat.own_range(index)
+            flat.part_of(self.shard, index).copy_(parameter.detach().reshape(-1)[own.start : own.end])
+        self.gathered = torch.empty(num_elements, dtype=dtype, device=flat.device)
+        """All parameters [N], with memory only while they are gathered."""
+        self._views: dict[nn.Parameter, Tensor] = {}
+        self._absent: dict[nn.Parameter, Tensor] = {}
+        nothing = torch.full((), torch.nan, dtype=dtype, device=flat.device)
+        for parameter, start in zip(parameters, flat.layout.starts, strict=True):
+            self._views[parameter] = self.gathered[start : start + parameter.numel()].view(parameter.shape)
+            self._absent[parameter] = nothing.expand(parameter.shape)
+        self._holders: set[Hashable] = set()
+        self._pending: collectives.Pending | None = None
+        self._is_gathered = True
+        self._free()
+
+    def hold(self, holder: Hashable) -> None:
+        """Starts to gather the parameters, unless they are there or on their way. Collective over the shards."""
+        self._holders.add(holder)
+        if not self._is_gathered:
+            self._gather()
+
+    @torch.no_grad()
+    def _gather(self) -> None:
+        _resize(self.gathered, self.gathered.numel() * self.gathered.element_size())
+        collectives.shard_slice(self.gathered, self.flat.shards).copy_(self.shard)
+        self._pending = collectives.all_gather_(self.gathered, self.flat.shards, wait=False)
+        self._is_gathered = True
+
+    def wait(self) -> None:
+        """Waits for the values of the parameters, which somebody holds."""
+        assert self._is_gathered, f"{self.flat.members[0].name} is used without being gathered"
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = None
+            for parameter, view in self._views.items():
+                parameter.data = view
+
+    def let_go(self, holder: Hashable) -> None:
+        """Frees the parameters where nobody else holds them."""
+        if holder in self._holders:
+            self._holders.remove(holder)
+            if not self._holders:
+                self._free()
+
+    def let_all_go(self) -> None:
+        """Frees the parameters, whoever holds them: the shards have changed."""
+        self._holders.clear()
+        self._free()
+
+    def _free(self) -> None:
+        if not self._is_gathered:
+            return
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = None
+        for parameter, absent in self._absent.items():
+            parameter.data = absent
+        _resize(self.gathered, 0)
+        self._is_gathered = False
+
+    @torch.no_grad()
+    def take_changed(self) -> None:
+        """Takes over parameters that were changed while they were gathered, as by a callback that clips."""
+        if not self._is_gathered or self._pending is not None:
+            return
+        now = collectives.shard_slice(self.gathered, self.flat.shards)
+        if now.dtype == self.shard.dtype:
+            self.shard.copy_(now)
+        else:
+            # NaN is not equal to itself and counts as unchanged.
+            is_same = (now == self.shard.to(now.dtype)) | now.isnan()
+            self.shard.copy_(torch.where(is_same, self.shard, now.to(self.shard.dtype)))
+
+    @torch.no_grad()
+    def release(self) -> None:
+        """Gives the parameters the values and the dtype of their shards, whole. Collective over the shards."""
+        self.let_all_go()
+        values = torch.empty(self.gathered.numel(), dtype=self.shard.dtype, device=self.flat.device)
+        collectives.shard_slice(values, self.flat.shards).copy_(self.shard)
+        collectives.all_gather_(values, self.flat.shards)
+        for param, start in zip(self.flat.members, self.flat.layout.starts, strict=True):
+            parameter = param.parameter
+            parameter.grad = None
+            parameter.grad_dtype = values.dtype
+            parameter.data = values[start : start + parameter.numel()].view(parameter.shape)
+
+
+def _resize(tensor: Tensor, num_bytes: int) -> None:
+    """Gives a tensor's storage so many bytes: an operation, which what counts memory sees."""
+    torch.ops.inductor.resize_storage_bytes_(tensor, num_bytes)
