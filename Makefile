@@ -59,6 +59,7 @@ suite: $(VENV)/.ready
 # other matrices of which `make test` runs a sample, whole.
 certificate: $(VENV)/.ready
 	$(BIN)/python -m tests.certificate --write docs/certificate.md
+	$(BIN)/python docs/site/certificate_picture.py
 	$(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --dist loadfile --whole -m matrix $(PYTEST_ARGS)
 
 # Trains every causal model of transformers as a tiny twin, unchanged, and writes the page.

@@ -175,8 +175,8 @@ def _transformer_engine() -> Any:
     except Exception as error:
         raise ImportError(
             "fp8 engine 'transformer_engine' needs Transformer Engine, which cannot be imported here "
-            f"({type(error).__name__}: {error}); on a machine with an NVIDIA GPU install the extra, "
-            "pip install 'lightning-megatron[fp8]', or use Fp8Config(engine='torch')"
+            f"({type(error).__name__}: {error}); on a machine with an NVIDIA GPU, CUDA's compiler and cuDNN install "
+            "the extra, pip install 'lightning-megatron[fp8]' --no-build-isolation, or use Fp8Config(engine='torch')"
         ) from error
     return transformer_engine
 

@@ -15,6 +15,8 @@ import lightning as L
 import pytest
 from torch.distributed import run as torchrun
 
+import lightning_megatron.lightning_modules
+import lightning_megatron.models
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.cli.main import command_line, main
 from lightning_megatron.lightning_modules import (
@@ -284,6 +286,8 @@ def known_options() -> set[str]:
     options = {"config", "print_config", "ckpt_path", "optimizer", "lr_scheduler"}
     # Those of a class of torch's.
     options |= {"optimizer.lr", "lr_scheduler.T_max"}
+    # An option of pip's.
+    options |= {"no-build-isolation"}
     # SLURM's: Lightning refuses tasks without it.
     options |= {"ntasks-per-node"}
     options |= {f"trainer.{name}" for name in parameters_of(L.Trainer)}
@@ -322,6 +326,33 @@ def test_every_option_exists(page: Path) -> None:
     commands = [block.text for block in blocks_of(page) if block.kind == "bash"] + spans_of(page)
     named = {option for command in commands for option in OPTION.findall(command)}
     assert named <= known_options(), named - known_options()
+
+
+# A class with named arguments, as in `OptimizerConfig(kind="distributed")`.
+CALLED = re.compile(r"\b([A-Z]\w+)\(([^()]*)")
+
+
+def unknown_arguments(span: str) -> list[str]:
+    """Arguments that a span gives to a class of the package and that the class does not have."""
+    packages = (lightning_megatron, lightning_megatron.models, lightning_megatron.lightning_modules)
+    found = []
+    for name, arguments in CALLED.findall(span):
+        kind = next((getattr(one, name) for one in packages if name in one.__all__), None)
+        known = parameters_of(kind) if isinstance(kind, type) else set()
+        given = re.findall(r"(?:^|[\s,(])(\w+)=", arguments)
+        found += [f"{name}({argument}=...)" for argument in given if known and argument not in known]
+    return found
+
+
+@each_page
+def test_every_argument_that_is_named_with_its_class_exists(page: Path) -> None:
+    faults = [fault for span in spans_of(page) for fault in unknown_arguments(span)]
+    assert not faults, faults
+
+
+def test_an_argument_that_is_not_there_is_found() -> None:
+    assert unknown_arguments('OptimizerConfig(kind="distributed", shards=2)') == ["OptimizerConfig(shards=...)"]
+    assert unknown_arguments("Trainer(precision=...)") == []
 
 
 def test_the_layout_table_names_every_argument_of_the_strategy() -> None:

@@ -83,6 +83,14 @@ def test_the_api_has_every_exported_name_with_its_docstring() -> None:
     assert "Elements of a gradient bucket, which is reduced in one message" in text
 
 
+def test_the_picture_of_the_certificate_is_that_of_its_page() -> None:
+    picture = part_of_site("certificate_picture")
+    page = (ROOT / "docs" / "certificate.md").read_text()
+    assert picture.TARGET.read_text() == picture.picture(page), "run python docs/site/certificate_picture.py"
+    # A cell outside of the tolerance is seen.
+    assert picture.colour("**3e-09**", 1e-10) == picture.OUTSIDE != picture.colour("3e-12", 1e-10)
+
+
 def test_the_page_of_errors_has_texts_as_the_package_says_them() -> None:
     text = part_of_site("errors").page()
     assert "overlap_param_gather (True) needs a distributed kind" in text
