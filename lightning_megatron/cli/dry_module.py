@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_megatron.any_module.cut_error import CutError
 from lightning_megatron.any_module.cut_experts import expert_modules, token_dispatchers
+from lightning_megatron.any_module.layer_list import layers_of
 from lightning_megatron.any_module.pipelined_modules import pipelined_modules
 from lightning_megatron.any_module.plan import ModelPlan
 from lightning_megatron.cli.usage import UsageError
@@ -102,6 +103,7 @@ class DryModule:
             trained=trained,
             # Ranks share all modules of experts alike.
             num_experts=gcd(*(one.num_experts for _, one in expert_modules(module))) or 1,
+            num_layers=max(len(layers_of(module)), 1),
         )
 
     def build(self, mesh: Mesh, device: torch.device) -> pl.LightningModule:

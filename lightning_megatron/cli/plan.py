@@ -62,6 +62,7 @@ example:  lightning-megatron plan llama3_70b --gpu h100 --num-gpus 64
           lightning-megatron plan module.py:MyModule --gpu h100 --num-gpus 8 --global-batch-size 32
           lightning-megatron plan --compare recipes/configs/bert_base.yaml recipes/configs/bert_large.yaml --gpu h100
 """
+_SHARED_SEQUENCES = "whether the model computes the same where ranks of cp share a sequence, only a run of it finds out"
 # Families with units for float8 that read no scales of blocks.
 _WITHOUT_BLOCK_SCALES = ("ada", "hopper")
 
@@ -247,6 +248,8 @@ def _search(
     if not found.confirmed:
         raise UsageError([_nothing_fits(run, gpu, found, is_free, measure)])
     best = found.confirmed[0].estimate
+    if size is not None and any(one.estimate.run.sizes.cp > 1 for one in found.confirmed):
+        notes.append(_SHARED_SEQUENCES)
     if options.out is not None:
         _draw(best, request, options.out)
     if options.json:

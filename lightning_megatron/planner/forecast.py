@@ -1,7 +1,8 @@
 """What a search expects of a layout before it measures it.
 
-Of the package's models closed forms tell it. Of any other model a layout is measured without recomputation, with one
-and with two samples a microbatch: what its ranks hold, multiply and send is a line in the number of samples.
+Of the package's models closed forms tell it. Of any other model a layout is measured without recomputation and with one
+chunk a rank, with one and with two samples a microbatch: what its ranks hold, multiply and send is a line in the number
+of samples, and chunks share what a rank saves of a microbatch.
 """
 
 from collections.abc import Iterable, Mapping
@@ -64,7 +65,7 @@ class FewSamples:
         is_full = run.recompute.granularity == "full"
         found = {}
         for rank in range(run.sizes.pp):
-            num_saved, each = sum(saved_by_chunk(run.schedule, rank)), Memory()
+            num_saved, each = sum(saved_by_chunk(run.schedule, rank)) / run.sizes.vp, Memory()
             for share, few in self._few(run):
                 memory = self._measured(few).memory[rank]
                 # A rank saves fewer microbatches where there are fewer.
@@ -83,13 +84,17 @@ class FewSamples:
             )
             if run.recompute.granularity == "full":
                 backward.add(forward)
+            for work in (forward, backward):
+                if sent := work.messages.get(("pp", "send")):
+                    work.messages["pp", "send"] = sent * run.sizes.vp
             ranks.append(RankWork(passes=(forward, backward), trained=one.trained, num_layers=one.num_layers))
         return measured_time(run, ranks, self._gpu, self._constants).total
 
     def _few(self, run: RunSettings) -> list[tuple[int, RunSettings]]:
         """The runs that are measured, and how often each counts."""
         number = run.micro_batch_size
-        one, two = (replace(run, micro_batch_size=few, recompute=RecomputeConfig()) for few in (1, 2))
+        plain = replace(run, sizes=replace(run.sizes, vp=1), recompute=RecomputeConfig())
+        one, two = (replace(plain, micro_batch_size=few) for few in (1, 2))
         return [(1, one)] if number == 1 else [(2 - number, one), (number - 1, two)]
 
     def _measured(self, run: RunSettings) -> Measured:

@@ -30,6 +30,8 @@ class ModelSize:
     """Number of parameters that a token uses, where it uses some of the experts; 0: all, or not known."""
     num_experts: int = 1
     """Number of experts that ranks may share, of a model that is not the package's; 1: none."""
+    num_layers: int = 1
+    """Number of layers that stages share, of a model that is not the package's."""
 
 
 def kind_name(model: Model) -> str:

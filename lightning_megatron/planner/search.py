@@ -282,31 +282,41 @@ def candidates(
             for (ep, etp), micro in product(folds, micros):
                 m = run.global_batch_size // (dp * micro)
                 for vp in chunks:
-                    # Groups of microbatches must be full.
-                    if vp > 1 and (pp == 1 or m % pp or pp * vp > num_layers):
+                    if vp > 1 and not _fills_groups(pp, vp, m, num_layers):
                         continue
                     sizes = Sizes(world=world, tp=tp, cp=cp, pp=pp, ep=ep, etp=etp, vp=vp, sequence_parallel=tp > 1)
                     yield _with_layout(run, sizes, micro)
 
 
 def few_candidates(run: RunSettings, gpu: Gpu, size: ModelSize) -> Iterator[RunSettings]:
-    """The layouts that a search tries for a model that is not the package's, each of which it measures: tensor sizes
-    within a node, all pipeline sizes, and expert sizes that divide the experts. Some may have errors. No sequence is
-    cut: whether a model can do without the other tokens, only its numbers tell."""
+    """The layouts that a search tries for a model that is not the package's: tensor sizes within a node, all pipeline
+    sizes and chunk counts that layers allow, context sizes where sequences are long, and expert sizes that divide the
+    experts. Some may have errors."""
     world = run.sizes.world
     tensors = [tp for tp in _powers(min(gpu.gpus_per_node, _MOST_TENSOR)) if world % tp == 0]
+    contexts = [cp for cp in _powers(world) if cp == 1 or run.lengths.sequence // cp >= _LEAST_TOKENS]
     experts = [ep for ep in range(1, size.num_experts + 1) if size.num_experts % ep == 0]
-    for tp, pp, ep in product(tensors, range(1, world + 1), experts):
+    for tp, pp, cp, ep in product(tensors, range(1, world + 1), contexts, experts):
         # Ranks of tp hold the same experts.
         etp = tp if ep > 1 else 1
-        if world % (tp * pp) or world % (pp * ep * etp):
+        if world % (tp * pp * cp) or world % (pp * ep * etp):
             continue
-        sizes = Sizes(world=world, tp=tp, pp=pp, ep=ep, etp=etp, sequence_parallel=tp > 1)
-        for micro in _MICRO_BATCHES:
-            if run.global_batch_size % (sizes.dp * micro) == 0:
-                yield replace(
-                    run, sizes=sizes, micro_batch_size=micro, schedule_name=None, group_size=0, is_overlapped=False
-                )
+        plain = Sizes(world=world, tp=tp, pp=pp, cp=cp, ep=ep, etp=etp, sequence_parallel=tp > 1)
+        for micro, vp in product(_MICRO_BATCHES, _CHUNKS):
+            is_in_groups = vp == 1 or _fills_groups(
+                pp, vp, run.global_batch_size // (plain.dp * micro), size.num_layers
+            )
+            if run.global_batch_size % (plain.dp * micro) or not is_in_groups:
+                continue
+            sizes = replace(plain, vp=vp, **context_fields(run.context, cp))
+            yield replace(
+                run, sizes=sizes, micro_batch_size=micro, schedule_name=None, group_size=0, is_overlapped=False
+            )
+
+
+def _fills_groups(pp: int, vp: int, num_microbatches: int, num_layers: int) -> bool:
+    """Whether groups of microbatches of stages with several chunks are full, and every chunk has a layer."""
+    return pp > 1 and num_microbatches % pp == 0 and pp * vp <= num_layers
 
 
 def _with_layout(run: Run, sizes: Sizes, micro: int) -> Run:

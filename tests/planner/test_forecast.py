@@ -51,6 +51,20 @@ def test_two_numbers_of_samples_tell_all_others(samples: int) -> None:
     assert noted.samples == ([1] if samples == 1 else [1, 2])
 
 
+@pytest.mark.parametrize("samples", [1, 4])
+def test_one_chunk_tells_of_several(samples: int) -> None:
+    run, noted = replace(RUN, sizes=replace(RUN.sizes, vp=2), micro_batch_size=samples), Noted()
+    forecast = FewSamples(noted, H100, fitted())
+    found, known = measured(run), forecast.memory(run)
+    assert forecast.seconds(run) == pytest.approx(measured_time(run, found.ranks, H100, fitted()).total, rel=0.02)
+    for rank, memory in enumerate(found.memory):
+        # The embedding and the head are on other ranks than they are with one chunk, or on chunks of their own.
+        assert known[rank].static == pytest.approx(memory.static, rel=0.01)
+        assert known[rank].total == pytest.approx(memory.total, rel=0.05)
+    forecast.seconds(replace(run, sizes=replace(run.sizes, vp=1)))
+    assert noted.samples == ([1] if samples == 1 else [1, 2])
+
+
 def test_full_recomputation_takes_at_least_the_memory_and_about_the_time_that_is_expected() -> None:
     run = replace(RUN, micro_batch_size=4, recompute=FULL)
     forecast, found = FewSamples(measured, H100, fitted()), measured(run)
