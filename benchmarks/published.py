@@ -31,6 +31,7 @@ from lightning_megatron.planner.framework_profile import (
     Hiding,
 )
 from lightning_megatron.planner.hardware import Gpu, gpu_of
+from lightning_megatron.planner.latent_attention import LatentAttention, LatentGPTConfig
 from lightning_megatron.planner.model_parts import Model, ModelParts, SequenceLengths, model_parts_of
 from lightning_megatron.planner.run import Run
 from lightning_megatron.precision.fp8 import Fp8Config
@@ -70,6 +71,7 @@ _KINDS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("Grok1", {**_LLAMA, "tie_embeddings": False}),
     ("Qwen3", {**_LLAMA, "tie_embeddings": False, "qk_norm": True, "head_dim": 128}),
     ("Qwen2-57B", {**_LLAMA, "tie_embeddings": False, "add_qkv_bias": True}),
+    ("DeepSeek-V3", {**_LLAMA, "tie_embeddings": False, "head_dim": 128, "latent": LatentAttention()}),
     ("GPT-OSS", {**_LLAMA, "tie_embeddings": False, "add_bias_linear": True, "head_dim": 64, "sliding_window": 128}),
     ("GPT", _GPT),
     ("MT-NLG", _GPT),
@@ -87,10 +89,14 @@ _EXPERTS = {
     "Qwen3-235B-A22B": (128, 8, 1536, 0),
     "Qwen2-57B-A14B": (64, 8, 2560, 20480),
     "GPT-OSS-120B": (128, 4, 2880, 0),
+    "DeepSeek-V3": (256, 8, 2048, 2048),
 }
 
+_SMALL, _LARGE = "Qwen3-30B-A3B", "Qwen3-235B-A22B"
+# Layers of DeepSeek-V3 before the first with experts.
+_FIRST_DENSE = 3
+
 _CANNOT_BUILD = {
-    "DeepSeek": "multi-latent attention, whose sizes the row does not state; the package has no such layer",
     "Nemotron-H": "layers of Mamba; the package has no such layer",
     "Nemotron_3": "layers of Mamba; the package has no such layer",
     "Llama4": "layers whose experts' sizes the row does not state",
@@ -173,8 +179,8 @@ def source_error(row: Row, field: str) -> str:
         return "its own formula on its own time gives 18.6 and 19.1 TFLOP/s where it prints 18.28 and 18.9"
     if row.get("task") in ("SFT", "LoRA") and is_speed:
         return "packed conversations whose lengths are not stated, and for LoRA no gradients of most weights"
-    if name == "DeepSeek-V3":
-        return "multi-latent attention"
+    if name == "DeepSeek-V3" and "MTP layer" in str(row.get("flops_def")) and is_speed:
+        return "counts a layer that predicts one token further, and its logits"
     return ""
 
 
@@ -204,6 +210,8 @@ def why_memory_is_unknown(row: Row) -> str:
         return "the row does not state the samples of a microbatch"
     if "LoRA" in str(row.get("task")):
         return "most weights are frozen, and have neither gradients nor moments"
+    if row["model"] == "DeepSeek-V3":
+        return "the closed form of activations is not that of multi-head latent attention"
     if row.get("fsdp") == "ZeRO-3":
         return "weights are gathered one matrix at a time, and saved inputs may lie on the host"
     if "op-level" in str(row.get("recompute")):
@@ -321,7 +329,7 @@ def _planned(row: Row, name: str) -> Planned | str:
         schedule_name=_schedule(str(row.get("schedule") or ""), vp),
         framework=framework,
     )
-    return Planned(run=run, gpu=gpu_of(GPUS[str(row["gpu_type"])]))
+    return Planned(run=_with_expert_settings(run, row), gpu=gpu_of(GPUS[str(row["gpu_type"])]))
 
 
 def _model(row: Row, name: str, *, is_materialised: bool) -> Model:
@@ -362,13 +370,37 @@ def _model(row: Row, name: str, *, is_materialised: bool) -> Model:
                 router=RouterConfig(num_experts=number, top_k=chosen),
                 ffn_hidden_size=width,
                 shared_expert_intermediate_size=shared,
+                layers=tuple(range(_FIRST_DENSE, int(row["layers"]))) if name == "DeepSeek-V3" else (),
             )
         }
     if "model_table" in str(row["source"]) or "README strong scaling" in str(row["source"]):
         kind = {**_GPT, "position": "rotary", "tie_embeddings": False}
     if name.startswith("GPT-OSS"):
         kind = kind | {"full_attention_layers": tuple(range(1, int(row["layers"]), 2))}
-    return GPTConfig(**{**sizes, **kind, **dropout})
+    return (LatentGPTConfig if "latent" in kind else GPTConfig)(**{**sizes, **kind, **dropout})
+
+
+def has_bridge_experts(row: Row) -> bool:
+    """Whether a row is of a model with experts in Megatron-Bridge."""
+    return "Megatron-Bridge" in str(row["source"]) and row["model"] in _EXPERTS
+
+
+def _with_expert_settings(run: Run, row: Row) -> Run:
+    """The run with the settings for experts that the release had, which the rows do not state: how tokens are
+    dispatched, and whether that overlaps compute.
+
+    Source: NVIDIA-NeMo/Megatron-Bridge, scripts/performance/configs at v0.2.0 and v0.3.0 (moe_flex_dispatcher_backend,
+    cuda_graph_scope, moe_a2a_overlap); rows before say whether tokens are dropped.
+    """
+    if not has_bridge_experts(row):
+        return run
+    name, gpu = str(row["model"]), str(row["gpu_type"])
+    drops = "tokendrop" in str(row.get("note"))
+    # Hybrid EP is for GPUs that NVLink joins over nodes, and for one model on B300.
+    is_hybrid = not drops and name != "GPT-OSS-120B" and (gpu in ("GB200", "GB300") or (gpu, name) == ("B300", _SMALL))
+    overlaps = not drops and name != "GPT-OSS-120B" and (gpu == "H100" or (gpu, name) == ("B300", _LARGE))
+    framework = replace(run.framework, captures_routing=is_hybrid, launches_experts=not (drops or is_hybrid))
+    return replace(run, framework=framework, is_overlapped=overlaps)
 
 
 def _stage_layout(layers: int, pp: int, vp: int) -> StageLayout:

@@ -83,6 +83,9 @@ class Constants:
     """Slowdown of compute by overlapped messages of weights and gradients, as a share of their time."""
     routing_seconds: float = 6.0e-4
     """Seconds of routing in a layer with experts."""
+    expert_seconds: float = 1.0e-4
+    """Least seconds of a forward or a backward for each expert of a rank that the host launches one by one; twice that
+    where forwards overlap backwards, whose layers are launched piece by piece."""
     step_seconds: float = 0.03
     """Seconds of a step outside of all other terms."""
     straggling: float = 0.004

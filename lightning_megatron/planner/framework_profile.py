@@ -48,6 +48,11 @@ class FrameworkProfile:
     """Whether each tp rank sends a shard of a hidden state to the next stage, which gathers it over tp."""
     recomputes: Recomputed = ""
     """Products of a layer that every backward recomputes."""
+    captures_routing: bool = False
+    """Whether routing and dispatch are few kernels that a CUDA graph launches, so that they take no time of their
+    own."""
+    launches_experts: bool = False
+    """Whether the host waits for the numbers of tokens of experts and then launches the casts and products of each."""
     bounds_gates: bool = False
     """Whether experts clamp the inputs of gates and add biases expert by expert, in kernels of their own."""
 

@@ -79,6 +79,8 @@ class LayerWork:
     """Layers that the host launches."""
     num_expert_layers: int = 0
     """Layers with experts that the host launches."""
+    num_experts: float = 0.0
+    """Experts of the rank in these layers."""
 
 
 @lru_cache(maxsize=65536)
@@ -147,7 +149,13 @@ def _layer(layer: Layer, sizes: Sizes, micro_batch: int, width: int) -> LayerWor
         return LayerWork()
     hidden, query = config.hidden_size, config.num_attention_heads * config.head_dim
     keys = config.num_query_groups * config.head_dim
+    values, outputs, narrow, gathered = keys, query, 0, hidden
     products = [(tokens, hidden, (query + 2 * keys) / tp), (tokens, query / tp, hidden)]
+    if layer.latent is not None:
+        latent, heads = layer.latent, config.num_attention_heads
+        query, keys, values = (heads * size for size in (latent.qk_head_dim, latent.qk_head_dim, latent.v_head_dim))
+        outputs, narrow, gathered = values, latent.narrow, latent.narrow
+        products = [(tokens / (sp if is_narrow else 1), m, n) for m, n, is_narrow in latent.products(hidden, heads, tp)]
     if layer.memory:
         memory = micro_batch * layer.memory_on(sizes)
         products += [(tokens, hidden, query / tp), (memory, hidden, 2 * keys / tp), (tokens, query / tp, hidden)]
@@ -155,6 +163,7 @@ def _layer(layer: Layer, sizes: Sizes, micro_batch: int, width: int) -> LayerWor
     norms = 3 if layer.memory else 2
     moved = tokens / sp * hidden * width * (5 + (config.hidden_dropout > 0)) * norms
     moved += ((config.position == "rotary") + config.qk_norm) * 2 * tokens * (query + keys) / tp * width
+    moved += 2 * tokens / sp * narrow * width
     own_flops, memory_flops = _attention(layer, streams, cp, tp)
     drops = config.attention_dropout > 0
     # Cross-attention always has a kernel.
@@ -166,7 +175,7 @@ def _layer(layer: Layer, sizes: Sizes, micro_batch: int, width: int) -> LayerWor
         grouped_pairs = streams * layer.sequence**2 * config.num_attention_heads / tp
     num_attention_products = len(products)
     # Inputs are cast before tp gathers them.
-    casts = tokens / sp * hidden + tokens * query / tp
+    casts = tokens / sp * (hidden + narrow) + tokens * outputs / tp
     if layer.memory:
         casts += (tokens + memory) / sp * hidden + tokens * query / tp
     grouped: list[tuple[float, float, float]] = []
@@ -228,9 +237,9 @@ def _layer(layer: Layer, sizes: Sizes, micro_batch: int, width: int) -> LayerWor
         num_pairs=pairs,
         num_grouped_pairs=grouped_pairs,
         cast_bytes=3 * casts,
-        tensor_bytes=num_gathers * tokens * hidden * width if tp > 1 else 0.0,
+        tensor_bytes=((num_gathers - 1) * hidden + gathered) * tokens * width if tp > 1 else 0.0,
         num_tensor_messages=num_gathers if tp > 1 else 0,
-        key_bytes=2 * tokens * keys / min(tp, config.num_query_groups) * width if cp > 1 else 0.0,
+        key_bytes=tokens * (keys + values) / min(tp, config.num_query_groups) * width if cp > 1 else 0.0,
         query_bytes=tokens * query / tp * width if cp > 1 else 0.0,
         expert_bytes=expert_bytes,
         expert_tensor_bytes=expert_tensor_bytes,
@@ -238,6 +247,7 @@ def _layer(layer: Layer, sizes: Sizes, micro_batch: int, width: int) -> LayerWor
         second_flops=2 * tokens * hidden * sum(singles[1::2]) / tp,
         num_layers=1,
         num_expert_layers=int(layer.has_experts),
+        num_experts=own if layer.has_experts else 0.0,
     )
 
 

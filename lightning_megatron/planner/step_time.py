@@ -220,6 +220,8 @@ def _part_passes(
     lowered = _CAST_BYTES * work.num_frozen / gpu.memory_bytes_per_second if run.is_mixed else 0.0
     adapters = (work.adapter_flops + constants.edge * work.adapter_edge_flops) / plain_rate
     least = constants.layer_seconds * work.num_layers
+    if run.framework.launches_experts:
+        least += constants.expert_seconds * work.num_experts * (2 if run.is_overlapped else 1)
     width = run.bytes_per_element
     scored = materialised + (_PAIR_NUMBERS * width + 1) * pairs + _GROUPED_PAIR_NUMBERS * grouped
     forward = max(product + flash + scored + moved + casts + lowered + adapters, least)
@@ -267,7 +269,8 @@ def _messages(run: Run, work: LayerWork, gpu: Gpu, constants: Constants) -> dict
         each = gather_seconds(width * work.tensor_bytes / work.num_tensor_messages, groups["tp"], gpu, constants)
         waited["tp"] = work.num_tensor_messages * each
     if work.num_expert_layers:
-        waited["ep"] = constants.routing_seconds + _expert_seconds(run, work, gpu, constants)
+        routing = 0.0 if run.framework.captures_routing else constants.routing_seconds
+        waited["ep"] = routing + _expert_seconds(run, work, gpu, constants)
     return waited
 
 
