@@ -41,6 +41,8 @@ class RoutedTokens:
     a call below 0."""
     is_packed: bool = False
     """Whether sequences are packed documents, so that data-parallel ranks may have different numbers of tokens."""
+    handle: Tensor | None = None
+    """Handle of these tokens and of the stream that they are of, for compiled code."""
 
     @property
     def is_counted(self) -> bool:

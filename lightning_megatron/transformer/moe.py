@@ -7,6 +7,7 @@ T tokens, H hidden.
 """
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +31,7 @@ from lightning_megatron.moe.token_dispatcher import (
 from lightning_megatron.sharding import Initial
 from lightning_megatron.tensor.linear import TokenKeys
 from lightning_megatron.transformer.config import TransformerConfig
+from lightning_megatron.transformer.uncompiled_experts import Uncompiled
 
 
 def share_yield_to_peer(module: nn.Module, yield_to_peer: YieldToPeer) -> None:
@@ -57,6 +59,7 @@ class MoELayer(nn.Module):
         self.config = moe
         # Ranks whose tokens meet in the same experts.
         self.num_sharing = experts.ep.size * experts.etp.size
+        self._uncompiled = Uncompiled(self)
         # Axis whose ranks hold the same tokens, of which each routes a part.
         self.split = tp if sp.size < tp.size else Axis.alone(tp.ranks[tp.rank])
         self.router = Router(moe.router, config.hidden_size, tp=tp, cut=tp, name=f"{name}.router", initial=initial)
@@ -87,10 +90,20 @@ class MoELayer(nn.Module):
                 sp=sp,
             )
 
-    # A compiler can trace neither sizes that are data nor messages in flight.
-    @torch.compiler.disable
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        # A copy is another layer.
+        self._uncompiled = Uncompiled(self)
+
     def forward(self, hidden_TH: Tensor, tokens: RoutedTokens, keys: TokenKeys | None = None) -> tuple[Tensor, Tensor]:
         """Output [T/sp, H] and auxiliary losses []; `keys` key the dropout of the shared expert's LoRA adapters."""
+        if torch.compiler.is_compiling():
+            assert tokens.handle is not None, "a model makes the tokens of its routers"
+            return self._uncompiled.run(hidden_TH, tokens.handle)
+        return self.mixed(hidden_TH, tokens, keys)
+
+    def mixed(self, hidden_TH: Tensor, tokens: RoutedTokens, keys: TokenKeys | None) -> tuple[Tensor, Tensor]:
+        """What `forward` returns."""
         self._check(tokens)
         own_TH = self._own(hidden_TH)
         routing = self.router(own_TH, tokens)

@@ -232,7 +232,7 @@ class Tokens:
             weights_T = part(means_BG.flatten().index_select(0, segments_T) if num else segments_T.double())
 
         length = -(-self.num_tokens // cut.size)
-        return RoutedTokens(
+        routed = RoutedTokens(
             is_real_T=part(self.flat_own((self._places_N != PADDING).unsqueeze(0))),
             num_real=self._num_real_before((cut.rank + 1) * length) - self._num_real_before(cut.rank * length),
             segments_T=part(segments_T),
@@ -244,6 +244,8 @@ class Tokens:
             call=call,
             is_packed=self.is_packed,
         )
+        # It holds others than those that it is a part of: they would hold each other for ever.
+        return replace(routed, handle=handle_of((routed, self)))
 
     def _num_real_before(self, place: int) -> int:
         """Number of tokens that are no padding before a place of the stream."""
