@@ -235,7 +235,13 @@ class SelfAttention(RecomputeLayer):
                 softcap=self.softcap,
                 sinks=self.sinks,
             )
-        elif not tokens.is_whole or bias is not None or self.softcap or self.sinks is not None:
+        elif (
+            not tokens.is_whole
+            or bias is not None
+            or self.softcap
+            or self.sinks is not None
+            or (self.dropout.is_active and tokens.context.kernel == "flex")
+        ):
             attended = self._attend_in_context(queries, keys, values, tokens, bias)
         elif self.dropout.is_active and "core_attention" in self.recomputed:
             attended = checkpoint(self._attend_dropping, queries, keys, values, tokens)

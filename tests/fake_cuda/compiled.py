@@ -23,7 +23,7 @@ from torch._inductor.scheduler import ExternKernelSchedulerNode, NopKernelSchedu
 from lightning_megatron import KernelConfig
 from lightning_megatron.any_module.plan import ModelPlan
 from lightning_megatron.comm import rng
-from lightning_megatron.mesh import Mesh
+from lightning_megatron.mesh import AttentionKernel, Mesh, Sizes
 from lightning_megatron.models import BertModel, GPTModel
 from lightning_megatron.trainer.setup.compiled_layers import compile_layers
 from tests.fake_cuda.cases import CASES
@@ -36,9 +36,12 @@ class Batches:
     """Two short batches, [rows, tokens], and the long one of a case."""
 
     model: Callable[..., Any]
+    case: str = ""
+    """Name of the case; none: its own."""
     short: tuple[int, int]
     longer: tuple[int, int]
     full: tuple[int, int]
+    kernel: AttentionKernel = "fused"
 
 
 COMPILED = {
@@ -46,6 +49,9 @@ COMPILED = {
     "GPT-2 124M": Batches(model=GPTModel, short=(1, 1024), longer=(2, 1024), full=(8, 1024)),
     # A single row makes other kernels.
     "GPT-2 124M, dropout 0.1": Batches(model=GPTModel, short=(2, 1024), longer=(3, 1024), full=(8, 1024)),
+    "GPT-2 124M, dropout 0.1, by FlexAttention": Batches(
+        model=GPTModel, case="GPT-2 124M, dropout 0.1", short=(2, 64), longer=(3, 64), full=(8, 1024), kernel="flex"
+    ),
     "BERT base": Batches(model=BertModel, short=(1, 512), longer=(2, 512), full=(16, 512)),
 }
 
@@ -66,7 +72,8 @@ class _Planned(BaseException):
 
 def compiled_cost(name: str) -> CompiledCost:
     """The cost of a layer of a case, of the long batch."""
-    batches, config = COMPILED[name], CASES[name].config(1)
+    batches = COMPILED[name]
+    config = CASES[batches.case or name].config(1)
     short, longer = (_planned(batches, config, rows, tokens) for rows, tokens in (batches.short, batches.longer))
     assert short.kernels == longer.kernels
     steps = (_size(batches.full) - _size(batches.short)) / (_size(batches.longer) - _size(batches.short))
@@ -102,7 +109,8 @@ def _planned(batches: Batches, of: Any, rows: int, tokens: int) -> CompiledCost:
 
     torch._dynamo.reset()
     with mock.patch.object(rng, "fill_normal_"):
-        model = batches.model(of, mesh=Mesh.single(), seed=0).train()
+        mesh = Mesh.imagine(0, Sizes(world=1, attention_kernel=batches.kernel))
+        model = batches.model(of, mesh=mesh, seed=0).train()
     config, batch = KernelConfig(compile_layers=True, compile_backend=BACKEND), torch.ones(rows, tokens).long()
     with (
         mock.patch.dict(registry._BACKENDS, {BACKEND: None}),

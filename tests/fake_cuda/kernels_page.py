@@ -42,6 +42,8 @@ What is left of it with `KernelConfig(compile_layers=True)`: the kernels that In
 write (`tests/fake_cuda/compiled.py`). They are planned for a CPU, without code and without a run, and extrapolated from
 short batches. For a GPU Inductor can make one kernel of a softmax and of what follows it, where it plans two or three
 here: what a GPU does was not measured. A mask of dropout is no kernel of its own any more, but drawn where it is used.
+By FlexAttention (`ContextConfig(kernel="flex")`) weights of attention are dropped within its kernel, and are nowhere
+laid out; what it reads and writes is attention's, and not in the table.
 """
 _COMPILED_HEAD = (
     "| model | kernels of a layer | the same compiled | GB of a layer | the same compiled |\n|---|--:|--:|--:|--:|"
@@ -65,7 +67,7 @@ def row_of(name: str, cost: Cost) -> str:
 def page_of(costs: dict[str, Cost], compiled: dict[str, CompiledCost]) -> str:
     """The page. Raises KeyError where a case is missing."""
     rows = [row_of(name, costs[name]) for name in CASES]
-    of_compiled = [compiled_row_of(name, costs[name], compiled[name]) for name in COMPILED]
+    of_compiled = [compiled_row_of(name, costs[one.case or name], compiled[name]) for name, one in COMPILED.items()]
     return "\n".join([_INTRODUCTION, _HEAD, *rows, _COMPILED, _COMPILED_HEAD, *of_compiled, ""])
 
 

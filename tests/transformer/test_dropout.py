@@ -5,9 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
+from torch.testing import assert_close
 
 from lightning_megatron.comm.rng import Draws
-from lightning_megatron.mesh import Mesh, Sizes
+from lightning_megatron.mesh import AttentionKernel, Mesh, Sizes
+from lightning_megatron.models import GPTConfig, GPTModel
+from lightning_megatron.transformer.attention import SelfAttention
 from lightning_megatron.transformer.config import TransformerConfig
 from lightning_megatron.transformer.dropout import AttentionDropout, Dropout, drop
 from lightning_megatron.transformer.position_cache import PositionCache
@@ -83,3 +86,28 @@ def test_nothing_is_dropped_in_evaluation_or_at_probability_zero() -> None:
     assert Dropout(0.5, "a").eval()(x, no_keys) is x
     assert Dropout(0.0, "a")(x, no_keys) is x
     assert AttentionDropout(0.5, "a", 0).eval()(x, no_keys) is x
+
+
+def test_rows_that_flex_attention_takes_drop_the_same_without_laying_weights_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = GPTConfig(
+        num_layers=1,
+        hidden_size=16,
+        num_attention_heads=2,
+        vocab_size=32,
+        max_sequence_length=8,
+        attention_dropout=0.5,
+    )
+    tokens = torch.arange(16).view(2, 8)
+
+    def found_with(kernel: AttentionKernel) -> list[Tensor]:
+        model = GPTModel(config, mesh=Mesh.imagine(0, Sizes(world=1, attention_kernel=kernel)), seed=0).double()
+        loss: Tensor = model(tokens, labels=tokens)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return [loss.detach(), *(x.grad for x in model.parameters() if x.grad is not None)]
+
+    wanted = found_with("fused")
+    monkeypatch.setattr(SelfAttention, "_attend_dropping", None)
+    for value, own in zip(found_with("flex"), wanted, strict=True):
+        assert_close(value, own, rtol=1e-11, atol=1e-13)
