@@ -65,13 +65,27 @@ def definition(module: str, name: str) -> Found:
     raise ValueError(f"{module} exports {name}, which no source defines")
 
 
+def spelled_out(annotation: str, module: str) -> str:
+    """An annotation with the choices of its alias, `Literal[...]`, in place of the alias's name."""
+    try:
+        found = definition(module, annotation.removesuffix(" | None"))
+    except ValueError:
+        return annotation
+    is_choice = isinstance(found.node, ast.Assign) and ast.unparse(found.node.value).startswith("Literal[")
+    return (
+        annotation.replace(annotation.removesuffix(" | None"), ast.unparse(found.node.value))
+        if is_choice
+        else annotation
+    )
+
+
 def page(package: str) -> str:
     """The page of a package: its docstring, and each of its exports in a directive of Sphinx's Python domain."""
     lines = [f"# {package}", "", _code_of_indented(ast.get_docstring(_tree(package)) or ""), ""]
     lines += [f"```{{py:module}} {package}", "```", ""]
     for name in exports(package):
         found = definition(package, name)
-        lines += [*_block(name, found.node), f"Defined in `{found.module.replace('.', '/')}.py`.", "", ":::::", ""]
+        lines += [*_block(name, found), f"Defined in `{found.module.replace('.', '/')}.py`.", "", ":::::", ""]
     return "\n".join(lines)
 
 
@@ -91,8 +105,9 @@ def write(folder: Path) -> None:
         (folder / f"{package}.md").write_text(page(package))
 
 
-def _block(name: str, node: ast.stmt) -> list[str]:
+def _block(name: str, found: Found) -> list[str]:
     """The open directive of a definition with what belongs to it; the caller closes it."""
+    node = found.node
     if isinstance(node, ast.FunctionDef):
         return [f":::::{{py:function}} {_signature(name, node)}", "", _doc(node), ""]
     if not isinstance(node, ast.ClassDef):
@@ -104,7 +119,10 @@ def _block(name: str, node: ast.stmt) -> list[str]:
         head = f"{name}(*, {', '.join(_parameter(field) for field in fields)})"
     lines = [f":::::{{py:class}} {head}", "", _doc(node), ""]
     for field, text in fields.items():
-        lines += [f"::::{{py:attribute}} {name}.{ast.unparse(field.target)}", f":type: {ast.unparse(field.annotation)}"]
+        lines += [
+            f"::::{{py:attribute}} {name}.{ast.unparse(field.target)}",
+            f":type: {spelled_out(ast.unparse(field.annotation), found.module)}",
+        ]
         if field.value is not None:
             lines.append(f":value: {ast.unparse(field.value)}")
         lines += ["", text, "", "::::", ""]

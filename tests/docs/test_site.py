@@ -80,6 +80,8 @@ def test_the_api_has_every_exported_name_with_its_docstring() -> None:
                 assert re.search(rf"^:::::\{{py:(class|function|data)\}} {name}\b", text, re.MULTILINE), (package, name)
     text = api.page("lightning_megatron")
     assert "tensor_model_parallel_size: int=1" in text
+    # The choices of an alias stand where its name does in the source.
+    assert ":type: Literal['sequence', 'microbatch', 'global']" in text
     assert "Elements of a gradient bucket, which is reduced in one message" in text
 
 
