@@ -6,7 +6,7 @@ from functools import partial
 from lightning_megatron.planner.estimate import Estimate
 from lightning_megatron.planner.hardware import GIGA, TERA
 from lightning_megatron.planner.memory import Memory
-from lightning_megatron.planner.report import layout_text
+from lightning_megatron.planner.report import exposed_text, layout_text
 
 
 def comparison_text(names: Sequence[str], found: Sequence[Estimate]) -> str:
@@ -22,7 +22,7 @@ def comparison_text(names: Sequence[str], found: Sequence[Estimate]) -> str:
         [],
         _numbers("step, s", found, lambda one: one.step_seconds, "{:.4g}"),
         _numbers("  compute", found, lambda one: one.time.compute, "{:.4g}"),
-        *(_numbers(f"  exposed {axis}", found, partial(_exposed, axis), "{:.4g}") for axis in axes),
+        *(_numbers(f"  {exposed_text(axis)}", found, partial(_exposed, axis), "{:.4g}") for axis in axes),
         _numbers("  bubble", found, lambda one: one.time.bubble, "{:.4g}"),
         _numbers("  optimizer", found, lambda one: one.time.optimizer, "{:.4g}"),
         _numbers("  other", found, lambda one: one.time.other, "{:.4g}"),

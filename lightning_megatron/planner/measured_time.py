@@ -15,7 +15,7 @@ from lightning_megatron.planner.framework_profile import OURS
 from lightning_megatron.planner.hardware import Gpu
 from lightning_megatron.planner.measured import RankWork
 from lightning_megatron.planner.run import RunSettings
-from lightning_megatron.planner.step_time import Pass, StepTime, composed
+from lightning_megatron.planner.step_time import ROUTING, Pass, StepTime, composed
 from lightning_megatron.planner.step_trace import Work
 
 # Data-parallel ranks send gradients and weights alone; the first microbatch gathers the weights.
@@ -38,7 +38,7 @@ def _passes(run: RunSettings, rank: RankWork, gpu: Gpu, constants: Constants) ->
     found: list[Pass] = []
     for work in rank.passes:
         exposed = _exposed(run, work, gpu, constants, is_backward=bool(found))
-        for axis, seconds in (("pp", hop), ("ep", routing)):
+        for axis, seconds in (("pp", hop), (ROUTING, routing)):
             if seconds:
                 exposed[axis] = exposed.get(axis, 0.0) + seconds
         found.append(Pass(compute=max(_kernel_seconds(run, work.counts, gpu, constants), least), exposed=exposed))
@@ -55,7 +55,8 @@ def _kernel_seconds(run: RunSettings, counts: Mapping[str, float], gpu: Gpu, con
         seconds += fp8_flops / fp8_rate
     share = constants.attention_share(gpu.family, "first" if plain == "full" else OURS.attention)
     seconds += counts.get("attention", 0) / (gpu.attention_flops(plain) * share)
-    return seconds + constants.traffic * counts.get("moved bytes", 0) / gpu.memory_bytes_per_second
+    # These bytes were counted, and are not the least that would do.
+    return seconds + counts.get("moved bytes", 0) / gpu.memory_bytes_per_second
 
 
 def _exposed(run: RunSettings, work: Work, gpu: Gpu, constants: Constants, *, is_backward: bool) -> dict[str, float]:

@@ -13,6 +13,7 @@ from lightning_megatron.planner.hardware import GIGA, TERA, Products
 from lightning_megatron.planner.model_size import ModelSize
 from lightning_megatron.planner.run import Run, RunSettings
 from lightning_megatron.planner.search import Found, Rejected
+from lightning_megatron.planner.step_time import ROUTING
 
 EXECUTED = "executed by this package"
 """Name of the FLOPs that a dry run of all ranks counts, needed or not; no publication uses them."""
@@ -172,9 +173,14 @@ def estimate_text(found: Estimate, *, num_tokens: float | None = None) -> str:
 def _time_lines(found: Estimate) -> list[str]:
     time = found.time
     rows = [("compute", time.compute)]
-    rows += [(f"exposed {axis}", seconds) for axis, seconds in sorted(time.exposed.items()) if seconds > 0]
+    rows += [(exposed_text(axis), seconds) for axis, seconds in sorted(time.exposed.items()) if seconds > 0]
     rows += [("bubble", time.bubble), ("optimizer", time.optimizer), ("other", time.other)]
     return [f"{name:<12} {seconds:9.4g} s  {seconds / time.total:6.1%}" for name, seconds in rows]
+
+
+def exposed_text(name: str) -> str:
+    """Name of a part of the exposed time in a report."""
+    return name if name == ROUTING else f"exposed {name}"
 
 
 def _range_lines(found: Estimate) -> list[str]:

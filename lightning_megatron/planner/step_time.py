@@ -24,6 +24,9 @@ from lightning_megatron.planner.model_parts import ModelPart
 from lightning_megatron.planner.pipeline_load import num_pairs, step_seconds
 from lightning_megatron.planner.run import Run, RunSettings
 
+ROUTING = "routing"
+"""Name of the time for the routing of experts, which passes without compute, beside the axes of messages."""
+
 # A product in 16 bits reads and writes so many bytes of each element of a frozen weight to cast it.
 _CAST_BYTES = 6
 # Elements read and written for a pair of tokens and a head where attention weights are materialised; a mask adds one
@@ -49,7 +52,7 @@ class Pass:
 
     compute: float = 0.0
     exposed: Mapping[str, float] = field(default_factory=dict)
-    """Exposed communication, by axis."""
+    """Exposed communication by axis, and `ROUTING`."""
 
     @property
     def total(self) -> float:
@@ -67,7 +70,7 @@ class StepTime:
 
     compute: float
     exposed: Mapping[str, float]
-    """Exposed communication by axis; dp stands for gradients and weights."""
+    """Exposed communication by axis, and `ROUTING`; dp stands for gradients and weights."""
     bubble: float
     """Waiting for other stages."""
     optimizer: float
@@ -246,7 +249,9 @@ def _part_passes(
         backward += scored
     if part.layer is not None and work.num_layers and run.recomputes_feed_forward(part.layer):
         backward += product * work.mlp_flops / work.product_flops
-        later["ep"] = later.get("ep", 0.0) + messages.get("ep", 0.0)
+        for name in ("ep", ROUTING):
+            if name in messages:
+                later[name] = later.get(name, 0.0) + messages[name]
     if not is_recomputed and work.num_layers and run.framework.recomputes:
         share = work.second_flops / work.product_flops if run.framework.recomputes == "second products" else 1.0
         backward += share * product + moved + casts
@@ -269,8 +274,8 @@ def _messages(run: Run, work: LayerWork, gpu: Gpu, constants: Constants) -> dict
         each = gather_seconds(width * work.tensor_bytes / work.num_tensor_messages, groups["tp"], gpu, constants)
         waited["tp"] = work.num_tensor_messages * each
     if work.num_expert_layers:
-        routing = 0.0 if run.framework.captures_routing else constants.routing_seconds
-        waited["ep"] = routing + _expert_seconds(run, work, gpu, constants)
+        waited[ROUTING] = 0.0 if run.framework.captures_routing else constants.routing_seconds
+        waited["ep"] = _expert_seconds(run, work, gpu, constants)
     return waited
 
 

@@ -64,7 +64,7 @@ def test_constants_of_a_synthetic_cluster_are_fitted_back() -> None:
 def test_one_step_moves_what_it_hangs_on_and_little_else() -> None:
     found = calibrated(fitted(), [measured(LAYOUTS[0])])
     moved = {name: abs(math.log(getattr(found, name) / getattr(fitted(), name))) for name in ("hop_seconds", "edge")}
-    assert moved["hop_seconds"] == 0 and moved["edge"] < 0.3
+    assert moved["hop_seconds"] < 1e-9 and moved["edge"] < 0.3
     step = measured(LAYOUTS[0])
     assert step.predict(found).listed() == pytest.approx(step.measured.listed(), rel=0.02)
 

@@ -60,7 +60,7 @@ def test_what_is_measured_takes_about_as_long_as_by_formulas(run: Run) -> None:
     assert found.compute == pytest.approx(formulas.compute, rel=0.15)
     assert found.bubble == pytest.approx(formulas.bubble, rel=0.1, abs=1e-9)
     assert found.optimizer == formulas.optimizer
-    for axis in ("tp", "pp", "ep"):
+    for axis in ("tp", "pp", "ep", "routing"):
         # Formulas know no messages of the loss.
         assert found.exposed.get(axis, 0) == pytest.approx(formulas.exposed.get(axis, 0), rel=0.25), axis
 
