@@ -25,7 +25,7 @@ _ROWS = (
     ParamMapping("final_norm.weight", ("model.norm.weight",)),
 )
 _CHOICES = {"activation": {"gelu_pytorch_tanh": "geglu_tanh"}}
-_OURS = {
+_OURS: dict[str, Any] = {
     "activation": "geglu_tanh",
     "normalization": "zero_centered_rmsnorm",
     "norm_placement": "sandwich",
@@ -84,7 +84,7 @@ def _family(name: str, architecture: str, *, pattern: int, qk_norm: bool, defaul
 
     def rules(config: GPTConfig) -> list[str]:
         # Other bases of layers with a window are none that Gemma 2 has.
-        needed = {} if qk_norm else {"window_rotary_base": 0.0}
+        needed: dict[str, Any] = {} if qk_norm else {"window_rotary_base": 0.0}
         return dense_faults(config) + gated_decoder.rules(config, **_OURS, qk_norm=qk_norm, **needed)
 
     return gated_decoder.family(

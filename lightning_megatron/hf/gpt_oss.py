@@ -22,7 +22,7 @@ ROWS = (
     *gated_decoder.ROWS,
 )
 _CHOICES = {"activation": {"silu": "clamped_swiglu"}}
-_OURS = {"activation": "clamped_swiglu", "add_bias_linear": True, "attention_sinks": True}
+_OURS: dict[str, Any] = {"activation": "clamped_swiglu", "add_bias_linear": True, "attention_sinks": True}
 
 DEFAULTS = {
     **gated_decoder.DEFAULTS,

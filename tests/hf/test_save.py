@@ -40,8 +40,11 @@ EXPERT_LAYOUTS = {
     "pp2 ep2": Layout(world=4, pp=2, ep=2),
 }
 # One with every kind of row, and tied weights: the sample has them on two stages, as pp2 is third and so is qwen2.
-DENSE = ("gpt2", "llama 3", "qwen2 tied, two layers with a window", "qwen3, a window in turns", "mistral")
-WITH_EXPERTS = ("mixtral", "qwen3_moe, some layers dense, with a window")
+DENSE = (
+    *("gpt2", "llama 3", "qwen2 tied, two layers with a window", "qwen3, a window in turns", "mistral"),
+    *("gemma2", "gemma3", "glm4", "olmo2", "phi3"),
+)
+WITH_EXPERTS = ("mixtral", "qwen3_moe, some layers dense, with a window", "gpt_oss", "qwen2_moe")
 # Of which a tiny model's weights fill several.
 SHARD_BYTES = 20_000
 

@@ -176,7 +176,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             **_rope("yarn", factor=4.0, original_max_position_embeddings=16, truncate=False),
         },
     ),
-    "olmo2": ("olmo2", {**_GATED, "pad_token_id": None}),
+    "olmo2": ("olmo2", {**_GATED, "num_key_value_heads": 4, "pad_token_id": None}),
     "glm4": ("glm4", {**_GATED, "head_dim": 12, "pad_token_id": None}),
     "glm4 tied, without biases": (
         "glm4",

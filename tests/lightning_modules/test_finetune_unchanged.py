@@ -31,7 +31,7 @@ transformers = pytest.importorskip("transformers")
 
 CONFIGS = {
     # Tied embeddings, soft caps and windows.
-    "gemma2": transformers.Gemma2Config(**SIZES, head_dim=8, sliding_window=8),
+    "vaultgemma": transformers.VaultGemmaConfig(**SIZES, head_dim=8, sliding_window=8),
     "olmoe": transformers.OlmoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2),
 }
 LORA = LoraConfig(rank=4, scaling="root_of_rank")
@@ -98,7 +98,7 @@ def exported(folder: Path, name: str) -> dict[str, Tensor]:
     return {key: value.detach() for key, value in model.named_parameters()}
 
 
-CASES = [("gemma2", True, "tp=2 sp"), ("gemma2", True, "pp=2"), ("gemma2", False, "dp=2")]
+CASES = [("vaultgemma", True, "tp=2 sp"), ("vaultgemma", True, "pp=2"), ("vaultgemma", False, "dp=2")]
 CASES += [("olmoe", True, "tp=2 sp"), ("olmoe", False, "ep=2")]
 
 
@@ -136,9 +136,9 @@ def losses_of_packed(layout: Layout, folder: Path, name: str) -> list[float]:
 
 @pytest.mark.parametrize("layout", ["tp=2 sp", "pp=2", "dp=2"])
 def test_packed_conversations_train_as_on_one_device(folder: Path, layout: str) -> None:
-    [wanted] = run_on_ranks(1, losses_of_packed, ONE, folder, "gemma2", init=False)
+    [wanted] = run_on_ranks(1, losses_of_packed, ONE, folder, "vaultgemma", init=False)
     assert wanted[-1] < wanted[0] - 0.05
-    for found in run_on_ranks(2, losses_of_packed, LAYOUTS[layout], folder, "gemma2", init=False):
+    for found in run_on_ranks(2, losses_of_packed, LAYOUTS[layout], folder, "vaultgemma", init=False):
         assert found == pytest.approx(wanted, abs=1e-9)
 
 
@@ -170,10 +170,10 @@ def test_a_family_of_this_package_runs_its_layers(folder: Path) -> None:
 
 
 def test_what_cannot_be_fine_tuned_is_told(folder: Path) -> None:
-    path = str(folder / "gemma2")
+    path = str(folder / "vaultgemma")
     with pytest.raises(ValueError, match=r"attention\.qkv.* are names of this package's own layers"):
         finetune_module(path, LoraConfig(targets=("attention.qkv",)))
-    with pytest.raises(ValueError, match="gemma2"):
+    with pytest.raises(ValueError, match="vaultgemma"):
         finetune_module(path, upcycle=MoEConfig(router=RouterConfig(num_experts=2)))
     with pytest.raises(ValueError, match="lora freezes the model's weights, and from_scratch draws them anew"):
         CausalModule(path, from_scratch=True, lora=LORA)
@@ -223,7 +223,7 @@ def refusal(layout: Layout, folder: Path, name: str) -> str:
 
 
 LOOKS = [(name, "one") for name in SEEING] + [("bert-generation", "tp=2 sp"), ("bert-generation", "pp=2")]
-LOOKS += [("gemma2", "pp=2"), ("bert-generation", "cp=2"), ("gemma2", "tp=2 sp"), ("olmoe", "ep=2")]
+LOOKS += [("vaultgemma", "pp=2"), ("bert-generation", "cp=2"), ("vaultgemma", "tp=2 sp"), ("olmoe", "ep=2")]
 
 
 @pytest.mark.matrix
