@@ -30,7 +30,7 @@ class PrintText(L.Callback):
         if not isinstance(data, TextDataModule) or not isinstance(outputs, list):
             return
         numbers = batch["samples"][batch["samples"] != COPY].tolist()
-        texts = _of_all_dp_ranks(
+        texts = texts_of_all_dp_ranks(
             dict(zip(numbers, outputs, strict=True)), len(batch["samples"]), pl_module, trainer.strategy
         )
         if trainer.is_global_zero:
@@ -39,7 +39,7 @@ class PrintText(L.Callback):
                 print(f"\n--- text {number} ---\n{data.text_of(text)}", flush=True)
 
 
-def _of_all_dp_ranks(
+def texts_of_all_dp_ranks(
     texts: dict[int, Tensor], num_rows: int, module: L.LightningModule, strategy: Strategy
 ) -> dict[int, list[int]]:
     """The texts of all data-parallel ranks by number; each rank has at most `num_rows`."""
