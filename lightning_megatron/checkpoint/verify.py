@@ -1,6 +1,7 @@
 """Verification of a checkpoint: every byte against its checksum, every tensor against its chunks."""
 
 import zlib
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from lightning_megatron.checkpoint.chunk_file import ChunkLocation, DamagedError, where
@@ -12,10 +13,19 @@ _NUM_THREADS = 8
 _BLOCK_BYTES = 8 * 2**20
 
 
-def verify(path: Address, *, num_threads: int = _NUM_THREADS) -> list[str]:
+Watch = Callable[[int, int], None]
+"""What is called during long work: with how much is done, and of how much."""
+
+
+def _unwatched(num_done: int, num_all: int) -> None:
+    pass
+
+
+def verify(path: Address, *, num_threads: int = _NUM_THREADS, watch: Watch = _unwatched) -> list[str]:
     """Faults of the checkpoint, one line for each file and each tensor, none if it is sound. Reads every byte.
 
-    Memory is 8 MiB a thread, whatever the size of the checkpoint. Raises ValueError where the path is no checkpoint.
+    Memory is 8 MiB a thread, whatever the size of the checkpoint. `watch` is told the chunks that are read. Raises
+    ValueError where the path is no checkpoint.
     """
     folder = Folder(path)
     try:
@@ -27,7 +37,10 @@ def verify(path: Address, *, num_threads: int = _NUM_THREADS) -> list[str]:
     # A location may be listed twice, and is read once.
     locations = sorted({location for location in manifest.locations() if location.file in sizes}, key=_position)
     with ThreadPoolExecutor(num_threads, "verify") as threads:
-        found = list(threads.map(lambda location: _fault(folder, location), locations))
+        found: list[str] = []
+        for fault in threads.map(lambda location: _fault(folder, location), locations):
+            found.append(fault)
+            watch(len(found), len(locations))
     of_files = manifest.file_faults(sizes)
     for file in sorted(manifest.files):
         of_chunks = [fault for location, fault in zip(locations, found, strict=True) if location.file == file]

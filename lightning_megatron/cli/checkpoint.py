@@ -25,6 +25,7 @@ from lightning_megatron.checkpoint.summary import Summary, summary_of, tensors_o
 from lightning_megatron.checkpoint.verify import verify
 from lightning_megatron.cli.amounts import byte_text, num_text
 from lightning_megatron.cli.commands import add_command
+from lightning_megatron.cli.progress import progress_bar
 from lightning_megatron.cli.target import require_writable
 from lightning_megatron.cli.usage import UsageError
 
@@ -113,7 +114,8 @@ def run_inspect(options: argparse.Namespace) -> None:
 def run_verify(options: argparse.Namespace) -> int:
     """Prints every fault. Returns 1 where there is one."""
     started_seconds = time.monotonic()
-    faults = _checked(options.path, lambda: verify(options.path))
+    with progress_bar("verifying", "chunks") as watch:
+        faults = _checked(options.path, lambda: verify(options.path, watch=watch))
     if options.json:
         print(json.dumps({"path": options.path, "is_sound": not faults, "faults": faults}))
     elif faults:

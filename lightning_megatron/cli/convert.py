@@ -17,6 +17,7 @@ import torch
 from lightning_megatron.checkpoint import is_checkpoint
 from lightning_megatron.checkpoint.folder import is_remote, store_errors_as_os_errors
 from lightning_megatron.cli.commands import add_command
+from lightning_megatron.cli.progress import progress_bar
 from lightning_megatron.cli.target import require_writable
 from lightning_megatron.cli.usage import UsageError
 from lightning_megatron.hf.convert import Converted, to_checkpoint, to_folder
@@ -167,16 +168,18 @@ def _convert(options: argparse.Namespace) -> Converted:
         weights = weights.upcycled(moe_config(fields["upcycle"]))
     _require_writable(options.target)
     dtype = None if options.dtype is None else _DTYPES[options.dtype]
-    if is_to_checkpoint:
-        return to_checkpoint(weights, options.target, dtype=dtype)
-    return to_folder(
-        weights,
-        options.target,
-        family=options.family,
-        dtype=dtype,
-        max_shard_bytes=options.max_shard_bytes,
-        tokenizer_from=options.tokenizer_from,
-    )
+    with progress_bar("converting", "tensors") as watch:
+        if is_to_checkpoint:
+            return to_checkpoint(weights, options.target, dtype=dtype, watch=watch)
+        return to_folder(
+            weights,
+            options.target,
+            family=options.family,
+            dtype=dtype,
+            max_shard_bytes=options.max_shard_bytes,
+            tokenizer_from=options.tokenizer_from,
+            watch=watch,
+        )
 
 
 def _convert_unchanged(options: argparse.Namespace, model_from: str) -> Converted:

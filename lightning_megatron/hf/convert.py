@@ -7,6 +7,7 @@ import math
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -41,7 +42,21 @@ class Converted:
     """Dtype of the tensors that were written, as torch calls it."""
 
 
-def to_checkpoint(weights: Weights, target: str | os.PathLike[str], *, dtype: torch.dtype | None = None) -> Converted:
+Watch = Callable[[int, int], None]
+"""What is called during a conversion: with how many tensors are read, and of how many."""
+
+
+def _unwatched(num_done: int, num_all: int) -> None:
+    pass
+
+
+def to_checkpoint(
+    weights: Weights,
+    target: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    watch: Watch = _unwatched,
+) -> Converted:
     """Writes a model as checkpoint `target`, for a LightningModule that calls it `model`.
 
     Values keep their dtype, or get `dtype`. Weights go through files next to the target, as large as the model, so that
@@ -77,6 +92,7 @@ def to_checkpoint(weights: Weights, target: str | os.PathLike[str], *, dtype: to
             ).view(shape)
             weights.read(name, Box((0,) * len(shape), shape), values)
             pieces[f"model.{name}"] = Piece.unsharded(values)
+            watch(number + 1, len(parameters))
         checkpoint.save(target, pieces, meta, world=Mesh.single().world)
     return Converted(
         family=weights.kind,
@@ -94,6 +110,7 @@ def to_folder(
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     tokenizer_from: str | os.PathLike[str] | None = None,
+    watch: Watch = _unwatched,
 ) -> Converted:
     """Writes a model as folder `target`, which transformers loads.
 
@@ -106,13 +123,14 @@ def to_folder(
     draft = start_draft(target, tokenizer)
     try:
         plan.begin(draft)
-        for name, link in table.links.items():
+        for number, (name, link) in enumerate(table.links.items()):
             values = empty_source(link.shape, weights.dtype)
             weights.read(name, Box((0,) * len(link.shape), link.shape), values)
             for index, their_name in enumerate(link.sources):
                 theirs = empty_source(table.theirs[their_name], values.dtype)
                 fill_theirs(theirs, index, link.blocks, values)
                 plan.put(draft, their_name, theirs)
+            watch(number + 1, len(table.links))
         finish_draft(draft, target, hf_config(table, dtype), tokenizer)
     finally:
         shutil.rmtree(draft, ignore_errors=True)

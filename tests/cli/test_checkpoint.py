@@ -252,7 +252,7 @@ def test_an_error_that_a_store_has_of_its_own_is_one_line(command: str, capsys: 
 
 
 def test_an_error_of_our_own_keeps_its_traceback(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def slip(path: str) -> None:
+    def slip(path: str, **_: Any) -> None:
         raise KeyError("our own slip")
 
     monkeypatch.setattr(cli_checkpoint, "verify", slip)
