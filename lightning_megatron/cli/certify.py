@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_megatron.cli.commands import add_command
+from lightning_megatron.cli.shipped_recipes import recipe_file
 from lightning_megatron.cli.usage import UsageError
 from lightning_megatron.pipeline.registry import SCHEDULES
 from lightning_megatron.testing.layout_name import DEFAULT, WORDS
@@ -20,7 +21,7 @@ from lightning_megatron.testing.user_file import FromFiles, absolute, spec_fault
 
 _EPILOG = f"""\
 MODULE is a class or a function in a file of yours, called without arguments, as in module.py:MyModule, or
-package.module:MyModule; or a recipe's YAML file, which has data and options of the Trainer too.
+package.module:MyModule; or a recipe's YAML file, or its name, which has data and options of the Trainer too.
 
 A layout is a row of sizes and words: tp2, dp2pp2, pp2m4-collective, dp2-zero. m4 is 4 microbatches,
 {", ".join(f"{word} {what}" for word, what in WORDS.items())};
@@ -29,7 +30,7 @@ A layout is a row of sizes and words: tp2, dp2pp2, pp2m4-collective, dp2-zero. m
 exit code: 0 where nothing differs, 1 where something does or no layout ran, 2 for a mistake
 
 example:  lightning-megatron certify module.py:MyModule --data module.py:MyData
-          lightning-megatron certify recipes/configs/toy.yaml --tiny --layouts tp2,pp2
+          lightning-megatron certify toy --tiny --layouts tp2,pp2
 """
 
 
@@ -44,7 +45,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         run=run_certify,
         epilog=_EPILOG,
     )
-    parser.add_argument("module", metavar="MODULE", help="module.py:MyModule, or a recipe's YAML file")
+    parser.add_argument("module", metavar="MODULE", help="module.py:MyModule, or a recipe's YAML file or name")
     parser.add_argument(
         "--data",
         metavar="DATA",
@@ -123,6 +124,7 @@ def _subject(options: argparse.Namespace) -> MakeSubject:
         for name in ("gradient_clip_val", "accumulate_grad_batches")
         if (value := getattr(options, name)) is not None
     }
+    options.module = recipe_file(options.module)
     if options.module.endswith((".yaml", ".yml")):
         from lightning_megatron.cli.certify_recipe import FromRecipe
 

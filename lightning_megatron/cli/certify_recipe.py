@@ -13,7 +13,8 @@ from lightning.pytorch.cli import LightningCLI
 from lightning_megatron.cli.plan_file import KINDS, is_causal_recipe, model_of_folder, table_of
 from lightning_megatron.cli.plan_recipe import kind_of, module_section
 from lightning_megatron.cli.recipe import RecipeCLI
-from lightning_megatron.cli.recipe_reader import CAUSAL, FINETUNING, PRETRAINING, Recipe
+from lightning_megatron.cli.recipe_reader import CAUSAL, FINETUNING, GUIDED, PRETRAINING, Recipe
+from lightning_megatron.cli.shipped_recipes import script_of
 from lightning_megatron.cli.usage import UsageError
 from lightning_megatron.testing.subject import Subject, SubjectError
 from lightning_megatron.trainer import ConfigurationError
@@ -100,6 +101,8 @@ def _recipe_of(path: Path, table: dict[str, Any]) -> Recipe | None:
     class_path = str((table.get("model") or {}).get("class_path") or "")
     if class_path and class_path.rpartition(".")[2] not in kinds:
         return None
+    if (script := script_of(path)) in GUIDED:
+        return GUIDED[script]
     if is_causal_recipe(path):
         return CAUSAL
     if section.get("config") is not None:

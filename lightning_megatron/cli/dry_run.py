@@ -13,7 +13,7 @@ from typing import Any
 from lightning_megatron.any_module.cut_error import CutError
 from lightning_megatron.cli.commands import add_command
 from lightning_megatron.cli.plan_dynamic import with_balanced_batch
-from lightning_megatron.cli.plan_file import trains_unchanged
+from lightning_megatron.cli.plan_file import planned_file, trains_unchanged
 from lightning_megatron.cli.plan_layout import OF_RECIPE, explained, notes_on_layout
 from lightning_megatron.cli.plan_request import PlanRequest, R
 from lightning_megatron.cli.plan_run import (
@@ -37,7 +37,7 @@ _GPU = "h100"
 # Every rank holds lists of all ranks.
 _MOST_RANKS = 1_000_000
 _EPILOG = """\
-CONFIG is what lightning-megatron plan takes: a recipe's YAML file, a preset, or a Hugging Face
+CONFIG is what lightning-megatron plan takes: a recipe's YAML file or its name, a preset, or a Hugging Face
 config.json or its folder, or owner/model on the hub. The first needs nothing more, the others a layout
 and a number of ranks.
 A recipe of recipes/pretrain_hf.py runs dry with the model of transformers in its model.path, of whose
@@ -123,6 +123,7 @@ def _read(options: argparse.Namespace) -> tuple[RunSettings, Trained, list[str]]
         raise UsageError(faults)
     options.num_gpus = options.world_size
     try:
+        options.config = planned_file(options.config)
         is_unchanged = trains_unchanged(options.config, options.model)
     except ValueError as error:
         raise UsageError(str(error).splitlines()) from error

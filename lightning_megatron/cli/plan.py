@@ -15,7 +15,7 @@ from typing import Any
 from lightning_megatron.cli.commands import add_command
 from lightning_megatron.cli.picture import add_out, out_faults, write_picture
 from lightning_megatron.cli.plan_dynamic import with_balanced_batch
-from lightning_megatron.cli.plan_file import trains_unchanged
+from lightning_megatron.cli.plan_file import planned_file, trains_unchanged
 from lightning_megatron.cli.plan_layout import OF_RECIPE, explained, notes_on_layout
 from lightning_megatron.cli.plan_picture import can_be_drawn, plan_panels
 from lightning_megatron.cli.plan_request import PlanRequest
@@ -50,7 +50,7 @@ from lightning_megatron.planner.search import Found, fewest_gpus, search
 # Layouts of a search.
 _SHOWN = 10
 _EPILOG = f"""\
-CONFIG is a recipe's YAML file, a preset ({", ".join(PRESETS)}), or a Hugging Face config.json,
+CONFIG is a recipe's YAML file or its name, a preset ({", ".join(PRESETS)}), or a Hugging Face config.json,
 of any name, or its folder, or owner/model on the Hugging Face hub.
 A recipe of recipes/pretrain_hf.py is planned with the model of transformers in its model.path, of whose
 folder the config.json is enough, and so is a LightningModule of yours, as in module.py:MyModule: every
@@ -162,6 +162,7 @@ def read_request(
 
 def _read_request(options: argparse.Namespace, cache: PlanCache) -> tuple[PlanRequest[Any], Measure, ModelSize | None]:
     try:
+        options.config = planned_file(options.config)
         is_unchanged = trains_unchanged(options.config, options.model)
     except ValueError as error:
         raise UsageError(str(error).splitlines()) from error

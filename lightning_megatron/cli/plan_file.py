@@ -3,15 +3,19 @@
 from pathlib import Path
 from typing import Any
 
+from lightning_megatron.cli.shipped_recipes import recipe_file, script_of
 from lightning_megatron.hf.families import FAMILIES, family_of_file
 from lightning_megatron.hf.folder import read_config
 from lightning_megatron.hub import CONFIG_FILES, model_folder
 from lightning_megatron.models import BertConfig, GPTConfig, LlavaConfig, T5Config
 from lightning_megatron.planner.model_parts import Model
+from lightning_megatron.planner.presets import PRESETS
 from lightning_megatron.text_files import read_table
 
 KINDS: dict[str, type[Model]] = {"gpt": GPTConfig, "bert": BertConfig, "t5": T5Config, "llava": LlavaConfig}
 """Configurations of models by the names of `--model-kind`."""
+
+_BESIDE_A_FROZEN_MODEL = ("dpo_hf.py", "distill_hf.py")
 
 
 def model_of_folder(path: Path) -> Model:
@@ -51,6 +55,20 @@ def trains_unchanged(config: str, model: str | None) -> bool:
         return False
     raw = read_config(folder) if folder.is_dir() else table_of(folder)
     return "model_type" in raw and str(raw["model_type"]) not in FAMILIES
+
+
+def planned_file(config: str) -> str:
+    """CONFIG, or the file of the shipped recipe that it names; a preset comes before a recipe of its name.
+
+    Raises ValueError for a recipe that trains a model beside a frozen one.
+    """
+    file = recipe_file(config, PRESETS)
+    if (script := script_of(Path(file))) in _BESIDE_A_FROZEN_MODEL:
+        raise ValueError(
+            f"{config} is a recipe of {script}, which trains a model beside a frozen one, and only runs of one model "
+            "are planned; plan one of finetune_hf.py with the same model and layout, and leave room for the other one"
+        )
+    return file
 
 
 def is_causal_recipe(path: Path) -> bool:

@@ -33,7 +33,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "config",
         metavar="CONFIG",
-        help="a recipe's YAML, a preset, a Hugging Face config.json, folder or name, or a module of yours as "
+        help="a recipe's YAML or name, a preset, a Hugging Face config.json, folder or name, or a module of yours as "
         "module.py:MyModule",
     )
     parser.add_argument(

@@ -21,10 +21,13 @@ from lightning_megatron.lightning_modules import (
     BertModule,
     CausalModule,
     ChatDataModule,
+    DistillModule,
+    DpoModule,
     GPTDataModule,
     GPTModule,
     LlavaDataModule,
     LlavaModule,
+    PreferenceDataModule,
     T5ChatDataModule,
     T5DataModule,
     T5FinetuneModule,
@@ -33,6 +36,7 @@ from lightning_megatron.lightning_modules import (
 from lightning_megatron.lightning_modules.data_module import config_of
 from lightning_megatron.lightning_modules.export import ExportPretrained
 from lightning_megatron.lightning_modules.finetune import finetune_module
+from lightning_megatron.lightning_modules.preference_data import WriteReferences
 from lightning_megatron.lightning_modules.print_text import PrintText
 from lightning_megatron.lightning_modules.text_data import TextDataModule
 from lightning_megatron.models import LlavaConfig
@@ -87,6 +91,13 @@ CAUSAL = Recipe(
     {"model.vocab_size": "data.vocab_size"},
 )
 """The recipe of any causal model of transformers, as it is."""
+
+_SCORES = {"throughput": ThroughputMonitor, "references": WriteReferences, "export": ExportPretrained}
+GUIDED: Mapping[str, Recipe] = {
+    "dpo_hf.py": Recipe(DpoModule, PreferenceDataModule, _TOKENIZER, _SCORES),
+    "distill_hf.py": Recipe(DistillModule, ChatDataModule, _TOKENIZER, _EXPORTS),
+}
+"""The recipes that train a model beside a frozen one, by their scripts."""
 
 _SECTIONS = ("trainer", "model", "data", *_EXPORTS)
 # Options of `fit` and the like outside these sections.

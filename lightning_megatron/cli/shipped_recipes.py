@@ -4,6 +4,7 @@ In a checkout they are beside the package, in `recipes/`; a wheel has them withi
 """
 
 import re
+from collections.abc import Container
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.resources import files
@@ -13,6 +14,7 @@ from lightning_megatron.cli.usage import UsageError
 from lightning_megatron.text_files import MOST_YAML_BYTES, read_text
 
 _SCRIPT = re.compile(r"# Script: (\w+\.py)\n")
+_LONGEST_FIRST_LINE = 200
 _SENTENCE_END = re.compile(r"[.:](?: |$)")
 
 
@@ -44,6 +46,23 @@ def shipped_recipe(name: str) -> ShippedRecipe:
     nearest = get_close_matches(Path(name).name.removesuffix(".yaml"), known, n=3)
     hint = f"; did you mean {' or '.join(nearest)}?" if nearest else ""
     raise UsageError([f"there is no recipe {name!r}{hint}", f"there are {', '.join(known)}"])
+
+
+def recipe_file(name: str, others: Container[str] = ()) -> str:
+    """The file of the recipe of that name, where it is the name of nothing else: no path, and none of the `others`."""
+    if name in others or Path(name).exists():
+        return name
+    return next((str(recipe.config) for recipe in shipped_recipes() if recipe.name == name), name)
+
+
+def script_of(config: Path) -> str:
+    """Name of the script in the first line of a configuration; empty where the file has none, or is none."""
+    if config.suffix not in (".yaml", ".yml") or not config.is_file():
+        return ""
+    # Whoever reads all of it tells what is wrong with it.
+    with config.open(encoding="utf-8", errors="replace") as file:
+        first = _SCRIPT.match(file.readline(_LONGEST_FIRST_LINE))
+    return first[1] if first else ""
 
 
 def _folder() -> Path:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lightning_megatron.cli import recipe
-from lightning_megatron.cli.recipe_reader import FINETUNING, PRETRAINING, Recipe
+from lightning_megatron.cli.recipe_reader import FINETUNING, GUIDED, PRETRAINING, Recipe
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 
@@ -18,6 +18,7 @@ RECIPES = Path(__file__).resolve().parents[2] / "recipes"
         *((f"pretrain_{kind}", recipe) for kind, recipe in PRETRAINING.items()),
         ("finetune_hf", FINETUNING["gpt"]),
         ("finetune_t5", FINETUNING["t5"]),
+        *((script.removesuffix(".py"), recipe) for script, recipe in GUIDED.items()),
     ],
 )
 def test_a_recipe_s_classes_and_links_are_those_of_its_script(

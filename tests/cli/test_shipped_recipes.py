@@ -4,7 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from lightning_megatron.cli.shipped_recipes import shipped_recipe, shipped_recipes
+from lightning_megatron.cli import certify
+from lightning_megatron.cli.certify_recipe import FromRecipe
+from lightning_megatron.cli.main import command_line, main
+from lightning_megatron.cli.plan_file import planned_file
+from lightning_megatron.cli.shipped_recipes import recipe_file, shipped_recipe, shipped_recipes
 from lightning_megatron.cli.usage import UsageError
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
@@ -47,3 +51,30 @@ def test_an_unknown_name_is_told_with_the_known_ones(
     with pytest.raises(UsageError) as raised:
         shipped_recipe(name)
     assert all(word in str(raised.value) for word in words), raised.value
+
+
+@pytest.mark.parametrize("command", [("plan", "--gpu", "h100"), ("dry-run",)])
+def test_commands_that_plan_take_names_and_refuse_recipes_of_two_models(
+    command: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, *options = command
+    assert main([name, "dpo_toy", *options]) == 2
+    assert "dpo_toy is a recipe of dpo_hf.py, which trains a model beside a frozen one" in capsys.readouterr().err
+
+
+def test_a_name_is_the_file_of_its_recipe_unless_it_is_something_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    toy = str(shipped_recipe("toy").config)
+    assert (planned_file("toy"), recipe_file("toy"), recipe_file("toys")) == (toy, toy, "toys")
+    # There is a preset of this name, too.
+    assert planned_file("gpt3_175b") == "gpt3_175b" != recipe_file("gpt3_175b")
+    Path("toy").mkdir()
+    assert recipe_file("toy") == "toy"
+
+
+def test_a_certificate_takes_the_name_of_a_recipe() -> None:
+    parser = command_line(["certify"])
+    subject = certify._subject(parser.parse_args(["certify", "toy", "--tiny"]))
+    assert isinstance(subject, FromRecipe) and subject.path == shipped_recipe("toy").config
