@@ -14,6 +14,15 @@ SMALL = ("--model.config.num_layers=1", "--model.config.hidden_size=32")
 SGD = ("--optimizer=torch.optim.SGD", "--optimizer.lr=0.5")
 
 
+@pytest.fixture(autouse=True)
+def own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    # LightningCLI warns of options of pytest's beside those that it is given.
+    monkeypatch.setattr("sys.argv", ["recipe.py"])
+    # It sets these; monkeypatch takes them back.
+    monkeypatch.setenv("PL_GLOBAL_SEED", "0")
+    monkeypatch.setenv("PL_SEED_WORKERS", "0")
+
+
 def configured(*options: str) -> Any:
     """What the module of a recipe returns from configure_optimizers."""
     module = parse("toy.yaml", *SMALL, *options).model
