@@ -7,6 +7,7 @@
 """
 
 import inspect
+import logging
 import os
 import sys
 import time
@@ -22,6 +23,7 @@ from lightning.pytorch.plugins.precision import TransformerEnginePrecision
 
 from lightning_megatron.checkpoint import is_checkpoint, read_meta
 from lightning_megatron.cli.bounded_yaml import BOUNDED_YAML, require_readable_configs
+from lightning_megatron.cli.list_entries import change_entries, entry_options, telling_entries
 from lightning_megatron.cli.option_errors import STRATEGY, about_option, error_lines, settings_faults
 from lightning_megatron.cli.recipe_optimizer import OPTIMIZER, SCHEDULER, add_optimizer_options, use_optimizer
 from lightning_megatron.cli.short_run import shorten_warmup
@@ -40,6 +42,8 @@ from lightning_megatron.trainer.setup.memory_checks import memory_faults
 _PARSER = {"exit_on_error": False, "allow_abbrev": False, "parser_mode": BOUNDED_YAML}
 # Seeds of torch, NumPy and Python alike.
 _MOST_SEED = 2**32 - 1
+# Lightning's logger, and the mark of what it recommends in each run.
+_TIPS_OF, _TIP = "lightning.pytorch.utilities.rank_zero", "Tip: For seamless cloud"
 # Seconds that the rank which reports an error gets to end before the others do.
 _SECONDS_TO_REPORT = 10.0
 
@@ -116,7 +120,14 @@ class RecipeCLI(LightningCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         try:
             require_readable_configs(args if isinstance(args, list) else sys.argv[1:])
-            super().parse_arguments(parser, args)
+            own, others = entry_options(self._given)
+            if own:
+                self.config = parser.parse_args(others)
+                change_entries(self.config[self._subcommand] if self._subcommand else self.config, own)
+                with telling_entries(own):
+                    parser.validate(self.config)
+            else:
+                super().parse_arguments(parser, args)
         except ArgumentError as error:
             raise UsageError([about_option(str(error), self._names)]) from error
         except ValueError as error:
@@ -231,9 +242,15 @@ def run_recipe(
     the module that is made; `callbacks` are always there and take options under their names. Exits with 2 on a mistake
     of the user's.
     """
+    logging.getLogger(_TIPS_OF).addFilter(_is_no_tip)
     _exit_on_mistake(
         lambda: RecipeCLI(module, data, links=links, made_links=made_links, callbacks=callbacks, args=args)
     )
+
+
+def _is_no_tip(record: logging.LogRecord) -> bool:
+    """Whether a line of Lightning's is about the run, and not about another product."""
+    return _TIP not in record.getMessage()
 
 
 def _exit_on_mistake(run: Callable[[], Any]) -> None:

@@ -46,9 +46,9 @@ class StreamingConfig:
 class GPTDataConfig(CorpusDataConfig):
     """Text for next-token prediction, and how it is packed into samples."""
 
-    streaming: StreamingConfig | None = None
-    """Reading, tokenizing and packing the text while it is trained on, in place of preparing it first. Needs path or
-    dataset and a tokenizer."""
+    streaming: StreamingConfig | bool | None = None
+    """Reading, tokenizing and packing the text while it is trained on, in place of preparing it first: its settings,
+    or true for their defaults. Needs path or dataset and a tokenizer."""
     packing: SamplePacking = "stream"
     """Content of a sample: a stretch of all documents concatenated ('stream'), or whole documents that do
     not attend to each other ('documents')."""
@@ -61,6 +61,13 @@ class GPTDataConfig(CorpusDataConfig):
     """Whether the prediction that follows an end of text is left out of the loss."""
     fill_in_the_middle: FillInTheMiddle | None = None
     """Reordering of documents of a stretch so that the model learns to fill in the middle."""
+
+    @property
+    def stream(self) -> StreamingConfig | None:
+        """Settings of the streaming; None where the text is prepared first."""
+        if isinstance(self.streaming, bool):
+            return StreamingConfig() if self.streaming else None
+        return self.streaming
 
 
 class GPTDataModule(CorpusDataModule):
@@ -88,7 +95,7 @@ class GPTDataModule(CorpusDataModule):
             )
             if value not in choices
         ]
-        return faults + self._option_faults() + (self._streaming_faults() if self.config.streaming is not None else [])
+        return faults + self._option_faults() + (self._streaming_faults() if self.config.stream is not None else [])
 
     @property
     def _stream_options(self) -> list[str]:
@@ -145,12 +152,12 @@ class GPTDataModule(CorpusDataModule):
 
     @property
     def _has_free_epochs(self) -> bool:
-        return super()._has_free_epochs or self.config.streaming is not None
+        return super()._has_free_epochs or self.config.stream is not None
 
     # --- samples ----------------------------------------------------------------------------------------------------
 
     def _prepare(self) -> tuple[Samples | None, Samples | None]:
-        if self.config.streaming is None:
+        if self.config.stream is None:
             return super()._prepare()
         self.tokenizer = load_tokenizer(str(self.config.tokenizer))
         if self._only_predicts:
@@ -203,7 +210,7 @@ class GPTDataModule(CorpusDataModule):
     # --- streaming --------------------------------------------------------------------------------------------------
 
     def _training_loader(self) -> ResumableLoader | StreamLoader:
-        if self.config.streaming is None:
+        if self.config.stream is None:
             return super()._training_loader()
         self._refuse_overfitting()
         make_reader = partial(
@@ -212,7 +219,7 @@ class GPTDataModule(CorpusDataModule):
             tokenizer=self._ready_tokenizer,
             make_packer=self._make_packer(self._ready_tokenizer),
             ramp=self._ramp,
-            window=self.config.streaming.window_documents,
+            window=self.config.stream.window_documents,
             seed=self.config.seed,
         )
         return StreamLoader(

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import lightning as L
 import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from torch.distributed import run as torchrun
 
 import lightning_megatron.lightning_modules
@@ -42,6 +44,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 each_page = pytest.mark.parametrize("page", PAGES, ids=[page.relative_to(ROOT).as_posix() for page in PAGES])
 
+LOGGERS = (CSVLogger, TensorBoardLogger, WandbLogger, MLFlowLogger)
 # What a reader is to make, and what the commands make.
 MADE_BY_USERS = {"train.py", "texts/", "checkpoints/", "llama/", "llama/config.json", "out/", "moe.yaml", "ours.yaml"}
 MADE_BY_USERS |= {"logs/config.yaml"}
@@ -291,6 +294,10 @@ def known_options() -> set[str]:
     # SLURM's: Lightning refuses tasks without it.
     options |= {"ntasks-per-node"}
     options |= {f"trainer.{name}" for name in parameters_of(L.Trainer)}
+    # Of one callback or logger, by its class.
+    options |= {f"trainer.callbacks.ModelCheckpoint.{name}" for name in parameters_of(ModelCheckpoint)}
+    options |= {"trainer.callbacks.CLASS.NAME", "trainer.logger.CLASS.NAME"}
+    options |= {f"trainer.logger.{name}" for kind in LOGGERS for name in parameters_of(kind)}
     options |= {f"trainer.strategy.init_args.{name}" for name in parameters_of(MegatronStrategy)}
     options |= {f"data.{name}" for name in parameters_of(GPTDataConfig)}
     options |= {f"data.{name}" for name in parameters_of(ChatDataConfig)} | {"model.path", "export.path"}

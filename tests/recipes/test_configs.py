@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from lightning_megatron import hf
+from lightning_megatron.cli.usage import UsageError
+from lightning_megatron.lightning_modules import StreamingConfig
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.models import BertConfig, GPTConfig, LlavaConfig, T5Config, T5Model
 from lightning_megatron.models.bert_cost import bert_parameters
@@ -261,6 +263,56 @@ def test_a_file_may_ask_for_any_callback(tmp_path: Path) -> None:
     memory, timeline = parse("toy.yaml", "--config", str(asked)).config_init["fit"]["trainer"]["callbacks"]
     assert isinstance(memory, MemoryMonitor) and isinstance(timeline, StepTimeline)
     assert (timeline.step, timeline.folder) == (20, "out")
+
+
+def test_one_entry_of_a_list_is_changed_by_its_class(tmp_path: Path) -> None:
+    options = ("--trainer.callbacks.ModelCheckpoint.every_n_train_steps=50", "--trainer.logger.CSVLogger.name", "other")
+    trainer = parse("toy.yaml", *options).config_init["fit"]["trainer"]
+    bar, checkpoint = trainer["callbacks"]
+    assert (bar.refresh_rate, checkpoint._every_n_train_steps, trainer["logger"].name) == (5, 50, "other")
+    # In a layer of its own, and beside other ways to change a list.
+    layer = tmp_path / "layer.yaml"
+    layer.write_text("trainer: {callbacks: [{class_path: ModelCheckpoint, init_args: {every_n_train_steps: 7}}]}")
+    more = ("--config", str(layer), "--trainer.callbacks+=LearningRateMonitor")
+    found = parse("toy.yaml", *more, "--trainer.callbacks.ModelCheckpoint.verbose=true").config_init["fit"]["trainer"]
+    checkpoint, monitor = found["callbacks"]
+    assert (checkpoint._every_n_train_steps, checkpoint.verbose) == (7, True)
+    assert type(monitor).__name__ == "LearningRateMonitor"
+
+
+@pytest.mark.parametrize(
+    ("options", "shown"),
+    [
+        (["callbacks.LearningRateMonitor.log_momentum=true", "logger.WandbLogger.name=a"], "there are 0"),
+        (["callbacks.ModelCheckpoint.every_n_train_stepz=50"], "'every_n_train_stepz' is not accepted"),
+        (["callbacks.ModelCheckpoint.every_n_train_steps=abc"], "must be a whole number"),
+        (["callbacks.ModelCheckpoint.save_top_k"], "needs a value"),
+    ],
+)
+def test_an_entry_that_cannot_be_changed_is_told(options: list[str], shown: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        parse("toy.yaml", *(f"--trainer.{option}" for option in options))
+    assert shown in str(raised.value) and str(raised.value).count(f"--trainer.{options[0].partition('=')[0]}") >= 1
+
+
+@pytest.mark.parametrize(
+    ("logger", "package"), [("TensorBoardLogger", "tensorboard"), ("WandbLogger", "wandb"), ("MLFlowLogger", "mlflow")]
+)
+def test_loggers_are_taken_where_they_are_installed(logger: str, package: str, tmp_path: Path) -> None:
+    pytest.importorskip(package)
+    options = (f"--trainer.logger+={logger}", f"--trainer.logger.save_dir={tmp_path}")
+    first, second = parse("toy.yaml", *options).config_init["fit"]["trainer"]["logger"]
+    assert (type(first).__name__, type(second).__name__) == ("CSVLogger", logger)
+
+
+def test_streaming_takes_true_for_its_defaults() -> None:
+    for options, wanted in (
+        ((), None),
+        (("--data.streaming=false",), None),
+        (("--data.streaming", "true"), StreamingConfig()),
+        (("--data.streaming.window_documents=9",), StreamingConfig(window_documents=9)),
+    ):
+        assert parse("toy.yaml", *options).datamodule.config.stream == wanted
 
 
 @pytest.mark.parametrize(
