@@ -11,7 +11,8 @@ overlap=10   # steps after it that both runs do, to be compared
 end=200
 
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
-export PYTHONWARNINGS="ignore::FutureWarning,ignore::UserWarning"
+export PYTHONWARNINGS="ignore::FutureWarning,ignore::UserWarning,ignore::DeprecationWarning"
+export JSONARGPARSE_DEPRECATION_WARNINGS=off
 rm -rf "$out"
 
 gpt() {
@@ -19,7 +20,7 @@ gpt() {
   shift 2
   python recipes/pretrain_gpt.py "$command" --config recipes/configs/toy.yaml \
     --trainer.logger.init_args.save_dir "$out" --trainer.logger.init_args.version "$run" \
-    --data.cache_directory "$out/data" "$@"
+    --trainer.enable_model_summary false --data.cache_directory "$out/data" "$@"
 }
 layout() { echo "--trainer.strategy.init_args.$1=$2"; }
 
