@@ -78,6 +78,8 @@ class Contents:
         Weights that have master weights are those.
         """
         live = live_of(module)
+        # A tied weight is saved under all of its names, and has master weights under the first.
+        first_names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
         own = {s.name: (master, s) for master, s in master_slots.slots.items() if s.name in master_slots.saved}
         # A weight whose master weights are all on other data-parallel ranks is written by those.
         elsewhere = master_slots.saved - own.keys()
@@ -91,10 +93,11 @@ class Contents:
                 tensors = {name: tensor for name, tensor in value.items() if isinstance(tensor, Tensor)}
                 for name, tensor in tensors.items():
                     is_live = name in live and tensor.data_ptr() == live[name].data_ptr()
-                    if is_live and name in own:
-                        master, slot = own[name]
+                    first_name = first_names.get(live[name], name) if is_live else name
+                    if is_live and first_name in own:
+                        master, slot = own[first_name]
                         pieces[prefix + name] = slot.pieces(master)
-                    elif not (is_live and name in elsewhere):
+                    elif not (is_live and first_name in elsewhere):
                         pieces[prefix + name] = Piece.all_like(live.get(name, tensor), tensor)
                 if key != WEIGHTS:
                     meta.setdefault(OTHER_STATES, []).append(key)
