@@ -77,7 +77,8 @@ class FlatParams:
 class Bucket(FlatParams):
     """Gradients that need the same reductions: over data-parallel ranks, over the axis of a partial sum, over holders.
 
-    `shards` is the axis over which the sum is scattered: the data-parallel ranks, or a single rank. `dtype` is of the
+    `shards` is the axis over which the sum is scattered: the data-parallel ranks, some of them, or a single rank;
+    `copies` the ranks that have the shard of this one, over which it is summed once a step. `dtype` is of the
     gradients, `low` of the parameters with master weights, None where they keep their own. Where `adds_shards` says so
     the memory of all gradients is there from the first gradient of a backward to the end of their reduction, and
     reductions of a step add up in this rank's shard. `shards_params` says that the parameters are sharded, too.
@@ -90,6 +91,7 @@ class Bucket(FlatParams):
         *,
         shards: Axis,
         dtype: torch.dtype,
+        copies: Axis | None = None,
         low: torch.dtype | None = None,
         adds_shards: bool = False,
         shards_params: bool = False,
@@ -103,6 +105,7 @@ class Bucket(FlatParams):
         self.holders = first.holders
         self.is_outside = first.is_outside
         self.replicas = first.replicas
+        self.copies = Axis.alone(0) if copies is None else copies
         self.dtype = dtype
         self.shards_params = shards_params and shards.size > 1
         self.adds_shards = adds_shards and shards.size > 1
@@ -254,6 +257,7 @@ def make_buckets(
     shards_of: Callable[[Axis], Axis],
     bucket_size: int,
     no_split: bool,
+    copies_of: Callable[[Axis], Axis | None] = lambda replicas: None,
     dtype_of: Callable[[nn.Parameter], torch.dtype],
     low_of: Callable[[nn.Parameter], torch.dtype | None],
     adds_shards: bool = False,
@@ -297,6 +301,7 @@ def make_buckets(
                     chosen,
                     layout,
                     shards=shards,
+                    copies=copies_of(members[0].replicas),
                     dtype=dtype,
                     low=low,
                     adds_shards=adds_shards,

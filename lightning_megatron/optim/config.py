@@ -24,6 +24,9 @@ class OptimizerConfig:
     the sums of 1/d of the gradients, which each backward of a microbatch reduce-scatters. distributed_parameters
     (ZeRO-3): so, and a rank holds 1/d of the weights; those of a part of the model (a layer, the embedding, the head)
     are all-gathered before its forward and before its backward, and freed after each."""
+    shard_size: int = 0
+    """Data-parallel ranks, next to each other, over which a distributed kind shards; further ones hold copies, and
+    gradients are summed over those (hybrid sharding). With those of a node, gathers stay within it. 0: all ranks."""
     reshard_after_forward: bool = True
     """With distributed_parameters, free the weights of a part after its forward and gather them again for its backward;
     else gather them once a step and keep them to the end of its backwards, as many microbatches may pay."""
@@ -87,6 +90,10 @@ class OptimizerConfig:
                 f"check_replicas_every_n_steps ({self.check_replicas_every_n_steps}) must be at least -1; 0 checks the "
                 "first three steps, -1 none"
             )
+        if self.shard_size < 0 or self.shard_size == 1:
+            faults.append(f"shard_size ({self.shard_size}) must be 2 or more, or 0 for all data-parallel ranks")
+        if self.shard_size and self.kind == "replicated":
+            faults.append(f"shard_size ({self.shard_size}) needs a distributed kind; leave it out")
         if self.overlap_param_gather and self.kind == "replicated":
             faults.append(
                 "overlap_param_gather (True) needs a distributed kind: ranks that step all of their weights gather none"

@@ -34,7 +34,7 @@ from lightning_megatron.optim.bucket import (
 )
 from lightning_megatron.optim.bucket_layout import Range
 from lightning_megatron.optim.config import OptimizerConfig
-from lightning_megatron.optim.reductions import extremes, scale_in_place, square, stage_axes, total
+from lightning_megatron.optim.reductions import divided, extremes, scale_in_place, square, stage_axes, total
 from lightning_megatron.sharding import Shard, ShardedParameter, shard_of
 
 # An axis of one rank: a tensor cut over it is unsharded.
@@ -99,9 +99,14 @@ class Gradients:
             # The axis by its name, because a module built before the ranks were known has the axes of one device.
             replicas = mesh.axis("dp+cp" if shard.data is None else shard.data.name)
             self.params.append(ModelParam(name, parameter, shard, replicas, holders.get(name), name not in inside, own))
+        # Of a stage without experts, too: all ranks make as many groups.
+        axes = [mesh.axis(name) for name in ("dp+cp", "edp")]
+        divided_axes = {axis.ranks: divided(axis, self.config.shard_size, new_group) for axis in axes}
+        self._copies = {ranks: outer for ranks, (_, outer) in divided_axes.items() if outer.size > 1}
         self.buckets: list[Bucket] = make_buckets(
             (param for param in self.params if param.parameter.requires_grad),
-            shards_of=lambda replicas: replicas if is_distributed else ALONE,
+            shards_of=lambda replicas: divided_axes[replicas.ranks][0] if is_distributed else ALONE,
+            copies_of=lambda replicas: self._copies.get(replicas.ranks),
             bucket_size=self.config.bucket_size,
             no_split=no_split,
             part_of=part_of if self.config.shards_parameters else None,
@@ -123,7 +128,7 @@ class Gradients:
                 and type(param.parameter) in plain
                 and param.parameter.is_floating_point()
             ),
-            shards_of=lambda replicas: replicas,
+            shards_of=lambda replicas: divided_axes[replicas.ranks][0],
             bucket_size=self.config.bucket_size,
             part_of=part_of,
         )
@@ -147,6 +152,10 @@ class Gradients:
     def sharded(self) -> list[FlatParams]:
         """Parameters that are sharded themselves, and not their gradients and optimizer states alone."""
         return [*(bucket for bucket in self.buckets if bucket.shards_params), *self.frozen]
+
+    def copies_of(self, param: ModelParam) -> Axis:
+        """The data-parallel ranks that have the shard of this one."""
+        return self._copies.get(param.replicas.ranks, ALONE)
 
     # --- between two backwards ---------------------------------------------------------------------------------------
 
@@ -205,6 +214,8 @@ class Gradients:
             self.reducer.close(everything=False)
         sent = [bucket for bucket in self.buckets if bucket.wait()]
         for bucket in sent:
+            if bucket.copies.size > 1:
+                collectives.all_reduce_(bucket.own, bucket.copies)
             if bucket.partial is not None:
                 collectives.all_reduce_(bucket.own, bucket.partial)
         for bucket in sorted(sent, key=lambda bucket: [param.name for param in bucket.members]):
@@ -322,8 +333,13 @@ class Gradients:
     def counted(self) -> Iterator[nn.Parameter]:
         """Tensors that optimizers may step and whose gradients on this rank count in the norm."""
         for param, tensor, is_shard in self.stepped():
-            if param.is_counted and (is_shard or param.replicas.is_first):
+            if self.counts(param, is_shard=is_shard):
                 yield tensor
+
+    def counts(self, param: ModelParam, *, is_shard: bool) -> bool:
+        """Whether this rank's part of a parameter, a shard or all of it, counts in a sum over the model."""
+        holders = self._copies.get(param.replicas.ranks) if is_shard else param.replicas
+        return param.is_counted and (holders is None or holders.is_first)
 
     def stepped(self) -> Iterator[tuple[ModelParam, nn.Parameter, bool]]:
         """Tensors that optimizers may step, and whether this data-parallel rank alone has the gradient."""

@@ -49,6 +49,20 @@ def scale_in_place(tensors: Sequence[Tensor], factor: Tensor) -> None:
         torch._foreach_mul_([t for t in tensors if t.dtype is dtype], factor.to(dtype))
 
 
+def divided(axis: Axis, size: int, new_group: NewGroup) -> tuple[Axis, Axis]:
+    """The axis of `size` ranks next to each other of which this one is, and the axis of those in its place among other
+    such; the full axis and this rank alone where that has no more. Collective over the axis."""
+    if not size or size >= axis.size:
+        return axis, Axis.alone(axis.ranks[axis.rank])
+    first = axis.rank // size * size
+    inner, outer = axis.ranks[first : first + size], axis.ranks[axis.rank % size :: size]
+    groups = [new_group(tuple(sorted(ranks))) for ranks in (inner, outer)]
+    return (
+        Axis(f"{axis.name} inner", len(inner), axis.rank % size, inner, groups[0]),
+        Axis(f"{axis.name} outer", len(outer), axis.rank // size, outer, groups[1]),
+    )
+
+
 def stage_axes(names_by_rank: Sequence[Sequence[str]], mesh: Mesh, new_group: NewGroup) -> dict[str, Axis]:
     """The axis of the pp ranks that hold a name, for each name that several of them hold. Collective over the world."""
     by_rank = [set(param) for param in names_by_rank]

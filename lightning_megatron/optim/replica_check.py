@@ -75,12 +75,12 @@ def differing_copies(gradients: Gradients, mesh: Mesh) -> list[str]:
     Collective over data-parallel ranks, the axes of replicated parameters, the holders of tied names, and the world.
     """
     params = sorted(gradients.params, key=lambda param: param.name)
-    # Of a sharded parameter data-parallel ranks have other parts; other ranks have the part of this one.
-    sharded = {param.parameter for flat in gradients.sharded for param in flat.members}
+    # Of a sharded parameter data-parallel ranks have other parts, up to copies; other ranks have the part of this one.
+    sharded = {param.parameter: gradients.copies_of(param) for flat in gradients.sharded for param in flat.members}
     parts = {shard.param.parameter: shard.tensor for shard in gradients.param_shards}
     axes: dict[tuple[int, ...], tuple[Axis, list[int]]] = {}
     for index, param in enumerate(params):
-        shared = [*(() if param.parameter in sharded else (param.replicas,)), *param.shard.replicas]
+        shared = [sharded.get(param.parameter, param.replicas), *param.shard.replicas]
         if param.holders is not None:
             shared.append(param.holders)
         for axis in shared:

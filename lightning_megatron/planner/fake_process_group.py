@@ -135,10 +135,17 @@ def fake_mesh(sizes: Sizes, rank: int, ledger: Ledger | None = None) -> Iterator
         made.append(group)
         return group
 
+    def new_part(ranks: tuple[int, ...]) -> FakeProcessGroup:
+        group = new_group(ranks)
+        # Some of the ranks of an axis, over which it is divided.
+        parents = [name for name in ("dp+cp", "edp") if len(ranks) > 1 and set(ranks) < set(mesh.axis(name).ranks)]
+        group.axis_name = parents[0] if parents else group.axis_name
+        return group
+
     try:
         mesh = Mesh.build(sizes, rank, new_group)
         _name_groups(mesh)
-        yield mesh, new_group
+        yield mesh, new_part
     finally:
         for group in made:
             del table[group]

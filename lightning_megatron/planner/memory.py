@@ -112,6 +112,7 @@ def _states(run: Run, held_by_kind: tuple[int, int], trained_by_kind: tuple[int,
     low = 0 if sharding == "always" and master else run.bytes_per_element
     held = {"weights": 0.0, "gradients": 0.0, "master_weights": 0.0, "moments": 0.0}
     for every, number, ranks in zip(held_by_kind, trained_by_kind, (run.dp_cp, run.sizes.edp), strict=True):
+        ranks = min(ranks, run.optimizer.shard_size or ranks)
         own = number / ranks
         # Frozen weights keep the precision that they are loaded in.
         frozen = run.stepped_bytes * ((every - number) / (ranks if sharding == "always" else 1))

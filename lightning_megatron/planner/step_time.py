@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from lightning_megatron.planner.collective_time import exchange_seconds, gather_seconds, groups_of, hop_seconds
+from lightning_megatron.planner.collective_time import Group, exchange_seconds, gather_seconds, groups_of, hop_seconds
 from lightning_megatron.planner.constants import Constants
 from lightning_megatron.planner.context_time import context_seconds
 from lightning_megatron.planner.framework_profile import Sharding
@@ -355,11 +355,15 @@ def _data_parallel_seconds(
     waited, stepped = 0.0, 0.0
     width = run.gradient_bytes
     for number, group in ((dense, groups["dp_cp"]), (experts, groups["edp"])):
-        stepped += number / (group.size if is_cut else 1)
+        stepped += number / (_divided(group, run.optimizer.shard_size)[0].size if is_cut else 1)
         if is_sharded:
             continue
-        scatter = gather_seconds(width * number, group, gpu, constants)
-        gather = gather_seconds(run.bytes_per_element * number if is_cut else width * number, group, gpu, constants)
+        inner, outer = _divided(group, run.optimizer.shard_size)
+        scatter = gather_seconds(width * number, inner, gpu, constants)
+        gather = gather_seconds(run.bytes_per_element * number if is_cut else width * number, inner, gpu, constants)
+        if outer.size > 1:
+            # Once a step, for what this rank has of them.
+            waited += 2 * gather_seconds(width * number / inner.size, outer, gpu, constants)
         each = run.optimizer.shards_gradients and run.num_accumulated == 1
         # Accumulated gradients are reduced after all backwards.
         is_early = each or (run.optimizer.overlap_grad_reduce and run.num_accumulated == 1)
@@ -374,6 +378,13 @@ def _data_parallel_seconds(
             waited += _unhidden(gather, forward, is_hidden, constants)
     step_bytes = _STEP_NUMBERS * run.stepped_bytes + _LOW_BYTES * run.is_mixed
     return waited, constants.traffic * step_bytes * stepped / gpu.memory_bytes_per_second
+
+
+def _divided(group: Group, size: int) -> tuple[Group, Group]:
+    """Ranks of a group that are next to each other, and those in one place among such."""
+    if not size or size >= group.size:
+        return group, Group(size=1)
+    return Group(size=size, stride=group.stride), Group(size=group.size // size, stride=group.stride * size)
 
 
 def _unhidden(seconds: float, compute: float, is_overlapped: bool, constants: Constants) -> float:

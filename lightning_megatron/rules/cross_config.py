@@ -435,6 +435,22 @@ def _kernels(facts: Facts) -> list[str]:
     return faults
 
 
+def _shard_size(facts: Facts) -> list[str]:
+    size, sizes = facts.optimizer.shard_size, facts.sizes
+    if not size or sizes.faults():
+        return []
+    found = {"data-parallel x context-parallel size": sizes.dp * sizes.cp, "expert data-parallel size": sizes.edp}
+    return [
+        f"shard_size ({size}) must divide the {name} ({number}) where that is larger; use {_divisors(number)}"
+        for name, number in found.items()
+        if number > size and number % size
+    ]
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(one) for one in range(2, number) if number % one == 0) or "0 for all ranks"
+
+
 def _sharded_parameters(facts: Facts) -> list[str]:
     if not facts.optimizer.shards_parameters:
         return []
@@ -468,5 +484,6 @@ _RULES: tuple[Callable[[Facts], list[str]], ...] = (
     _fp8,
     _tp_overlap,
     _kernels,
+    _shard_size,
     _sharded_parameters,
 )

@@ -20,6 +20,7 @@ WORDS = {
     "zero3": "the distributed optimizer with sharded gradients and parameters",
     "zero2": "the distributed optimizer with sharded gradients",
     "zero": "the distributed optimizer",
+    "hybrid": "shards over two data-parallel ranks, and copies over the others",
     "collective": "collective mode",
 }
 """Words of a name that are no size, and what each is."""
@@ -57,6 +58,7 @@ class Layout:
     microbatches: int = 1
     has_sequence_parallel: bool = False
     optimizer: OptimizerKind = "replicated"
+    is_hybrid: bool = False
     is_collective: bool = False
     schedule: ScheduleName | Literal["auto"] = "auto"
 
@@ -87,7 +89,7 @@ class Layout:
             sequence_parallel=self.has_sequence_parallel,
             num_microbatches=self.microbatches,
             pipeline=PipelineConfig(mode="collective" if self.is_collective else "auto", schedule=self.schedule),
-            optimizer=OptimizerConfig(kind=self.optimizer),
+            optimizer=OptimizerConfig(kind=self.optimizer, shard_size=2 if self.is_hybrid else 0),
             timeout_seconds=timeout_seconds,
         )
 
@@ -128,6 +130,7 @@ def layout_of(name: str) -> Layout:
         microbatches=sizes["m"] or (2 if pp > 1 else 1),
         has_sequence_parallel="sp" in words,
         optimizer=next((kind for word, kind in _KINDS.items() if word in words), "replicated"),
+        is_hybrid="hybrid" in words,
         is_collective="collective" in words,
         schedule=schedule,
     )

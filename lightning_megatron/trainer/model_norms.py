@@ -159,7 +159,7 @@ def _stepped(dp_comm: DataParallelComm, of: Callable[[nn.Parameter], Tensor | No
         _Slice(
             slot=Slot(param.name, param.parameter, *slots.get(tensor, (0, tensor.numel()))),
             tensor=of(tensor),
-            is_counted=param.is_counted and (is_shard or param.replicas.is_first),
+            is_counted=gradients.counts(param, is_shard=is_shard),
         )
         for param, tensor, is_shard in gradients.stepped()
     ]

@@ -308,11 +308,6 @@ class TransformerConfig:
         return 1.0 / math.sqrt(self.score_dim or self.head_dim) if self.scales_scores else 1.0
 
     @property
-    def score_scale(self) -> float:
-        """Factor of attention scores."""
-        return 1.0 / math.sqrt(self.score_dim or self.head_dim) if self.scales_scores else 1.0
-
-    @property
     def num_staged_layers(self) -> int:
         """Layers between which stages of a pipeline are cut."""
         return self.num_layers

@@ -115,6 +115,7 @@ def described(layout: Layout) -> str:
         (layout.distributed, "distributed optimizer"),
         (layout.sharded, "distributed optimizer and gradients"),
         (layout.params != "whole", f"distributed optimizer, gradients and parameters, {layout.params}"),
+        (layout.shard_size > 0, f"shards over {layout.shard_size}"),
         (layout.overlap, "overlap"),
         (layout.rule.startswith("adamw"), "AdamW"),
         (layout.rule == "muon", "Muon"),

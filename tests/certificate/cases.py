@@ -248,6 +248,8 @@ class Layout:
     """Gradients between backwards."""
     params: Literal["whole", "gathered", "kept"] = "whole"
     """Between their uses: all, or shards that are gathered for each use, or once a step."""
+    shard_size: int = 0
+    """Ranks over which is sharded; the others hold copies."""
     overlap: bool = False
     """Of gradient sums with backward, and of weights with forward where the optimizer is distributed."""
     rule: Literal["sgd", "adamw", "adamw, 16 bits", "muon"] = "sgd"
@@ -379,6 +381,7 @@ LAYOUTS = {
     "ZeRO-3 dp2 ZB-V pp2": Layout(world=4, pp=2, vp=2, microbatches=4, schedule="zb_v", params="gathered"),
     "ZeRO-3 dp2 pp2 collective": Layout(world=4, pp=2, microbatches=2, collective=True, params="gathered"),
     "ZeRO-3 dp2 accumulate 2": Layout(world=2, microbatches=2, accumulate=2, params="gathered"),
+    "ZeRO-3 hybrid dp4 clip 0.05": Layout(world=4, microbatches=2, params="gathered", shard_size=2, clip=0.05),
     "ZeRO-3 dp2 recompute full": Layout(
         world=2,
         microbatches=2,
@@ -446,6 +449,7 @@ LAYOUTS = {
     "Muon tp2+sp ep2": Layout(world=2, tp=2, sp=True, ep=2, microbatches=2, rule="muon"),
     "ZeRO-2 dp4 ep2": Layout(world=4, ep=2, microbatches=2, sharded=True, overlap=True),
     "ZeRO-3 dp4 ep2": Layout(world=4, ep=2, microbatches=2, params="gathered", overlap=True),
+    "ZeRO-3 hybrid dp4 ep2": Layout(world=4, ep=2, microbatches=2, params="gathered", shard_size=2),
     "ZeRO-3 joint DualPipe-V pp2 ep2": Layout(
         world=4, pp=2, vp=2, ep=2, microbatches=4, schedule="dualpipe_v", joint=True, params="gathered", overlap=True
     ),

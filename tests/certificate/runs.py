@@ -379,6 +379,7 @@ def _fit(layout: Layout, module: Module, recorder: L.Callback, dtype: torch.dtyp
             overlap_grad_reduce=layout.overlap,
             overlap_param_gather=layout.overlap and layout.optimizer_kind != "replicated",
             bucket_size=BUCKET_SIZE,
+            shard_size=layout.shard_size,
             reshard_after_forward=layout.params != "kept",
             # The recorders gather what they read.
             gather_for_hooks=layout.params == "whole",

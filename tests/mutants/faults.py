@@ -232,9 +232,21 @@ FAULTS = (
     ),
     Fault(
         "optim/replica_check.py",
-        "[*(() if param.parameter in sharded else (param.replicas,)), *param.shard.replicas]",
+        "[sharded.get(param.parameter, param.replicas), *param.shard.replicas]",
         "[param.replicas, *param.shard.replicas]",
         ("optim/test_sharded_parameters.py",),
+    ),
+    Fault(
+        "optim/gradients.py",
+        "                collectives.all_reduce_(bucket.own, bucket.copies)",
+        "                pass",
+        ("optim/test_hybrid_sharding.py",),
+    ),
+    Fault(
+        "optim/gradients.py",
+        "holders = self._copies.get(param.replicas.ranks) if is_shard else param.replicas",
+        "holders = None if is_shard else param.replicas",
+        ("optim/test_hybrid_sharding.py",),
     ),
     Fault(
         "optim/data_parallel_comm.py",

@@ -181,10 +181,10 @@ class Grafted(Frozen):
             self.net.blocks[1].up.weight.zero_()
 
 
-def saved_while_sharded(folder: Path, config: OptimizerConfig) -> tuple[bool, bool]:
+def saved_while_sharded(folder: Path, config: OptimizerConfig, world: int = 2) -> tuple[bool, bool]:
     """Whether a checkpoint has the weights of that moment, frozen ones too, and what a hook wrote counts."""
     module = Grafted()
-    trainer = make_trainer(Layout(world=2, optimizer=config), max_epochs=1, limit_train_batches=1)
+    trainer = make_trainer(Layout(world=world, optimizer=config), max_epochs=1, limit_train_batches=1)
     with contextlib.chdir(folder):
         trainer.fit(module, networks.loader())
         tensors = {
