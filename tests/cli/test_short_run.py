@@ -8,14 +8,13 @@ import pytest
 from lightning_megatron import hf
 from lightning_megatron.lightning_modules import AdamWConfig
 from lightning_megatron.optim.rates import RateCurve
+from tests.lightning_modules.pretrained import write_model
 from tests.recipes.launched import launched
 from tests.recipes.parsed import CONFIGS, Parsed, arguments_of, script_of
-from tests.recipes.test_configs import LLAMA3_8B, SMALL_T5
+from tests.recipes.test_configs import ALL, FOLDERS_OF, LLAMA3_8B, SMALL_T5, UNCHANGED
 
 TWO = "--trainer.max_steps=2"
 TOLD = "--trainer.max_steps (2) has no room for the configured warm-up of 10000 steps: "
-# The model of hf_toy.yaml is a folder's.
-ALL = sorted(path.name for path in CONFIGS.glob("*.yaml") if path.name != "hf_toy.yaml")
 
 
 @pytest.fixture(autouse=True)
@@ -36,9 +35,12 @@ def adamw_of(name: str, *options: str) -> AdamWConfig:
     return found
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_two_steps_have_a_rate_under_every_configuration(name: str) -> None:
-    config = adamw_of(name, TWO)
+@pytest.mark.parametrize("name", [*ALL, *UNCHANGED])
+def test_two_steps_have_a_rate_under_every_configuration(name: str, tmp_path: Path) -> None:
+    options = FOLDERS_OF.get(script_of(name).name, ("model.path",)) if name in UNCHANGED else ()
+    if options:
+        write_model(tmp_path / "model")
+    config = adamw_of(name, TWO, *(f"--{option}={tmp_path / 'model'}" for option in options))
     assert RateCurve(total_steps=config.total_steps or 2, warmup_steps=config.warmup_steps)(1) >= 0
 
 
