@@ -7,6 +7,7 @@ import argparse
 import json
 import math
 import os
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -63,6 +64,8 @@ example:  lightning-megatron plan llama3_70b --gpu h100 --num-gpus 64
           lightning-megatron plan --compare recipes/configs/bert_base.yaml recipes/configs/bert_large.yaml --gpu h100
 """
 _SHARED_SEQUENCES = "whether the model computes the same where ranks of cp share a sequence, only a run of it finds out"
+# Options that some configurations take and others do not.
+_OF_SOME = ("data", "precision", "model", "model_kind", "decoder_sequence_length", "document_lengths")
 # Families with units for float8 that read no scales of blocks.
 _WITHOUT_BLOCK_SCALES = ("ada", "hopper")
 
@@ -214,14 +217,36 @@ def _record(found: Estimate, notes: list[str], options: argparse.Namespace) -> d
     return record_of(found, num_tokens=options.tokens) | more
 
 
+def _fitting(options: argparse.Namespace, gpu: Gpu, cache: PlanCache) -> tuple[Estimate, list[str], dict[str, str]]:
+    """The estimate of one of two runs, notes on it, and the options that it refused and goes without, with its words.
+
+    Raises UsageError with all other errors.
+    """
+    refusals: dict[str, str] = {}
+    while True:
+        try:
+            return *estimated(options, gpu, *read_request(options, gpu, cache)), refusals
+        except (UsageError, UnmeasuredError) as error:
+            faults = [f"{options.config}: {line}" for line in str(error).splitlines()]
+            given = {name: f"--{name.replace('_', '-')}" for name in _OF_SOME if getattr(options, name) is not None}
+            refused = {n: option for n, option in given.items() if re.search(rf"{option}(?![\w-])", str(error))}
+            if not refused:
+                raise UsageError(faults) from error
+        for name, option in refused.items():
+            refusals[option] = "; ".join(faults)
+            setattr(options, name, None)
+
+
 def _compare(options: argparse.Namespace, gpu: Gpu, cache: PlanCache) -> None:
     names, found, records, lines = (options.compare, options.config), [], [], []
+    left_out: dict[str, str] = {}
     for name in names:
         own = argparse.Namespace(**vars(options) | {"config": name, "layout": options.layout or OF_RECIPE})
-        try:
-            one, notes = estimated(own, gpu, *read_request(own, gpu, cache))
-        except (UsageError, UnmeasuredError) as error:
-            raise UsageError([f"{name}: {line}" for line in str(error).splitlines()]) from error
+        one, notes, refusals = _fitting(own, gpu, cache)
+        if neither := [refusal for option, refusal in left_out.items() if option in refusals]:
+            raise UsageError(neither)
+        left_out |= refusals
+        notes += [f"without {option}, which is for the other run" for option in refusals]
         found.append(one)
         records.append({"config": name} | _record(one, notes, options))
         lines += [f"{name}: {line}" for line in (model_text(one.run, one.size), *notes)]

@@ -87,6 +87,18 @@ def test_a_comparison_takes_the_layouts_of_recipes_and_says_whose_mistake_it_is(
         assert f"{option} ({value}) has no effect with --compare" in shown(capsys, recipe, *args, option, value)
 
 
+def test_a_comparison_takes_options_that_one_of_the_two_has(capsys: pytest.CaptureFixture[str]) -> None:
+    t5, bert, gpt = (str(CONFIGS / f"{name}.yaml") for name in ("t5_toy", "bert_toy", "toy"))
+    args = ("--gpu", "h100", "--decoder-sequence-length")
+    length = record(capsys, t5, "--gpu", "h100", "--layout", "recipe")["notes"]
+    both = record(capsys, t5, "--compare", bert, *args, "64")
+    assert both[0]["notes"][-1] == "without --decoder-sequence-length, which is for the other run"
+    assert both[1]["notes"] == length and both[1]["model"] == "T5"
+    alone = record(capsys, t5, *args, "64", "--layout", "recipe")
+    assert both[1]["step_seconds"] == alone["step_seconds"]
+    assert "--decoder-sequence-length (64) is that of a T5" in shown(capsys, gpt, "--compare", bert, *args, "64")
+
+
 def test_the_recipe_of_a_trillion_parameters_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
     told_of = record(capsys, GPT_1T, "--gpu", "a100", "--layout", "recipe", "--tokens", "450e9")
     assert told_of["parameters"] == pytest.approx(1008e9, rel=0.001)
@@ -411,7 +423,8 @@ def test_a_layout_keeps_the_recipe_s_schedule_where_it_says_so(
 ) -> None:
     pipeline = {"schedule": "zb_v", "layout": {"balance": "cost"}}
     changes = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2, "pipeline": pipeline}
-    file = changed(tmp_path, "gpt2_124m.yaml", **{"trainer.strategy.init_args": changes, "trainer.devices": 2})
+    few = {"trainer.devices": 2, "model.config.num_layers": 4}
+    file = changed(tmp_path, "gpt2_124m.yaml", **{"trainer.strategy.init_args": changes}, **few)
     own = record(capsys, file, "--gpu", "h100", "--layout", "recipe")
     assert "schedule=zb_v" in own["layout"] and own["notes"][1:] == []
     again = record(capsys, file, "--gpu", "h100", "--layout", own["layout"])
@@ -505,13 +518,10 @@ def test_layouts_that_fell_out_are_all_in_the_json_and_the_nearest_in_the_text(
 
 
 def test_layouts_whose_times_print_alike_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    found = record(capsys, *UNEVEN, "--top", "3")
-    times = [f"{one['step_seconds']:.4g}" for one in found["layouts"]]
-    assert len(times) == len(set(times)) == 3
-    alike = [layout for one in found["layouts"] for layout in one["alike"]]
-    assert alike and not {one["layout"] for one in found["layouts"]}.intersection(alike)
-    toy, batch = str(CONFIGS / "toy.yaml"), ("--global-batch-size", "2")
+    toy, batch = str(CONFIGS / "moe_toy.yaml"), ("--global-batch-size", "4")
     every = record(capsys, toy, "--gpu", "h100", "--num-gpus", "2", *batch, "--top", "400")
+    alike = [layout for one in every["layouts"] for layout in one["alike"]]
+    assert alike and not {one["layout"] for one in every["layouts"]}.intersection(alike)
     times = [f"{one['step_seconds']:.4g}" for one in every["layouts"]]
     assert len(set(times)) == len(times)
     assert len(times) + sum(len(one["alike"]) for one in every["layouts"]) == every["num_fitting"]
