@@ -149,13 +149,17 @@ class CachedCall:
         bias: RelativePositionBias | None = None,
         softcap: float = 0.0,
         sinks: Tensor | None = None,
+        value_dim: int = 0,
     ) -> Tensor:
         """Attention of queries [B, A, N, D], which every rank of cp has, to the cache: [B, A, N, D].
 
         A query without a position sees nothing under a causal mask, and its output is 0. `scale` None is 1 / sqrt(D).
-        `softcap` and `sinks` [A] are as in `context.attention.attend`.
+        `softcap` and `sinks` [A] are as in `context.attention.attend`. With a `value_dim` that many first features of
+        keys are the values.
         """
         keys, values = (x[self.rows, :, : self.columns.stop] for x in self.cache.keys_values[layer])
+        if value_dim:
+            values = keys[..., :value_dim]
         with autocast(queries, None):
             output, lse = self._part(queries.to(keys.dtype), keys, values, mask_spec, scale, bias, softcap)
             return _merged(output, lse, self.cache.cp, sinks).to(queries.dtype)
@@ -185,7 +189,7 @@ class CachedCall:
         # For a query that sees no key here, -inf minus -inf is nan.
         weights = (scores - lse.unsqueeze(-1)).exp().nan_to_num(0.0)
         attended = weights.to(values.dtype).view(batch, groups, rows, keys.shape[2]) @ values
-        return attended.view(batch, heads, num, size).to(scores.dtype), lse
+        return attended.view(batch, heads, num, values.shape[-1]).to(scores.dtype), lse
 
     def _visible(self, mask_spec: MaskSpec) -> Tensor:
         if mask_spec not in self.seen:

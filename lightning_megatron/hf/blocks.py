@@ -133,6 +133,21 @@ def gate_and_up_in_rows(config: TransformerConfig, shape: Shape) -> tuple[Tensor
     )
 
 
+def interleaved_tails(shape: Shape, num_rows: int, num_turned: int) -> tuple[TensorBlock, ...]:
+    """Blocks of so many rows each, of whose last `num_turned` theirs turn as neighbours, and ours as halves."""
+    found: list[TensorBlock] = []
+    plain, pairs = num_rows - num_turned, num_turned // 2
+    for first in range(0, shape[0], num_rows):
+        found.append(_rows(shape, first, first, plain, 0))
+        turned = first + plain
+        found += (
+            _rows(shape, turned + pair + half * pairs, turned + 2 * pair + half, 1, 0)
+            for pair in range(pairs)
+            for half in (0, 1)
+        )
+    return tuple(found)
+
+
 def interleaved_gate_and_up(config: TransformerConfig, shape: Shape) -> tuple[TensorBlock, ...]:
     """Layout of [E, 2, F, ...] of ours as [E, ..., 2F] of theirs, in which gate and up take turns."""
     num_experts, _, width, *rest = shape

@@ -15,7 +15,7 @@ from typing import Any
 
 from lightning_megatron.rules.limits import MOST, MOST_LAYERS, limit_faults
 from lightning_megatron.transformer.config import TransformerConfig
-from lightning_megatron.transformer.rotary import RopeScaling
+from lightning_megatron.transformer.rotary import RopeScaling, yarn_amplitude
 
 # Names, dtypes and what a forward returns; settings of training, tokenizers, generation and other programs.
 _HARMLESS_NAMES = """
@@ -210,6 +210,11 @@ class ConfigReader:
         fields = {"position": "rotary", "rotary_base": float(base), "rope_scaling": scaling}
         return {**fields, "rotary_fraction": float(share)} if is_partial else fields
 
+    def rope_setting(self, name: str) -> float:
+        """A number among the rotary settings that `rope` does not take over; 0 where it is not there."""
+        given = [self.raw.get(key) for key in ("rope_scaling", "rope_parameters")]
+        return float(next((one[name] for one in given if isinstance(one, Mapping) and one.get(name)), 0.0))
+
     def _scaling(self, kind: str, settings: dict[str, Any]) -> RopeScaling | None:
         names = {"linear": _LINEAR, "llama3": _LLAMA3, "yarn": _YARN}.get(kind)
         if names is None:
@@ -260,11 +265,6 @@ def _is_like(value: Any, usual: Any) -> bool:
     return isinstance(value, type(usual)) or not isinstance(usual, (int, str))
 
 
-def yarn_amplitude(factor: float, coefficient: float) -> float:
-    """Amplitude of rotated features. Source: Peng et al., arXiv 2309.00071, section 3.4."""
-    return 0.1 * coefficient * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-
 _LINEAR = {"factor": "factor"}
 _LLAMA3 = {
     "factor": "factor",
@@ -295,9 +295,9 @@ def rope_to_hf(config: TransformerConfig) -> dict[str, Any]:
     return {"rope_theta": config.rotary_base, "rope_scaling": {"rope_type": scaling.kind, **settings}}
 
 
-def rope_faults(scaling: RopeScaling) -> list[str]:
-    """One sentence for each field of a scaling that would be lost."""
-    return unwritten_faults(scaling, {"kind", *_LINEAR.values(), *_LLAMA3.values(), *_YARN.values()})
+def rope_faults(scaling: RopeScaling, own: Collection[str] = ()) -> list[str]:
+    """One sentence for each field of a scaling that would be lost; `own` are those that a family writes itself."""
+    return unwritten_faults(scaling, {"kind", *own, *_LINEAR.values(), *_LLAMA3.values(), *_YARN.values()})
 
 
 def fields_to_hf(

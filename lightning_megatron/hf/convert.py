@@ -13,6 +13,7 @@ from importlib import metadata
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from lightning_megatron import checkpoint
 from lightning_megatron.checkpoint import Piece
@@ -75,9 +76,8 @@ def to_checkpoint(
         # Lightning looks for it to know what it reads.
         "pytorch-lightning_version": metadata.version("lightning"),
     }
-    # Buffers are the expert biases of routers, which start at zero.
     pieces = {
-        f"model.{name}": Piece.unsharded(torch.zeros(value.shape, dtype=value.dtype, device="cpu"))
+        f"model.{name}": Piece.unsharded(_buffer(weights, name, value))
         for name, value in model.state_dict().items()
         if name not in parameters
     }
@@ -102,6 +102,14 @@ def to_checkpoint(
     )
 
 
+def _buffer(weights: Weights, name: str, like: Tensor) -> Tensor:
+    """A buffer, such as the expert biases of a router, which start at zero where the source has none."""
+    values = torch.zeros(like.shape, dtype=like.dtype, device="cpu")
+    if name in weights.buffers:
+        weights.read(name, Box((0,) * values.dim(), tuple(values.shape)), values)
+    return values
+
+
 def to_folder(
     weights: Weights,
     target: str | os.PathLike[str],
@@ -118,13 +126,14 @@ def to_folder(
     """
     table = Table(family_of_config(weights.config, family), weights.config)
     dtype = dtype if dtype is not None else weights.dtype
-    plan = ShardPlan.of(table.theirs, dtype, max_shard_bytes)
+    plan = ShardPlan.of(table.theirs, dtype, max_shard_bytes, table.wide)
     target, tokenizer = on_disk(target), Path(tokenizer_from) if tokenizer_from is not None else None
     draft = start_draft(target, tokenizer)
     try:
         plan.begin(draft)
         for number, (name, link) in enumerate(table.links.items()):
-            values = empty_source(link.shape, weights.dtype)
+            own = torch.promote_types(weights.dtype, torch.float32) if name in table.buffers else weights.dtype
+            values = empty_source(link.shape, own)
             weights.read(name, Box((0,) * len(link.shape), link.shape), values)
             for index, their_name in enumerate(link.sources):
                 theirs = empty_source(table.theirs[their_name], values.dtype)
@@ -137,6 +146,6 @@ def to_folder(
     return Converted(
         family=table.family.name,
         num_tensors=len(table.theirs),
-        num_parameters=sum(math.prod(link.shape) for link in table.links.values()),
+        num_parameters=sum(math.prod(link.shape) for name, link in table.links.items() if name not in table.buffers),
         dtype=str(dtype).removeprefix("torch."),
     )

@@ -10,7 +10,7 @@ from dataclasses import fields
 from typing import Any
 
 from lightning_megatron.hf.blocks import each, gate_and_up_in_rows, gate_and_up_of_each
-from lightning_megatron.hf.config_reader import ConfigReader, unwritten_faults
+from lightning_megatron.hf.config_reader import NOTHING, ConfigReader, unwritten_faults
 from lightning_megatron.hf.family import ParamMapping
 from lightning_megatron.models.gpt import GPTConfig
 from lightning_megatron.moe.config import AuxLoss, MoEConfig, RouterConfig
@@ -62,10 +62,10 @@ def moe_from_hf(
     num_experts: int,
     norm_topk_prob: bool,
     jitter: float = 0.0,
-    logit_bias: bool = False,
+    router: Mapping[str, Any] = NOTHING,
     **own: Any,
 ) -> dict[str, Any]:
-    """Field `moe` of a GPTConfig; `own` are fields of its layers, such as the width of an expert."""
+    """Field `moe` of a GPTConfig; `router` and `own` are further fields of its router and its layers."""
     top_k, coefficient = reader.take("num_experts_per_tok"), reader.take("router_aux_loss_coef", 0.0)
     if not reader.take("output_router_logits", False):
         # Without these logits transformers takes no balance loss, whatever its coefficient.
@@ -77,15 +77,15 @@ def moe_from_hf(
         )
         return {}
     try:
-        router = RouterConfig(
+        made = RouterConfig(
             num_experts=num_experts,
             top_k=top_k,
             norm_topk_prob=norm_topk_prob,
             aux_losses=(AuxLoss(coefficient=coefficient),) if coefficient else (),
             jitter=jitter,
-            logit_bias=logit_bias,
+            **router,
         )
-        return {"moe": MoEConfig(router=router, **own)}
+        return {"moe": MoEConfig(router=made, **own)}
     except ValueError as error:
         reader.faults += str(error).splitlines()
         return {}

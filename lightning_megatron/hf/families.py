@@ -5,6 +5,7 @@ from typing import Any
 
 from lightning_megatron.hf import (
     bert,
+    deepseek_v3,
     glm4,
     gpt2,
     gpt_oss,
@@ -22,7 +23,7 @@ from lightning_megatron.hf.family import Config, Family
 from lightning_megatron.hf.gemma import GEMMA2, GEMMA3
 
 _DENSE = (GEMMA2, GEMMA3, glm4.FAMILY, gpt2.FAMILY, llama.FAMILY, MISTRAL, olmo2.FAMILY, phi3.FAMILY, QWEN2, QWEN3)
-_WITH_EXPERTS = (gpt_oss.FAMILY, mixtral.FAMILY, qwen2_moe.FAMILY, qwen3_moe.FAMILY)
+_WITH_EXPERTS = (deepseek_v3.FAMILY, gpt_oss.FAMILY, mixtral.FAMILY, qwen2_moe.FAMILY, qwen3_moe.FAMILY)
 _OTHERS = (bert.FAMILY, llava.FAMILY, t5.FAMILY)
 FAMILIES: dict[str, Family] = {
     family.name: family for family in sorted(_DENSE + _WITH_EXPERTS + _OTHERS, key=lambda family: family.name)

@@ -44,6 +44,10 @@ def _always(config: Any) -> bool:
     return True
 
 
+def _never(config: Any, name: str) -> bool:
+    return False
+
+
 @dataclass(frozen=True)
 class ParamMapping:
     """Mapping of one of our tensors to those of theirs with the same numbers; `{}` is a number, of a layer say.
@@ -98,6 +102,8 @@ class Family:
     """Names of theirs that always repeat another tensor."""
     config_class: type[Config] = GPTConfig
     """Class of our configurations of this family."""
+    is_left_out: Callable[[Any, str], bool] = _never
+    """Whether a tensor of theirs is of a part that models of a configuration do not have, as in transformers."""
     gives_way: bool = False
     """Whether a model that another family could also have is written as that one unless this one is named."""
 
@@ -155,7 +161,10 @@ class TensorSource:
 
 
 class Table:
-    """Every tensor of a model of one configuration: `links` by our names, `theirs` shapes by theirs, in our order."""
+    """Every tensor of a model of one configuration: `links` by our names, `theirs` shapes by theirs, in our order.
+
+    `buffers` are those of our names that are no parameters, such as expert biases.
+    """
 
     def __init__(self, family: Family, config: Config, names: Iterable[str] = ()) -> None:
         """`names` are those of a file's tensors, where one is read."""
@@ -164,6 +173,9 @@ class Table:
         with torch.device("meta"):
             model = model_of(config, Mesh.single())
         shapes = {name: shard_of(parameter).global_shape for name, parameter in model.named_parameters()}
+        buffers = {name: tuple(buffer.shape) for name, buffer in model.named_buffers() if self._has_row(name)}
+        self.buffers = frozenset(buffers)
+        shapes |= buffers
         self.links: dict[str, TensorSource] = {}
         self.theirs: dict[str, Shape] = {}
         for name, shape in shapes.items():
@@ -173,6 +185,14 @@ class Table:
             for source, their_shape in zip(sources, shapes_of_sources(blocks), strict=True):
                 assert source not in self.theirs, f"two rows of {family.name} name {source}"
                 self.theirs[source] = their_shape
+
+    @property
+    def wide(self) -> frozenset[str]:
+        """Names of theirs that are written in float32 at least, whatever the dtype of weights: those of our buffers."""
+        return frozenset(source for name in self.buffers for source in self.links[name].sources)
+
+    def _has_row(self, name: str) -> bool:
+        return any(matches(row.ours, name) for row in self._rows)
 
     def _row_of(self, name: str) -> tuple[ParamMapping, tuple[str, ...]]:
         for row in self._rows:
@@ -190,7 +210,10 @@ class Table:
         unknown = [
             file_name
             for name, file_name in found.items()
-            if name not in self.theirs and name not in known and not any(matches(p, file_name) for p in ignored)
+            if name not in self.theirs
+            and name not in known
+            and not any(matches(p, file_name) for p in ignored)
+            and not self.family.is_left_out(self.config, name)
         ]
         missing = [name for name in self.theirs if name not in found]
         misshapen = [

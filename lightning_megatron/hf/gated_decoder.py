@@ -108,12 +108,15 @@ def share_to_hf(config: GPTConfig) -> dict[str, Any]:
     return {} if config.rotary_fraction == 1.0 else {"partial_rotary_factor": config.rotary_fraction}
 
 
-def rules(config: GPTConfig, **needed: Any) -> list[str]:
-    """Rules of these models that a configuration breaks, one sentence each; `needed` is what a family alone needs."""
+def rules(config: GPTConfig, *, own_rope: tuple[str, ...] = (), **needed: Any) -> list[str]:
+    """Rules of these models that a configuration breaks, one sentence each; `needed` is what a family alone needs.
+
+    `own_rope` are fields of rotary scalings that it writes itself.
+    """
     usual = {"position": "rotary", "normalization": "rmsnorm", "activation": "swiglu", "add_bias_linear": False}
     found = differences(config, **{**usual, **needed})
     if config.rope_scaling is not None:
-        found += [f"rope_scaling {fault}" for fault in rope_faults(config.rope_scaling)]
+        found += [f"rope_scaling {fault}" for fault in rope_faults(config.rope_scaling, own_rope)]
     return found
 
 

@@ -62,7 +62,9 @@ def config_from_hf(reader: ConfigReader) -> dict[str, Any]:
     reader.require("swiglu_limit", 7, 7.0)
     if not reader.raw.get("rope_parameters") and not reader.raw.get("rope_scaling"):
         reader.raw["rope_scaling"] = _YARN
-    moe = moe_from_hf(reader, num_experts=reader.take("num_local_experts"), norm_topk_prob=True, logit_bias=True)
+    moe = moe_from_hf(
+        reader, num_experts=reader.take("num_local_experts"), norm_topk_prob=True, router={"logit_bias": True}
+    )
     windows = gated_decoder.pattern_windows_from_hf(reader, 2)
     return {**gated_decoder.config_from_hf(reader, choices=_CHOICES), **_OURS, **windows, **moe}
 

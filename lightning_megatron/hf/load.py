@@ -48,6 +48,9 @@ def from_pretrained(
         shard = shard_of(parameter)
         if not parameter.is_meta and 0 not in shard.box.sizes:
             read(name, shard.box, shard.valid(parameter.detach()))
+    for name, buffer in model.named_buffers():
+        if name in table.buffers and not buffer.is_meta:
+            read(name, Box((0,) * buffer.dim(), tuple(buffer.shape)), buffer)
     return model
 
 

@@ -6,7 +6,7 @@ files, which all stages share. No rank has more than one unsharded weight, and o
 
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -54,14 +54,14 @@ def save_pretrained(
         # Stages may hold different ones.
         own = {parameter.dtype for parameter in parameters.values()}
         dtype = common_dtype(found for rank in collectives.gather_objects(own, world) for found in rank)
-    config, plan = hf_config(table, dtype), ShardPlan.of(table.theirs, dtype, max_shard_bytes)
+    config, plan = hf_config(table, dtype), ShardPlan.of(table.theirs, dtype, max_shard_bytes, table.wide)
     target, tokenizer = on_disk(path), Path(tokenizer_from) if tokenizer_from is not None else None
     draft, fault = collectives.broadcast_object(_start(target, tokenizer, plan) if world.is_first else None, world)
     if fault is not None:
         raise fault
     # An optimizer may still be sending its weights, or this rank hold shards of them.
     with model.with_weights():
-        fault = _write(model, parameters, table, plan, draft)
+        fault = _write(model, {**dict(model.named_buffers()), **parameters}, table, plan, draft)
     faults = [found for found in collectives.gather_objects(fault, world) if found is not None]
     if world.is_first:
         if faults:
@@ -117,16 +117,14 @@ def _finish(draft: Path, target: Path, config: dict[str, Any], tokenizer: Path |
 
 
 @torch.no_grad()
-def _write(
-    model: Model, parameters: dict[str, torch.nn.Parameter], table: Table, plan: ShardPlan, draft: Path
-) -> Exception | None:
+def _write(model: Model, tensors: Mapping[str, Tensor], table: Table, plan: ShardPlan, draft: Path) -> Exception | None:
     """Writes this rank's tensors; an error ends its writing, and not its part in gathering."""
     mesh, fault = model.mesh, None
     is_writer = all(axis.is_first for axis in (mesh.dp, mesh.cp, mesh.tp))
     for name, link in table.links.items():
         if _stage_of(model, name) not in mesh.own_stages:
             continue
-        ours = _gathered(parameters[name])
+        ours = tensors[name] if name in table.buffers else _gathered(tensors[name])
         if not is_writer or fault is not None:
             continue
         try:

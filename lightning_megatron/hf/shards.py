@@ -11,7 +11,7 @@ import math
 import os
 import shutil
 import uuid
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,23 +65,27 @@ class ShardPlan:
     """Length of each file."""
     locations: Mapping[str, TensorLocation]
     """Location of each tensor."""
-    dtype: torch.dtype
-    """Dtype of all tensors."""
+    dtypes: Mapping[str, torch.dtype]
+    """Dtype of each tensor."""
 
     @staticmethod
-    def of(shapes: Mapping[str, Shape], dtype: torch.dtype, max_shard_bytes: int) -> "ShardPlan":
+    def of(
+        shapes: Mapping[str, Shape], dtype: torch.dtype, max_shard_bytes: int, wide: Collection[str] = ()
+    ) -> "ShardPlan":
         """Tensors in their order, a new file where the next would make one longer than `max_shard_bytes`.
 
-        A larger tensor is a file of its own. Raises ValueError for a dtype that files do not hold.
+        Those of `wide` names have float32, or the dtype if that is wider. A larger tensor is a file of its own. Raises
+        ValueError for a dtype that files do not hold.
         """
         if dtype not in _NAMES:
             raise ValueError(f"dtype ({dtype}) must be one of {', '.join(map(str, _NAMES))}")
         if max_shard_bytes < 1:
             raise ValueError(f"max_shard_bytes ({max_shard_bytes}) must be at least 1")
+        dtypes = {name: torch.promote_types(dtype, torch.float32) if name in wide else dtype for name in shapes}
         groups: list[list[str]] = [[]]
         num_bytes = 0
         for name, shape in shapes.items():
-            length = math.prod(shape) * dtype.itemsize
+            length = math.prod(shape) * dtypes[name].itemsize
             if groups[-1] and num_bytes + length > max_shard_bytes:
                 groups.append([])
                 num_bytes = 0
@@ -90,13 +94,13 @@ class ShardPlan:
         headers, lengths, locations = {}, {}, {}
         for number, names in enumerate(groups, start=1):
             file = SINGLE if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-            header, end = _header({name: shapes[name] for name in names}, dtype)
+            header, end = _header({name: shapes[name] for name in names}, dtypes)
             headers[file], lengths[file] = header, len(header) + end
             offset = len(header)
             for name in names:
                 locations[name] = TensorLocation(file, offset)
-                offset += math.prod(shapes[name]) * dtype.itemsize
-        return ShardPlan(headers=headers, lengths_bytes=lengths, locations=locations, dtype=dtype)
+                offset += math.prod(shapes[name]) * dtypes[name].itemsize
+        return ShardPlan(headers=headers, lengths_bytes=lengths, locations=locations, dtypes=dtypes)
 
     def begin(self, folder: Path) -> None:
         """Makes every file, with its header and at its full length."""
@@ -112,19 +116,19 @@ class ShardPlan:
     def put(self, folder: Path, name: str, tensor: Tensor) -> None:
         """Writes a tensor at its location."""
         location = self.locations[name]
-        values = tensor.detach().to(device="cpu", dtype=self.dtype).contiguous()
+        values = tensor.detach().to(device="cpu", dtype=self.dtypes[name]).contiguous()
         with (folder / location.file).open("r+b") as stream:
             stream.seek(location.offset_bytes)
             stream.write(values.view(-1).view(torch.uint8).numpy().data)
 
 
-def _header(shapes: Mapping[str, Shape], dtype: torch.dtype) -> tuple[bytes, int]:
+def _header(shapes: Mapping[str, Shape], dtypes: Mapping[str, torch.dtype]) -> tuple[bytes, int]:
     """The first bytes of a file, and how many bytes of tensors follow."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, shape in shapes.items():
-        start, end = end, end + math.prod(shape) * dtype.itemsize
-        entries[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+        start, end = end, end + math.prod(shape) * dtypes[name].itemsize
+        entries[name] = {"dtype": _NAMES[dtypes[name]], "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT_BYTES)
     return len(text).to_bytes(8, "little") + text, end

@@ -50,6 +50,8 @@ class Weights:
     """The narrowest dtype that holds all weights."""
     read: Read
     """Reader of tensors by our names."""
+    buffers: frozenset[str] = frozenset()
+    """Names of buffers, such as expert biases, that can be read."""
 
     def upcycled(self, moe: MoEConfig) -> "Weights":
         """Weights of a model with experts that computes the same. Raises ValueError with all errors, and where one of
@@ -72,8 +74,10 @@ def in_folder(path: str | os.PathLike[str]) -> Weights:
     raw = read_config(folder)
     family = family_of_file(raw, str(folder / "config.json"))
     config, files = family.config(raw), WeightFiles(folder)
-    source = Source(Table(family, config, files.shapes), files)
-    return Weights(kind=family.name, config=config, dtype=common_dtype(files.dtypes.values()), read=source.read)
+    table = Table(family, config, files.shapes)
+    dtype = common_dtype(dtype for name, dtype in files.dtypes.items() if name not in table.wide)
+    read = Source(table, files).read
+    return Weights(kind=family.name, config=config, dtype=dtype, read=read, buffers=table.buffers)
 
 
 def in_checkpoint(
@@ -110,7 +114,8 @@ def in_checkpoint(
         checkpoint.load(path, {prefix + name: piece}, world=Mesh.single().world, among=lambda other: False)
 
     dtype = common_dtype(ours[name].dtype for name in shapes)
-    return Weights(kind=type(model).__name__, config=found, dtype=dtype, read=read)
+    buffers = frozenset(known.keys() & ours.keys())
+    return Weights(kind=type(model).__name__, config=found, dtype=dtype, read=read, buffers=buffers)
 
 
 def folder_of_run(path: str | os.PathLike[str]) -> str:

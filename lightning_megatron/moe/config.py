@@ -69,7 +69,10 @@ class RouterConfig:
     """Coefficient of the router z-loss (mean square of the log-sum-exp of logits) in the objective; 0 disables it."""
     bias_update_rate: float = 0.0
     """Step of the expert bias (aux-loss-free load balancing): after each optimizer step the bias of each expert, which
-    top-k sees and router probabilities do not, moves by this much towards balance; 0 means no expert bias."""
+    top-k sees and router probabilities do not, moves by this much towards balance; 0: it stays as it is, and there is
+    none unless expert_bias is set."""
+    expert_bias: bool = False
+    """Whether there is an expert bias even where bias_update_rate is 0, as in a model that was trained with one."""
     jitter: float = 0.0
     """Noise in training: router inputs are multiplied by random numbers from 1 - jitter to 1 + jitter; 0 is none."""
     num_sinkhorn_iterations: int = 20
@@ -93,6 +96,11 @@ class RouterConfig:
             if getattr(self, name) not in get_args(choices)
         ]
         return faults + self._size_faults() + self._weight_faults() + self._balance_faults()
+
+    @property
+    def has_expert_bias(self) -> bool:
+        """Whether each expert has a bias that top-k sees and router probabilities do not."""
+        return self.expert_bias or self.bias_update_rate > 0
 
     @property
     def loss_names(self) -> tuple[str, ...]:

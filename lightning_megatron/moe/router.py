@@ -71,7 +71,7 @@ class Router(nn.Module):
 
     @property
     def has_bias(self) -> bool:
-        return self.config.bias_update_rate > 0
+        return self.config.has_expert_bias
 
     @property
     def is_global(self) -> bool:
@@ -105,7 +105,7 @@ class Router(nn.Module):
     @torch.no_grad()
     def learn(self, preferred_E: Tensor, chosen_E: Tensor) -> None:
         """Updates expert bias and global load from the counts of a global batch; `end_step` calls it each step."""
-        if self.has_bias and self.weight.requires_grad:
+        if self.config.bias_update_rate > 0 and self.weight.requires_grad:
             # The bias of a frozen router is frozen too.
             self.expert_bias += self.config.bias_update_rate * load_balancing.expert_bias_step(chosen_E)
         if self.is_global:

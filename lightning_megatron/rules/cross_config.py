@@ -380,6 +380,11 @@ def _fp8_model(fp8: Fp8Config, model: TransformerConfig, sizes: Sizes) -> list[s
             "linears; use BertConfig(norm_placement='pre'), or leave fp8 out"
         ]
     faults = fp8_faults(fp8, model, sizes)
+    if model.latent is not None and fp8.engine == "transformer_engine":
+        faults.append(
+            "engine ('transformer_engine') must be 'torch' for fp8 with latent attention: the layers of "
+            "that engine have none"
+        )
     if model.moe is not None:
         faults += expert_engine_faults(fp8)
     if isinstance(model, LlavaConfig):

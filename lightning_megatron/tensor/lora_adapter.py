@@ -12,6 +12,7 @@ Source: Hu et al., arXiv 2106.09685, section 4.1.
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +28,7 @@ from lightning_megatron.tensor.linear import (
     column_parallel_linear,
     row_parallel_linear,
 )
+from lightning_megatron.tensor.shared_linear import SharedLinear
 from lightning_megatron.tensor.weight_gradients import WeightGradientLayer
 
 # An axis of this rank alone: what is cut over it is unsharded.
@@ -46,7 +48,7 @@ class LoRAAdapter(WeightGradientLayer):
         super().__init__()
         self.tp, self.sp, self.scale, self.dropout = linear.tp, linear.sp, scale, dropout
         self.key = rng.key_tensor(name, "low-rank dropout")
-        shard = shard_of(linear.weight)
+        self.shard = shard = shard_of(linear.weight)
         *self._out_shape, self._in_features = shard.global_shape
         # torch initialises the weight of a linear with this variance.
         drawn = Initial(std=1.0 / math.sqrt(3.0 * self._in_features))
@@ -107,9 +109,28 @@ class RowLoRAAdapter(LoRAAdapter):
         return column_parallel_linear(h_TR * self.scale, self.b, None, tp=_ALONE, sp=_ALONE, gradients=gradients)
 
 
+class SharedLoRAAdapter(LoRAAdapter):
+    """Adapter of a linear that ranks of tp hold whole: [T/sp, I] to [T/sp, O]."""
+
+    def _make(self, rank: int, dim: int | None, drawn: Initial) -> None:
+        own: dict[str, Any] = {"replicas": self.shard.replicas, "partial": self.shard.partial}
+        self.a = shard_parameter((rank, self._in_features), initial=drawn, **own)
+        self.b = shard_parameter((*self._out_shape, rank), initial=Initial(), **own)
+
+    def forward(self, x_TI: Tensor, tokens: TokenKeys | None = None) -> Tensor:
+        if self.is_dropping:
+            assert tokens is not None, "a LoRA adapter has dropout, and got no token keys"
+            x_TI = self._drop(x_TI, tokens.shard_keys, first_column=0)
+        gradients = self.weight_gradients
+        h_TR = column_parallel_linear(x_TI, self.a, None, tp=_ALONE, sp=_ALONE, gradients=gradients)
+        return column_parallel_linear(h_TR * self.scale, self.b, None, tp=_ALONE, sp=_ALONE, gradients=gradients)
+
+
 def lora_adapter_for(linear: ParallelLinear, *, rank: int, scale: float, dropout: float, name: str) -> LoRAAdapter:
     """The adapter that fits a linear; its parameters are not initialised yet."""
     if isinstance(linear, ColumnParallelLinear):
         return ColumnLoRAAdapter(linear, rank=rank, scale=scale, dropout=dropout, name=name)
+    if isinstance(linear, SharedLinear):
+        return SharedLoRAAdapter(linear, rank=rank, scale=scale, dropout=dropout, name=name)
     assert isinstance(linear, RowParallelLinear), type(linear)
     return RowLoRAAdapter(linear, rank=rank, scale=scale, dropout=dropout, name=name)

@@ -167,17 +167,16 @@ def _normed(norm: RMSNorm | ParallelRMSNorm, heads_BSAD: Tensor) -> Tensor:
     return normed
 
 
-class SelfAttention(RecomputeLayer):
-    """Attention over each sequence of the stream: [T/sp, H] to [T/sp, H]. `name` is its name in the model."""
+class Attention(RecomputeLayer):
+    """The half that kinds of attention share: own queries, keys and values attend to each other. `name` is its name in
+    the model."""
 
     recomputable = frozenset({"core_attention"})
 
-    def __init__(
-        self, config: TransformerConfig, *, tp: Axis, sp: Axis, name: str, mask_spec: MaskSpec = CAUSAL
-    ) -> None:
+    def __init__(self, config: TransformerConfig, *, tp: Axis, name: str, mask_spec: MaskSpec) -> None:
         super().__init__()
         assert mask_spec.is_causal or mask_spec.window == 0, "a window is one of causal attention"
-        self.name = name
+        self.name, self.tp = name, tp
         self.scale, self.softcap = config.score_scale, config.attention_softcap
         first_pair = config.rotary_width if config.window_rotary_base and mask_spec.window else 0
         self.pairs = slice(first_pair, first_pair + config.rotary_width)
@@ -188,10 +187,76 @@ class SelfAttention(RecomputeLayer):
         self.mask_spec = mask_spec
         # Used without documents, context parallelism, bias, soft cap, sinks or dropout.
         self.core_attention: CoreAttention = TorchCoreAttention(mask_spec=mask_spec, scale=self.scale)
+        first_head = tp.rank * (config.num_attention_heads // tp.size)
+        self.dropout = AttentionDropout(config.attention_dropout, name, first_head=first_head)
+
+    def forward(self, hidden_TH: Tensor, tokens: Tokens, bias: RelativePositionBias | None = None) -> Tensor:
+        """Output [T/sp, H] of hidden states [T/sp, H]."""
+        raise NotImplementedError
+
+    def _attended(
+        self, queries: Tensor, keys: Tensor, values: Tensor, tokens: Tokens, bias: RelativePositionBias | None = None
+    ) -> Tensor:
+        """Attention of queries [B, A, N, D] to the keys and values [B, G, N, D] of this call: [B, A, N, D]."""
+        is_plain = bias is None and not self.softcap and self.sinks is None
+        if not (tokens.is_whole and is_plain) or (self.dropout.is_active and tokens.context.kernel == "flex"):
+            attended = self._attend_in_context(queries, keys, values, tokens, bias)
+        elif self.dropout.is_active and "core_attention" in self.recomputed:
+            attended = checkpoint(self._attend_dropping, queries, keys, values, tokens)
+        elif self.dropout.is_active:
+            attended = self._attend_dropping(queries, keys, values, tokens)
+        else:
+            attended = self.core_attention(queries, keys, values, tokens.masks)
+        return attended
+
+    def _attend_in_context(
+        self, queries: Tensor, keys: Tensor, values: Tensor, tokens: Tokens, bias: RelativePositionBias | None
+    ) -> Tensor:
+        """Attention within documents, whose tokens other ranks may hold too. Nothing of the size S^2 is saved."""
+        return attend(
+            queries,
+            keys,
+            values,
+            layout=tokens.layout,
+            axes=tokens.context,
+            mask_spec=self.mask_spec,
+            scale=self.scale,
+            bias=bias,
+            softcap=self.softcap,
+            sinks=self.sinks,
+            dropout=self.dropout.spec(tokens),
+            cache=tokens.shared,
+            handles=AttentionHandles(call=tokens.attention, bucket=None if bias is None else bias.bucket_handle),
+        )
+
+    def _attend_dropping(self, queries: Tensor, keys: Tensor, values: Tensor, tokens: Tokens) -> Tensor:
+        """Attention with its weights materialised, so that the mask is ours; softmax in float32 or better."""
+        group_shape = (-1, -1, queries.shape[1] // keys.shape[1], -1, -1)
+        keys, values = (x.unsqueeze(2).expand(group_shape).flatten(1, 2) for x in (keys, values))
+        weights: Tensor = self.dropout(self._weights(queries, keys, tokens), tokens)
+        return weights.to(values.dtype) @ values
+
+    def _weights(self, queries: Tensor, keys: Tensor, tokens: Tokens) -> Tensor:
+        """Attention weights of each query over all keys, before dropout."""
+        scores = queries @ keys.transpose(-1, -2)
+        scores = scores.to(torch.promote_types(scores.dtype, torch.float32)).mul_(self.scale)
+        if self.mask_spec.is_causal:
+            seen = is_visible(tokens.num_rows, self.mask_spec.window, scores.device)
+            hidden = torch.zeros(seen.shape, dtype=scores.dtype, device=scores.device).masked_fill_(~seen, -torch.inf)
+            scores += hidden
+        return scores.softmax(dim=-1)
+
+
+class SelfAttention(Attention):
+    """Attention over each sequence of the stream: [T/sp, H] to [T/sp, H]. `name` is its name in the model."""
+
+    def __init__(
+        self, config: TransformerConfig, *, tp: Axis, sp: Axis, name: str, mask_spec: MaskSpec = CAUSAL
+    ) -> None:
+        super().__init__(config, tp=tp, name=name, mask_spec=mask_spec)
         self.heads = local_heads(config, tp)
         # Fewer groups than ranks: every rank needs rows that others hold.
         self.is_gathered = config.num_query_groups % tp.size != 0
-        self.tp = tp
         features = config.num_attention_heads * config.head_dim
         self.qkv = ColumnParallelLinear(
             config.hidden_size,
@@ -206,7 +271,6 @@ class SelfAttention(RecomputeLayer):
         if config.qk_norm:
             self.q_norm = build_head_norm(config, config.num_attention_heads, tp)
             self.k_norm = build_head_norm(config, config.num_query_groups, tp)
-        self.dropout = AttentionDropout(config.attention_dropout, name, first_head=tp.rank * self.heads.num_heads)
         self.projection = RowParallelLinear(
             features,
             config.hidden_size,
@@ -235,20 +299,8 @@ class SelfAttention(RecomputeLayer):
                 softcap=self.softcap,
                 sinks=self.sinks,
             )
-        elif (
-            not tokens.is_whole
-            or bias is not None
-            or self.softcap
-            or self.sinks is not None
-            or (self.dropout.is_active and tokens.context.kernel == "flex")
-        ):
-            attended = self._attend_in_context(queries, keys, values, tokens, bias)
-        elif self.dropout.is_active and "core_attention" in self.recomputed:
-            attended = checkpoint(self._attend_dropping, queries, keys, values, tokens)
-        elif self.dropout.is_active:
-            attended = self._attend_dropping(queries, keys, values, tokens)
         else:
-            attended = self.core_attention(queries, keys, values, tokens.masks)
+            attended = self._attended(queries, keys, values, tokens, bias)
         output: Tensor = self.projection(tokens.pad(attended.transpose(1, 2).reshape(tokens.num_real, -1)), tokens)
         return output
 
@@ -269,40 +321,3 @@ class SelfAttention(RecomputeLayer):
         queries = rotate(_normed(self.q_norm, queries.transpose(1, 2)), cos, sin).transpose(1, 2)
         keys = rotate(_normed(self.k_norm, keys.transpose(1, 2)), cos, sin).transpose(1, 2)
         return queries, keys, values
-
-    def _attend_in_context(
-        self, queries: Tensor, keys: Tensor, values: Tensor, tokens: Tokens, bias: RelativePositionBias | None
-    ) -> Tensor:
-        """Attention within documents, whose tokens other ranks may hold too. Nothing of the size S^2 is saved."""
-        return attend(
-            queries,
-            keys,
-            values,
-            layout=tokens.layout,
-            axes=tokens.context,
-            mask_spec=self.mask_spec,
-            scale=self.scale,
-            bias=bias,
-            softcap=self.softcap,
-            sinks=self.sinks,
-            dropout=self.dropout.spec(tokens),
-            cache=tokens.shared,
-            handles=AttentionHandles(call=tokens.attention, bucket=None if bias is None else bias.bucket_handle),
-        )
-
-    def _attend_dropping(self, queries: Tensor, keys: Tensor, values: Tensor, tokens: Tokens) -> Tensor:
-        """Attention with its weights materialised, so that the mask is ours; softmax in float32 or better."""
-        group_shape = (-1, -1, self.heads.num_queries, -1, -1)
-        keys, values = (x.unsqueeze(2).expand(group_shape).flatten(1, 2) for x in (keys, values))
-        weights: Tensor = self.dropout(self._weights(queries, keys, tokens), tokens)
-        return weights.to(values.dtype) @ values
-
-    def _weights(self, queries: Tensor, keys: Tensor, tokens: Tokens) -> Tensor:
-        """Attention weights of each query over all keys, before dropout."""
-        scores = queries @ keys.transpose(-1, -2)
-        scores = scores.to(torch.promote_types(scores.dtype, torch.float32)).mul_(self.scale)
-        if self.mask_spec.is_causal:
-            seen = is_visible(tokens.num_rows, self.mask_spec.window, scores.device)
-            hidden = torch.zeros(seen.shape, dtype=scores.dtype, device=scores.device).masked_fill_(~seen, -torch.inf)
-            scores += hidden
-        return scores.softmax(dim=-1)

@@ -11,8 +11,9 @@ from torch import nn
 from lightning_megatron.context.context_layout import MaskSpec
 from lightning_megatron.mesh import Axis
 from lightning_megatron.tensor.norm import LayerNorm, RMSNorm, ZeroCenteredRMSNorm
-from lightning_megatron.transformer.attention import SelfAttention
+from lightning_megatron.transformer.attention import Attention, SelfAttention
 from lightning_megatron.transformer.config import Normalization, TransformerConfig
+from lightning_megatron.transformer.latent_attention import LatentAttention
 from lightning_megatron.transformer.mlp import MLP
 
 Norm = LayerNorm | RMSNorm
@@ -40,8 +41,10 @@ def build_output_norm(config: TransformerConfig, *, tp: Axis, sp: Axis) -> Norm 
     return build_norm(config, tp=tp, sp=sp) if has_one else nn.Identity()
 
 
-def build_attention(config: TransformerConfig, *, tp: Axis, sp: Axis, name: str, mask_spec: MaskSpec) -> SelfAttention:
+def build_attention(config: TransformerConfig, *, tp: Axis, sp: Axis, name: str, mask_spec: MaskSpec) -> Attention:
     """Self-attention of a layer, [T/sp, H] to [T/sp, H]; `name` is its name in the model."""
+    if config.latent is not None:
+        return LatentAttention(config, config.latent, tp=tp, sp=sp, name=name, mask_spec=mask_spec)
     return SelfAttention(config, tp=tp, sp=sp, name=name, mask_spec=mask_spec)
 
 

@@ -13,7 +13,8 @@ from lightning_megatron.mesh import Sizes
 from lightning_megatron.moe import layout as moe_layout
 from lightning_megatron.moe.config import MoEConfig
 from lightning_megatron.tensor.activation import GATED, Activation
-from lightning_megatron.transformer.rotary import RopeScaling
+from lightning_megatron.transformer.latent_config import LatentConfig
+from lightning_megatron.transformer.rotary import RopeScaling, yarn_amplitude
 
 Normalization = Literal["layernorm", "rmsnorm", "zero_centered_rmsnorm"]
 NormPlacement = Literal["pre", "sandwich", "output", "post"]
@@ -51,6 +52,9 @@ class TransformerConfig:
     (multi-head attention)."""
     head_dim: int = 0
     """Features of one attention head; 0: hidden_size / num_attention_heads."""
+    latent: LatentConfig | None = None
+    """Multi-head latent attention (MLA) in the place of attention over fused queries, keys and values; none: that.
+   """
     ffn_hidden_size: int = 0
     """Features between the two linears of the MLP; of gate and of up each, where it is gated. 0: 4 * hidden_size."""
     activation: Activation = "gelu"
@@ -110,6 +114,8 @@ class TransformerConfig:
     num_layers)."""
 
     def __post_init__(self) -> None:
+        if self.latent is not None and self.head_dim == 0:
+            object.__setattr__(self, "head_dim", self.latent.qk_head_dim)
         for name, size in (
             ("num_query_groups", self.num_attention_heads),
             ("head_dim", self.hidden_size // max(self.num_attention_heads, 1)),
@@ -185,6 +191,13 @@ class TransformerConfig:
 
     def _attention_faults(self) -> list[str]:
         faults = []
+        if self.latent is not None:
+            faults += self._latent_faults(self.latent)
+        elif self.rope_scaling is not None and self.rope_scaling.mscale_all_dim:
+            faults.append(
+                f"rope_scaling mscale_all_dim ({self.rope_scaling.mscale_all_dim}) scales scores of latent attention "
+                "alone; give latent, or leave it out"
+            )
         if self.rope_scaling is not None and self.position != "rotary":
             faults.append(
                 f"rope_scaling ({self.rope_scaling.kind}) stretches rotary positions, and position is "
@@ -223,6 +236,25 @@ class TransformerConfig:
             )
         return faults
 
+    def _latent_faults(self, latent: LatentConfig) -> list[str]:
+        needed = {
+            "head_dim": latent.qk_head_dim,
+            "num_query_groups": self.num_attention_heads,
+            "position": "rotary",
+            "rotary_fraction": 1.0,
+            "add_bias_linear": False,
+            "add_qkv_bias": False,
+            "qk_norm": False,
+            "window_rotary_base": 0.0,
+            "attention_sinks": False,
+            "attention_softcap": 0.0,
+        }
+        return [
+            f"{name} ({value!r}) must be {fit!r} for latent attention"
+            for name, fit in needed.items()
+            if (value := getattr(self, name)) != fit
+        ]
+
     def _moe_faults(self) -> list[str]:
         if self.moe is None:
             return []
@@ -257,7 +289,7 @@ class TransformerConfig:
                 "qk_norm_across_heads, so that each key head is normed on one rank",
             )
         rows = groups * (self.heads_per_group + 2) * self.head_dim
-        if groups % tp == 0 or tp % groups == 0:
+        if self.latent is None and (groups % tp == 0 or tp % groups == 0):
             add_unless(
                 lambda n: rows % n == 0,
                 f"the rows of the query-key-value weight ({rows} = num_query_groups * (num_attention_heads / "
@@ -305,7 +337,11 @@ class TransformerConfig:
     @property
     def score_scale(self) -> float:
         """Factor of attention scores."""
-        return 1.0 / math.sqrt(self.score_dim or self.head_dim) if self.scales_scores else 1.0
+        if not self.scales_scores:
+            return 1.0
+        scaling = self.rope_scaling
+        stretched = yarn_amplitude(scaling.factor, scaling.mscale_all_dim) if scaling is not None else 1.0
+        return stretched**2 / math.sqrt(self.score_dim or self.head_dim)
 
     @property
     def num_staged_layers(self) -> int:
@@ -337,6 +373,8 @@ class TransformerConfig:
     @property
     def rotary_width(self) -> int:
         """Pairs of features of a head that are rotated: 0 where positions are not rotary."""
+        if self.latent is not None:
+            return self.latent.qk_rope_head_dim // 2
         return int(self.head_dim * self.rotary_fraction) // 2 if self.position == "rotary" else 0
 
 

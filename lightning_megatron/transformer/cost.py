@@ -19,6 +19,8 @@ import math
 from lightning_megatron.mesh import Sizes
 from lightning_megatron.moe.config import MoEConfig
 from lightning_megatron.transformer.config import LanguageModelConfig, TransformerConfig
+from lightning_megatron.transformer.latent_config import LatentConfig
+from lightning_megatron.transformer.linears import REPLICATED, latent_linear_sizes
 from lightning_megatron.transformer.recompute import RecomputeConfig
 
 ONE = Sizes()
@@ -43,6 +45,11 @@ def layer_parameters(config: TransformerConfig, sizes: Sizes = ONE, *, layer: in
         cut += query + config.num_query_groups * config.head_dim
     elif config.qk_norm:
         replicated += 2 * config.head_dim
+    if config.latent is not None:
+        sizes_of = latent_linear_sizes(config, config.latent)
+        cut = sum(inputs * outputs for name, (inputs, outputs) in sizes_of.items() if name not in REPLICATED)
+        replicated += sum(sizes_of[name][0] * sizes_of[name][1] for name in REPLICATED & sizes_of.keys())
+        replicated += config.latent.q_lora_rank + config.latent.kv_lora_rank
     attention = cut // tp + replicated
     if config.moe is None or not config.has_experts(layer):
         return attention + _mlp_parameters(config, config.ffn_hidden_size, tp)
@@ -108,7 +115,10 @@ def layer_linear_flops(config: TransformerConfig, *, num_tokens: int, layer: int
     counts as if it were computed, and what it pads counts nothing."""
     hidden, query = config.hidden_size, config.num_attention_heads * config.head_dim
     qkv = query + 2 * config.num_query_groups * config.head_dim
-    return 2 * num_tokens * hidden * (qkv + query) + layer_mlp_flops(config, num_tokens=num_tokens, layer=layer)
+    of_attention = hidden * (qkv + query)
+    if config.latent is not None:
+        of_attention = sum(inputs * outputs for inputs, outputs in latent_linear_sizes(config, config.latent).values())
+    return 2 * num_tokens * of_attention + layer_mlp_flops(config, num_tokens=num_tokens, layer=layer)
 
 
 def layer_mlp_flops(config: TransformerConfig, *, num_tokens: int, layer: int = 0) -> int:
@@ -134,7 +144,9 @@ def layer_attention_flops(
     num_pairs = 2 * sequence * sequence
     if is_causal:
         num_pairs = window * (2 * sequence - window) if 0 < window < sequence else sequence * sequence
-    return 2 * batch * num_pairs * config.num_attention_heads * config.head_dim
+    # Of values and of queries and keys; attention to latents costs as if keys and values were made of them.
+    value_dim = config.head_dim if config.latent is None else config.latent.v_head_dim
+    return batch * num_pairs * config.num_attention_heads * (config.head_dim + value_dim)
 
 
 def cross_attention_flops(config: TransformerConfig, *, batch: int, sequence: int, memory: int) -> int:
@@ -222,6 +234,12 @@ def layer_activation_bytes(
     if materialises or is_blocked or (is_windowed and keys > 1):
         # One key and value for each query head; those of a single group are one to a mask, too.
         keys = heads
+    if config.latent is not None:
+        head_dim = max(head_dim, config.latent.v_head_dim)
+        saved += _latent_bytes(config.latent, shard, bytes_per_element, statistics)
+        if head_dim > config.latent.v_head_dim:
+            # Of what the kernel gives, the projection reads a part: a copy.
+            saved += padded * heads * config.latent.v_head_dim * bytes_per_element
     # Queries, keys and values; what attention gives to the projection; the MLP around its activation.
     saved += real * (heads + 2 * keys) * head_dim * bytes_per_element
     if is_blocked:
@@ -260,6 +278,12 @@ def layer_activation_bytes(
     elif config.attention_dropout == 0:
         saved += real * heads * statistics
     return saved
+
+
+def _latent_bytes(latent: LatentConfig, shard: int, bytes_per_element: int, statistics: int) -> int:
+    """Bytes of latents that a layer saves of its part of the tokens: what their norms read and give."""
+    features = 2 * latent.q_lora_rank + 2 * latent.kv_lora_rank + latent.qk_rope_head_dim
+    return shard * (features * bytes_per_element + statistics * (1 + (latent.q_lora_rank > 0)))
 
 
 def cross_attention_activation_bytes(

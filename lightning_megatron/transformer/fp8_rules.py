@@ -26,11 +26,26 @@ def tile_faults(fp8: Fp8Config, config: TransformerConfig, sizes: Sizes) -> list
     rows = config.num_query_groups * (config.heads_per_group + 2) * config.head_dim
     heads = config.num_attention_heads * config.head_dim
     # What is cut, and over how many ranks; a length that tp does not divide is another rule's.
-    lengths = [
-        ("hidden_size", config.hidden_size, "", 1),
-        ("num_attention_heads x head_dim", heads, _TP, tp),
-        ("the rows of the query-key-value weight", rows, _TP, tp),
-    ]
+    lengths = [("hidden_size", config.hidden_size, "", 1)]
+    if config.latent is None:
+        lengths += [
+            ("num_attention_heads x head_dim", heads, _TP, tp),
+            ("the rows of the query-key-value weight", rows, _TP, tp),
+        ]
+    else:
+        latent, num_heads = config.latent, config.num_attention_heads
+        lengths += [
+            ("q_lora_rank", latent.q_lora_rank, "", 1),
+            ("kv_lora_rank", latent.kv_lora_rank, "", 1),
+            ("kv_lora_rank + qk_rope_head_dim", latent.kv_lora_rank + latent.qk_rope_head_dim, "", 1),
+            ("num_attention_heads x head_dim", heads, _TP, tp),
+            (
+                "num_attention_heads x (qk_nope_head_dim + v_head_dim)",
+                num_heads * (latent.qk_nope_head_dim + latent.v_head_dim),
+                *(_TP, tp),
+            ),
+            ("num_attention_heads x v_head_dim", num_heads * latent.v_head_dim, _TP, tp),
+        ]
     if any(not config.has_experts(layer) for layer in range(config.num_layers)):
         lengths.insert(1, ("ffn_hidden_size", config.ffn_hidden_size, _TP, tp))
     if moe is not None:

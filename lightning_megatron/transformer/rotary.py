@@ -34,6 +34,7 @@ _ACTS_UNDER = {
     "beta_fast": ("yarn",),
     "beta_slow": ("yarn",),
     "truncate": ("yarn",),
+    "mscale_all_dim": ("yarn",),
     "attention_factor": ("yarn",),
 }
 
@@ -61,6 +62,8 @@ class RopeScaling:
     """yarn: pairs that rotate at most this often within the original length are stretched in full."""
     truncate: bool = True
     """yarn: whether the line over the index of the wave begins and ends at an integer."""
+    mscale_all_dim: float = 0.0
+    """yarn: coefficient c by which scores of latent attention are multiplied by (0.1 c ln(factor) + 1)^2; 0: by 1."""
     attention_factor: float = 0.0
     """yarn: factor of rotated queries and keys; 0: 0.1 ln(factor) + 1."""
 
@@ -96,6 +99,11 @@ class RopeScaling:
             if self.kind not in kinds and getattr(self, name) != defaults[name]
         ]
         return faults
+
+
+def yarn_amplitude(factor: float, coefficient: float) -> float:
+    """Amplitude of rotated features. Source: Peng et al., arXiv 2309.00071, section 3.4."""
+    return 0.1 * coefficient * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def frequencies(pairs: int, base: float, scaling: RopeScaling | None, device: torch.device | None = None) -> Tensor:

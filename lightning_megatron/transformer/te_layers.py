@@ -103,6 +103,7 @@ class TELayer:
         self.twins: list[TELinear | TEExperts] = []
         self._layer, self._tile = layer, tile
         layer.checkpoint = fp8.checkpoint
+        assert isinstance(layer.attention, SelfAttention), "the rules refuse latent attention with this engine"
         self._attention: tuple[SelfAttention, CoreAttention] = (layer.attention, layer.attention.core_attention)
         # While its linears are there still: they say how it is cut.
         layer.attention.core_attention = TECoreAttention(layer.attention)

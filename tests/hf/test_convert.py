@@ -7,6 +7,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -238,3 +239,13 @@ def test_a_configuration_that_is_wrong_says_why(fields: dict[str, Any], words: s
     with pytest.raises(ValueError) as raised:
         gpt_config(fields)
     assert words in str(raised.value)
+
+
+def test_biases_of_experts_pass_in_float32_whatever_the_weights_are_in(tmp_path: Path) -> None:
+    model = saved("deepseek_v3", tmp_path / "theirs")
+    to_checkpoint(in_folder(tmp_path / "theirs"), tmp_path / "ours.ckpt", dtype=torch.bfloat16)
+    to_folder(in_checkpoint(tmp_path / "ours.ckpt"), tmp_path / "again")
+    found = load_file(tmp_path / "again" / "model.safetensors")
+    biases = {name: value for name, value in model.state_dict().items() if name.endswith("e_score_correction_bias")}
+    assert len(biases) == 2 and all(torch.equal(found[name], value) for name, value in biases.items())
+    assert {value.dtype for name, value in found.items() if name not in biases} == {torch.bfloat16}

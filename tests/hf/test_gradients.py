@@ -12,9 +12,12 @@ from torch import Tensor
 from lightning_megatron.hf.families import FAMILIES
 from lightning_megatron.models import GPTConfig, GPTModel
 from lightning_megatron.testing import certify
+from tests.harness.sample import every_nth
 from tests.hf.tiny import CASES, VOCABULARY, ours, saved, theirs, tokens
 
 CASES_OF_GRADIENTS = (
+    "deepseek_v3",
+    "deepseek_v3, whole queries, one group, stretched waves",
     "gemma2",
     "gemma3",
     "glm4",
@@ -50,10 +53,11 @@ def test_gradients_are_those_of_transformers(case: str, tmp_path: Path) -> None:
 class Trains(L.LightningModule):
     """Trains a new model of a case."""
 
-    def __init__(self, case: str) -> None:
+    def __init__(self, case: str, num_layers: int = 0) -> None:
         super().__init__()
         kind, fields = CASES[case]
-        config: Any = FAMILIES[kind].config({**fields, "model_type": kind, "initializer_range": 0.2})
+        own = {"num_hidden_layers": num_layers} if num_layers else {}
+        config: Any = FAMILIES[kind].config({**fields, **own, "model_type": kind, "initializer_range": 0.2})
         self.config: GPTConfig = config
         self.model: GPTModel | None = None
 
@@ -79,6 +83,21 @@ def batches() -> list[dict[str, Tensor]]:
         mask = (torch.rand(8, 14, generator=generator) < torch.linspace(0.3, 1.0, 8).unsqueeze(1)).double()
         made.append({"tokens": ids[:, :-1], "labels": ids[:, 1:], "loss_mask": mask})
     return made
+
+
+# Of latent attention with experts chosen by group and bias.
+LAYOUTS = [
+    *("tp2-sp", "tp4-sp", "cp2", "cp4", "pp2m4", "pp2vp2m4", "dp2pp2m4-zero-zb_h1", "pp2vp2m4-zb_v", "dp2-zero", "ep2"),
+    *("tp2cp2-sp", "dp2tp2-sp-zero2", "pp2ep2m2", "dp4ep2m2-zero2"),
+]
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("layout", every_nth(LAYOUTS, 5))
+def test_latent_attention_trains_as_on_one_device(layout: str) -> None:
+    found = certify(functools.partial(Trains, "deepseek_v3", 4), batches, layouts=(layout,), steps=2)
+    found.assert_equal()
+    assert all(value < 1e-10 for result in found.results for value in result.largest.values())
 
 
 @pytest.mark.parametrize("case", CASES_OF_GRADIENTS)

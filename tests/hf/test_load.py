@@ -147,6 +147,15 @@ def test_tensors_that_are_no_weights_are_known_by_name(tmp_path: Path) -> None:
     assert (logits(ours(tmp_path)) - logits(model)).abs().max() < 1e-5
 
 
+def test_layers_that_predict_a_second_token_are_left_out_as_in_transformers(tmp_path: Path) -> None:
+    model = saved("deepseek_v3", tmp_path)
+    change(tmp_path, lambda weights: weights.update({"model.layers.3.eh_proj.weight": torch.ones(32, 64)}))
+    assert (logits(ours(tmp_path)) - logits(model)).abs().max() < 1e-4
+    change(tmp_path, lambda weights: weights.update({"model.layers.2.eh_proj.weight": torch.ones(32, 64)}))
+    with pytest.raises(ValueError, match=r"1 in it and unknown to family 'deepseek_v3': model.layers.2.eh_proj"):
+        ours(tmp_path)
+
+
 def test_a_tied_head_may_be_there_if_it_is_the_embedding(tmp_path: Path) -> None:
     model = saved("gpt2", tmp_path)
     change(tmp_path, lambda w: w.update({"lm_head.weight": w["transformer.wte.weight"].clone()}))

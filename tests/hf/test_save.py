@@ -44,7 +44,7 @@ DENSE = (
     *("gpt2", "llama 3", "qwen2 tied, two layers with a window", "qwen3, a window in turns", "mistral"),
     *("gemma2", "gemma3", "glm4", "olmo2", "phi3"),
 )
-WITH_EXPERTS = ("mixtral", "qwen3_moe, some layers dense, with a window", "gpt_oss", "qwen2_moe")
+WITH_EXPERTS = ("mixtral", "qwen3_moe, some layers dense, with a window", "deepseek_v3", "gpt_oss", "qwen2_moe")
 # Of which a tiny model's weights fill several.
 SHARD_BYTES = 20_000
 

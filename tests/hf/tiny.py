@@ -80,6 +80,25 @@ _GPT_OSS = {
 }
 
 
+_DEEPSEEK = {
+    **_GATED,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 3,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 10,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 5,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "moe_intermediate_size": 20,
+    "first_k_dense_replace": 1,
+    "num_mtp_layers": 0,
+}
+
+
 def _rope(kind: str, **settings: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_theta": 10000.0, "rope_type": kind, **settings}}
 
@@ -176,6 +195,26 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             **_rope("yarn", factor=4.0, original_max_position_embeddings=16, truncate=False),
         },
     ),
+    "deepseek_v3": ("deepseek_v3", _DEEPSEEK),
+    "deepseek_v3, whole queries, one group, stretched waves": (
+        "deepseek_v3",
+        {
+            **_DEEPSEEK,
+            "q_lora_rank": None,
+            "n_group": 1,
+            "topk_group": 1,
+            "n_shared_experts": 2,
+            **_rope(
+                "yarn",
+                factor=4.0,
+                original_max_position_embeddings=16,
+                beta_fast=32.0,
+                beta_slow=1.0,
+                mscale=0.8,
+                mscale_all_dim=1.0,
+            ),
+        },
+    ),
     "olmo2": ("olmo2", {**_GATED, "num_key_value_heads": 4, "pad_token_id": None}),
     "glm4": ("glm4", {**_GATED, "head_dim": 12, "pad_token_id": None}),
     "glm4 tied, without biases": (
@@ -216,6 +255,9 @@ def theirs(case: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     model: PreTrainedModel = transformers.AutoModelForCausalLM.from_config(config).eval()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
+        biases = [one for name, one in model.named_buffers() if name.endswith("e_score_correction_bias")]
+        for bias in biases:
+            bias.copy_(torch.randn(bias.shape, generator=generator) * 0.2)
         for parameter in model.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
             if parameter.dim() == 1:

@@ -46,6 +46,8 @@ VARIANTS = {
         "head norms, a window in one layer, stretched waves",
         "soft caps, scaled embeddings, windows that turn otherwise",
         "sinks, one group, soft caps",
+        "latents",
+        "latents, queries of none, large values, dropout, a window",
         "no positions, 4 groups, padded rows",
     )
 } | EXPERTS

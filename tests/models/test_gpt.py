@@ -11,6 +11,7 @@ from lightning_megatron.comm.rng import Draws
 from lightning_megatron.mesh import Mesh, Sizes, ambient
 from lightning_megatron.models import GPTConfig, GPTModel
 from lightning_megatron.sharding import Initial, shard_of, shard_parameter, sharded_parameters
+from lightning_megatron.transformer.latent_config import LatentConfig
 from lightning_megatron.transformer.rotary import RopeScaling
 from tests.harness.threads import new_group, run_on_threads
 from tests.reference.gpt import ReferenceGPT
@@ -40,6 +41,7 @@ LLAMA = GPTConfig(
     position="rotary",
     tie_embeddings=False,
 )
+LATENT = LatentConfig(q_lora_rank=12, kv_lora_rank=9, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5)
 VARIANTS = {
     "gpt2": GPT2,
     "gpt2 tanh, untied, smoothed": replace(GPT2, activation="gelu_tanh", tie_embeddings=False, label_smoothing=0.1),
@@ -80,6 +82,15 @@ VARIANTS = {
         LLAMA, attention_sinks=True, sliding_window=3, full_attention_layers=(1,), attention_dropout=0.1
     ),
     "sinks, one group, soft caps": replace(LLAMA, num_query_groups=1, attention_sinks=True, attention_softcap=1.0),
+    "latents": replace(LLAMA, num_query_groups=8, head_dim=10, latent=LATENT),
+    "latents, queries of none, large values, dropout, a window": replace(
+        LLAMA,
+        num_query_groups=8,
+        head_dim=10,
+        latent=replace(LATENT, q_lora_rank=0, v_head_dim=14),
+        attention_dropout=0.1,
+        sliding_window=3,
+    ),
     "no positions, 4 groups, padded rows": replace(LLAMA, num_query_groups=4, position="none", vocab_multiple=16),
 }
 each_variant = pytest.mark.parametrize("variant", VARIANTS)

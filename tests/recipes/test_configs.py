@@ -144,6 +144,8 @@ SIZES: dict[str, tuple[Any, int, int]] = {
     "mixtral_8x7b.yaml": (46_702_792_704, 64, 16),  # the released weights, counted
     "mixtral_8x22b.yaml": (140_620_634_112, 128, 8),  # the released weights, counted
     "qwen3_30b_a3b.yaml": (30_532_122_624, 16, 8),  # the released weights, counted
+    "deepseek_toy.yaml": (3_451_712, 2, 2),
+    "deepseek_v3.yaml": (671_026_404_352, 2048, 128),  # the released weights, counted, but for the experts' biases
     "bert_toy.yaml": (pytest.approx(0.96e6, rel=0.01), 2, 1),
     "bert_base.yaml": (110_106_428, 8, 8),  # the released weights with both heads, counted
     "bert_large.yaml": (336_226_108, 16, 16),  # the released weights with both heads, counted
@@ -184,6 +186,8 @@ def test_the_model_that_fine_tuning_is_planned_for_has_its_size() -> None:
         ("mixtral_8x22b.yaml", 39e9, 2),  # as its makers call it
         ("qwen3_30b_a3b.yaml", 3.3e9, 1),  # arXiv 2505.09388, section 1
         ("moe_toy.yaml", 3.94e6, 1),
+        ("deepseek_v3.yaml", 37e9, 2),  # arXiv 2412.19437, section 1
+        ("deepseek_toy.yaml", 2.57e6, 1),
     ],
 )
 def test_a_token_uses_as_many_parameters_as_the_name_says(name: str, active: float, edp: int) -> None:

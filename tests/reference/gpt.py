@@ -134,13 +134,46 @@ class ReferenceGPT:
     def norm_output(self, x: Tensor, name: str) -> Tensor:
         return x if self.config.norm_placement == "pre" else self.norm(x, name)
 
-    def attend(self, x: Tensor, name: str, window: int) -> Tensor:
-        config = self.config
-        sequence, size = x.shape[1], config.head_dim
-        fused = self.linear(x, f"{name}.qkv")
+    def attend_latent(self, x: Tensor, name: str, window: int) -> Tensor:
+        """Latent attention, one head after the other."""
+        config, latent = self.config, self.config.latent
+        assert latent is not None
+        plain, turned, size = latent.qk_nope_head_dim, latent.qk_rope_head_dim, latent.v_head_dim
+        if latent.q_lora_rank:
+            queries = self.norm(self.linear(x, f"{name}.query_down"), f"{name}.query_norm")
+            queries = self.linear(queries, f"{name}.query_up")
+        else:
+            queries = self.linear(x, f"{name}.query")
+        down = self.linear(x, f"{name}.key_value_down")
+        up = self.linear(self.norm(down[..., : latent.kv_lora_rank], f"{name}.key_value_norm"), f"{name}.key_value_up")
+        shared = self.rotate(down[..., latent.kv_lora_rank :], window)
+        stretched = 1.0
+        if config.rope_scaling is not None and config.rope_scaling.mscale_all_dim:
+            stretched = (0.1 * config.rope_scaling.mscale_all_dim * math.log(config.rope_scaling.factor) + 1) ** 2
+        outputs = []
+        for head in range(config.num_attention_heads):
+            query = queries[..., head * (plain + turned) : (head + 1) * (plain + turned)]
+            query = torch.cat([query[..., :plain], self.rotate(query[..., plain:], window)], dim=-1)
+            own = up[..., head * (plain + size) : (head + 1) * (plain + size)]
+            key = torch.cat([own[..., :plain], shared], dim=-1)
+            scores = stretched * (query @ key.transpose(1, 2)) / math.sqrt(plain + turned)
+            weights = scores.masked_fill(self.unseen(x.shape[1], window), -math.inf).softmax(dim=-1)
+            outputs.append(self.drop_attention(weights, name, head) @ own[..., plain:])
+        return self.linear(torch.cat(outputs, dim=-1), f"{name}.projection")
+
+    def unseen(self, sequence: int, window: int) -> Tensor:
         unseen = torch.ones(sequence, sequence, dtype=torch.bool).triu(1)
         if window:
             unseen |= torch.ones(sequence, sequence, dtype=torch.bool).tril(-window)
+        return unseen
+
+    def attend(self, x: Tensor, name: str, window: int) -> Tensor:
+        if self.config.latent is not None:
+            return self.attend_latent(x, name, window)
+        config = self.config
+        sequence, size = x.shape[1], config.head_dim
+        fused = self.linear(x, f"{name}.qkv")
+        unseen = self.unseen(sequence, window)
         heads_per_group = config.num_attention_heads // config.num_query_groups
         if config.qk_norm_across_heads:
             fused = self.norm_all_heads(fused, name)

@@ -17,6 +17,7 @@ from lightning_megatron.moe.config import AuxLoss, MoEConfig, RouterConfig
 from lightning_megatron.tensor.norm import RMSNorm
 from lightning_megatron.transformer import cost
 from lightning_megatron.transformer.config import TransformerConfig
+from lightning_megatron.transformer.latent_config import LatentConfig
 from lightning_megatron.transformer.recompute import RecomputeConfig
 from tests.transformer.saved_activations import expert_saved_bytes, saved_bytes
 
@@ -35,11 +36,16 @@ LLAMA = replace(
     position="rotary",
     tie_embeddings=False,
 )
+LATENT = LatentConfig(q_lora_rank=24, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8)
 VARIANTS = {
     "gpt2": SMALL,
     "llama": LLAMA,
     "qkv bias": replace(LLAMA, add_qkv_bias=True, vocab_multiple=16),
     "head norms": replace(LLAMA, qk_norm=True),
+    "latents": replace(LLAMA, num_query_groups=8, head_dim=12, latent=LATENT),
+    # Values of another size are padded in the products that torch counts.
+    "latents of one size": replace(LLAMA, num_query_groups=8, head_dim=12, latent=replace(LATENT, v_head_dim=12)),
+    "latents, queries of none": replace(LLAMA, num_query_groups=8, head_dim=12, latent=replace(LATENT, q_lora_rank=0)),
     "sinks": replace(LLAMA, attention_sinks=True, attention_softcap=2.0),
     "sandwich": replace(LLAMA, norm_placement="sandwich", normalization="zero_centered_rmsnorm"),
     "outputs and all heads": replace(
@@ -157,7 +163,7 @@ def test_flops_are_those_of_the_paper_less_recomputation() -> None:
     assert per_token * batch * sequence == pytest.approx(causal)
 
 
-@pytest.mark.parametrize("variant", ["gpt2", "llama"])
+@pytest.mark.parametrize("variant", ["gpt2", "llama", "latents of one size"])
 def test_flops_by_formula_are_those_counted(variant: str) -> None:
     # With attention dropout attention is matrix products that torch counts (it knows no count of the CPU's kernel).
     config = replace(VARIANTS[variant], attention_dropout=0.1)
@@ -256,6 +262,29 @@ def test_saved_bytes_with_a_window_by_formula_are_those_saved(sizes: Sizes, wind
     formula = cost.layer_activation_bytes(config, sizes, batch=3, sequence=128, bytes_per_element=4, window=window)
     saved = saved_bytes(config, sizes, 3, 128, torch.float32)
     assert saved - mask_bytes == pytest.approx(formula, rel=0.02)
+
+
+@pytest.mark.parametrize("sizes", LAYOUTS, ids=["one", "tp4", "tp4 sp"])
+@pytest.mark.parametrize("value_dim", [24, 32])
+def test_saved_bytes_with_latents_by_formula_are_those_saved(
+    sizes: Sizes, value_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A fused norm saves its input and a statistic, where the RMS norm of torch on CPU saves more.
+    monkeypatch.setattr(RMSNorm, "forward", lambda norm, x: F.layer_norm(x, norm.weight.shape, norm.weight))
+    latent = LatentConfig(
+        q_lora_rank=96, kv_lora_rank=64, qk_nope_head_dim=24, qk_rope_head_dim=8, v_head_dim=value_dim
+    )
+    config = replace(
+        LLAMA,
+        latent=latent,
+        num_query_groups=8,
+        hidden_size=256,
+        head_dim=32,
+        ffn_hidden_size=512,
+        normalization="layernorm",
+    )
+    formula = cost.layer_activation_bytes(config, sizes, batch=3, sequence=128, bytes_per_element=4)
+    assert saved_bytes(config, sizes, 3, 128, torch.float32) == pytest.approx(formula, rel=0.005)
 
 
 @pytest.mark.parametrize("sizes", LAYOUTS, ids=["one", "tp4", "tp4 sp"])

@@ -158,7 +158,8 @@ def test_all_faults_are_reported_at_once() -> None:
         add_lora(GPTModel(LLAMA, mesh=Mesh.single()), LoraConfig(targets=("attention.q", "experts.up")))
     all_targets = (
         "targets may be 'attention.qkv', 'attention.projection', 'mlp.up', 'mlp.down', 'shared.up', 'shared.down', "
-        "'cross_attention.query', 'cross_attention.key_value', 'cross_attention.projection'"
+        "'cross_attention.query', 'cross_attention.key_value', 'cross_attention.projection', 'attention.query', "
+        "'attention.query_down', 'attention.query_up', 'attention.key_value_down', 'attention.key_value_up'"
     )
     assert str(raised.value).splitlines() == [
         f"lora target 'attention.q' is unknown; {all_targets}",
