@@ -45,7 +45,16 @@ _NEUTRAL: Mapping[str, Any] = {
 }
 
 TRAINING_ONLY = frozenset(
-    ("attention_dropout", "embedding_std", "hidden_dropout", "init_std", "label_smoothing", "vocab_multiple")
+    (
+        "attention_dropout",
+        "embedding_std",
+        "hidden_dropout",
+        "init_std",
+        "label_smoothing",
+        "mtp_loss_weight",
+        "num_mtp_layers",
+        "vocab_multiple",
+    )
 )
 """Fields of ours that change no number of a forward in evaluation: a family need not write them."""
 

@@ -145,6 +145,11 @@ class Family:
         return self.rules(config) + unwritten_faults(config, {*translated, *self.ruled, *TRAINING_ONLY})
 
 
+def is_of_training_alone(name: str) -> bool:
+    """Whether a tensor of ours is of a layer that acts in training alone, and that no file has."""
+    return name.startswith("mtp.")
+
+
 def model_of(config: Config, mesh: Mesh) -> Model:
     """The model of a configuration on a mesh, built on torch's default device."""
     model: Model = _MODELS[type(config)](config, mesh=mesh)
@@ -173,9 +178,13 @@ class Table:
         with torch.device("meta"):
             model = model_of(config, Mesh.single())
         shapes = {name: shard_of(parameter).global_shape for name, parameter in model.named_parameters()}
-        buffers = {name: tuple(buffer.shape) for name, buffer in model.named_buffers() if self._has_row(name)}
+        buffers = {
+            name: tuple(buffer.shape)
+            for name, buffer in model.named_buffers()
+            if self._has_row(name) and not is_of_training_alone(name)
+        }
         self.buffers = frozenset(buffers)
-        shapes |= buffers
+        shapes = {name: shape for name, shape in (shapes | buffers).items() if not is_of_training_alone(name)}
         self.links: dict[str, TensorSource] = {}
         self.theirs: dict[str, Shape] = {}
         for name, shape in shapes.items():

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lightning_megatron.comm import collectives
 from lightning_megatron.hf.blocks import empty_source, fill_theirs
 from lightning_megatron.hf.families import family_of_config
-from lightning_megatron.hf.family import Model, Table, listed
+from lightning_megatron.hf.family import Model, Table, is_of_training_alone, listed
 from lightning_megatron.hf.folder import on_disk
 from lightning_megatron.hf.shards import MAX_SHARD_BYTES, ShardPlan, finish_draft, start_draft
 from lightning_megatron.sharding import shard_of
@@ -46,7 +46,8 @@ def save_pretrained(
         return
     table = Table(family_of_config(model.config, family), model.config)
     parameters = dict(model.named_parameters())
-    unmapped = listed(parameters.keys() - table.links.keys(), "parameters for which the family has no place")
+    unknown = {name for name in parameters.keys() - table.links.keys() if not is_of_training_alone(name)}
+    unmapped = listed(unknown, "parameters for which the family has no place")
     if unmapped:
         raise ValueError(f"{unmapped[0]}; save LoRA adapters within `merged_lora(model)`, or after `merge_lora(model)`")
     world = model.mesh.world

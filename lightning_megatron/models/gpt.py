@@ -4,6 +4,7 @@ Between parts, and between stages, travels the residual stream [T/sp, H]; what e
 stage makes from the caller's inputs by itself.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +21,7 @@ from lightning_megatron.models.embedding import Embedding, build_token_embedding
 from lightning_megatron.models.heads import LanguageModelHead, Targets, targets_of
 from lightning_megatron.models.inputs import require_labels, require_positions, require_shapes
 from lightning_megatron.models.language_model import LanguageModel
+from lightning_megatron.models.next_tokens import NextTokenLayer, NextTokens, next_tokens_of
 from lightning_megatron.moe.load import RoutingReport, gather
 from lightning_megatron.moe.router import Router, end_step
 from lightning_megatron.moe.sequence_groups import RoutedTokens
@@ -37,6 +39,7 @@ class GPTConfig(LanguageModelConfig):
     """Architecture of a GPT: GPT-2's kind by default; Llama's with rotary, rmsnorm, swiglu and no biases."""
 
     norm_placements: ClassVar[tuple[NormPlacement, ...]] = ("pre", "sandwich", "output")
+    predicts_further: ClassVar[bool] = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +51,8 @@ class GPTInputs:
     """Targets of the loss; none: the caller wants logits."""
     routed: RoutedTokens | None
     """Metadata of the tokens for routers; none: no layer of this rank has experts."""
+    next_tokens: tuple[NextTokens, ...] = ()
+    """Inputs and targets of the layers that predict further tokens; none: the call teaches them nothing."""
     decode_state: DecodeState | None = None
     """State of generation; none: the caller wants all logits, or the loss."""
 
@@ -118,7 +123,14 @@ class GPTModel(LanguageModel):
         targets = None if labels is None else targets_of(labels, loss_mask, stream)
         self.loss_weight = None if targets is None else targets.sum_of_weights
         routed = self._routed(stream, targets)
-        return stream.flat(tokens), GPTInputs(tokens=stream, targets=targets, routed=routed, decode_state=decode_state)
+        following: tuple[NextTokens, ...] = ()
+        # Read here and not in the layers: layers that are recomputed in the backward first run without gradients.
+        if labels is not None and self.config.num_mtp_layers and self.training and torch.is_grad_enabled():
+            following = next_tokens_of(tokens, labels, loss_mask, segments, stream, self.config.num_mtp_layers)
+        inputs = GPTInputs(
+            tokens=stream, targets=targets, routed=routed, next_tokens=following, decode_state=decode_state
+        )
+        return stream.flat(tokens), inputs
 
     def _prepare_extension(self, tokens: Tensor, decode_state: DecodeState) -> tuple[Tensor, GPTInputs]:
         """Ids and inputs of new tokens after those that a cache has."""
@@ -151,41 +163,68 @@ class GPTModel(LanguageModel):
         return stream.routed(weights_BS, self.mesh.tp, self._num_routed if is_counted else -1)
 
     def run_part(self, name: str, hidden: Payload, context: GPTInputs) -> Payload:
-        if isinstance(hidden, Tensor):
-            return self._with_auxiliary(name, *self._run(name, hidden, None, context))
-        return self._with_auxiliary(name, *self._run(name, hidden["hidden"], hidden["auxiliary"], context))
-
-    def _run(
-        self, name: str, hidden: Tensor, auxiliary: Tensor | None, context: GPTInputs
-    ) -> tuple[Tensor, Tensor | None]:
-        """Output of a part, and the sum of the auxiliary losses of the layers so far."""
+        state = {"hidden": hidden} if isinstance(hidden, Tensor) else dict(hidden)
         module = self.get_submodule(name)
         if isinstance(module, LanguageModelHead):
-            return self._finish(module, hidden, auxiliary, context), None
-        if isinstance(module, ExpertLayer):
+            return self._finish(module, state, context)
+        auxiliary: Tensor | None = None
+        if isinstance(module, NextTokenLayer):
+            auxiliary = self._predict(name, module, state, context)
+        elif isinstance(module, ExpertLayer):
             assert context.routed is not None
-            hidden, own = module(hidden, context.tokens, context.routed)
-            return hidden, None if auxiliary is None else auxiliary + own.to(auxiliary.dtype)
-        output: Tensor = module(hidden) if name == "final_norm" else module(hidden, context.tokens)
-        return output, auxiliary
+            state["hidden"], auxiliary = module(state["hidden"], context.tokens, context.routed)
+        elif name == "final_norm":
+            state["hidden"] = module(state["hidden"])
+        else:
+            state["hidden"] = module(state["hidden"], context.tokens)
+        if name == "embedding":
+            return self._first_payload(state["hidden"])
+        if auxiliary is not None and "auxiliary" in state:
+            state["auxiliary"] = state["auxiliary"] + auxiliary.to(state["auxiliary"].dtype)
+        # The residual stream alone, unless layers have auxiliary losses or predict further tokens.
+        return state["hidden"] if len(state) == 1 else state
 
-    def _with_auxiliary(self, name: str, hidden: Tensor, auxiliary: Tensor | None) -> Payload:
-        """Payload for the next part: the residual stream and, where layers have auxiliary losses, their sum."""
-        if name == "embedding" and self.config.has_auxiliary_losses:
-            auxiliary = torch.zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32), device=hidden.device)
-        return hidden if auxiliary is None else {"hidden": hidden, "auxiliary": auxiliary}
+    def _first_payload(self, hidden: Tensor) -> Payload:
+        """Payload after the embedding: the residual stream and, where layers have auxiliary losses, their sum, 0."""
+        if not self.config.has_auxiliary_losses:
+            return hidden
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        return {"hidden": hidden, "auxiliary": torch.zeros((), dtype=dtype, device=hidden.device)}
 
-    def _finish(self, head: LanguageModelHead, hidden: Tensor, auxiliary: Tensor | None, context: GPTInputs) -> Tensor:
+    def _predict(
+        self, name: str, module: NextTokenLayer, state: dict[str, Tensor], context: GPTInputs
+    ) -> Tensor | None:
+        """Adds hidden states of further tokens to the payload, where the caller learns from them; auxiliary losses."""
+        number = int(name.rpartition(".")[2])
+        if not context.next_tokens:
+            return None
+        before = state[f"mtp.{number - 1}"] if number else state["hidden"]
+        embedded_TH = self.get_submodule("embedding.tokens")(context.next_tokens[number].ids_T)
+        if self.config.scales_embedding:
+            embedded_TH = embedded_TH * math.sqrt(self.config.hidden_size)
+        made: tuple[Tensor, Tensor | None] = module(before, embedded_TH, context.tokens, context.routed)
+        state[name] = made[0]
+        return made[1]
+
+    def _finish(self, head: LanguageModelHead, state: dict[str, Tensor], context: GPTInputs) -> Tensor:
         """The loss, or logits."""
         weight = self.get_parameter("embedding.tokens.weight" if self.config.tie_embeddings else "head.weight")
+        auxiliary = state.get("auxiliary")
+        for number, following in enumerate(context.next_tokens):
+            norm = self.get_submodule(f"mtp.{number}.norm")
+            losses_T, _ = head.losses(norm(state[f"mtp.{number}"]), weight, following.targets, context.tokens)
+            term = (losses_T * following.targets.weights_T.to(losses_T.dtype)).sum()
+            term = term * (self.config.mtp_loss_weight / self.config.num_mtp_layers)
+            auxiliary = term if auxiliary is None else auxiliary + term.to(auxiliary.dtype)
         return self._loss_or_logits(
-            head, hidden, weight, context.tokens, context.targets, context.decode_state, auxiliary
+            head, state["hidden"], weight, context.tokens, context.targets, context.decode_state, auxiliary
         )
 
     @property
     def routers(self) -> dict[str, Router]:
         """The routers of this rank's layers, by the name of the layer."""
-        layers = ((name, self.get_submodule(name)) for name in self.part_names if self._has(name))
+        parts = ((name, self.get_submodule(name)) for name in self.part_names if self._has(name))
+        layers = ((name, part.layer if isinstance(part, NextTokenLayer) else part) for name, part in parts)
         return {name: layer.moe.router for name, layer in layers if isinstance(layer, ExpertLayer)}
 
     def all_routing_reports(self) -> dict[str, RoutingReport]:
@@ -197,6 +236,8 @@ class GPTModel(LanguageModel):
             return {}
         router = self.config.moe.router
         layers = [f"layers.{i}" for i in range(self.config.num_layers) if self.config.has_experts(i)]
+        if self.config.has_experts(self.config.num_layers - 1):
+            layers += [f"mtp.{i}" for i in range(self.config.num_mtp_layers)]
         device = next(self.parameters()).device
         return gather(
             self.routing_reports,
@@ -254,6 +295,17 @@ def gpt_parts(config: GPTConfig, mesh: Mesh) -> list[Part]:
                 cost=flops[i],
             )
             for i, name in enumerate(layers)
+        ),
+        *(
+            Part(
+                name=f"mtp.{i}",
+                build=partial(NextTokenLayer, config, mesh, f"mtp.{i}"),
+                # With the last layer.
+                symbol="",
+                cost=cost.mtp_layer_flops(config, batch=1, sequence=sequence),
+                shares={"embedding.tokens": token_embedding},
+            )
+            for i in range(config.num_mtp_layers)
         ),
         Part(name="final_norm", build=partial(build_norm, config, tp=tp, sp=sp), symbol="", cost=0.0),
         Part(

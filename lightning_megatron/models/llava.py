@@ -18,7 +18,7 @@ Source: Liu et al., arXiv 2304.08485, section 4.1; arXiv 2310.03744, section 3.3
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -56,6 +56,8 @@ _SHOWN = 5
 @config_dataclass
 class LlavaConfig(GPTConfig):
     """Architecture of a LLaVA: the fields of its language model, a GPT, and how it sees."""
+
+    predicts_further: ClassVar[bool] = False
 
     vision: VisionConfig
     """Architecture of the vision tower."""
@@ -290,7 +292,7 @@ class LlavaModel(GPTModel):
             return self._module_output(name, hidden, image_inputs.stream)
         if name == "embedding":
             assert isinstance(hidden, Tensor)
-            return self._with_auxiliary(name, self._embed(hidden, context), None)
+            return self._first_payload(self._embed(hidden, context))
         return super().run_part(name, hidden, context)
 
     def _module_output(self, name: str, x: Payload, stream: Tokens) -> Tensor:

@@ -382,6 +382,9 @@ class TransformerConfig:
 class LanguageModelConfig(TransformerConfig):
     """Architecture of a transformer between a token embedding and a head that predicts tokens."""
 
+    predicts_further: ClassVar[bool] = False
+    """Whether a model of this kind can have layers that predict tokens beyond the next."""
+
     vocab_size: int
     """Number of tokens in the vocabulary."""
     vocab_multiple: int = 1
@@ -393,6 +396,11 @@ class LanguageModelConfig(TransformerConfig):
     """Whether embedded tokens are multiplied by sqrt(hidden_size)."""
     logit_softcap: float = 0.0
     """Bound c of logits, which become c tanh(logit / c); 0: none."""
+    num_mtp_layers: int = 0
+    """Number of layers after the last that learn to predict tokens beyond the next (multi-token prediction), in
+    training alone."""
+    mtp_loss_weight: float = 0.3
+    """Weight of the mean of their losses in the objective."""
     label_smoothing: float = 0.0
     """Label smoothing: share of a target's probability that is spread evenly over the vocabulary."""
 
@@ -405,6 +413,14 @@ class LanguageModelConfig(TransformerConfig):
         ]
         if not 0.0 <= self.logit_softcap < math.inf:
             faults.append(f"logit_softcap ({self.logit_softcap}) must be at least 0; 0 is none")
+        if self.num_mtp_layers < 0:
+            faults.append(f"num_mtp_layers ({self.num_mtp_layers}) must be at least 0")
+        if self.num_mtp_layers > 0 and not self.predicts_further:
+            faults.append(
+                f"num_mtp_layers ({self.num_mtp_layers}) must be 0: multi-token prediction is built for GPTs alone"
+            )
+        if not 0.0 <= self.mtp_loss_weight < math.inf:
+            faults.append(f"mtp_loss_weight ({self.mtp_loss_weight}) must be at least 0")
         if not 0.0 <= self.label_smoothing < 1.0:
             faults.append(f"label_smoothing ({self.label_smoothing}) must be at least 0 and below 1")
         return faults

@@ -15,6 +15,7 @@ V vocabulary.
 """
 
 import math
+from dataclasses import replace
 
 from lightning_megatron.mesh import Sizes
 from lightning_megatron.moe.config import MoEConfig
@@ -98,11 +99,18 @@ def model_parameters(config: LanguageModelConfig) -> int:
     positions = config.max_sequence_length * config.hidden_size if config.position == "learned" else 0
     vocabulary = matrices * config.vocab_size * config.hidden_size + positions
     layers = sum(layer_parameters(config, layer=layer) for layer in range(config.num_layers))
+    if config.num_mtp_layers:
+        square = 2 * config.hidden_size**2
+        layers += config.num_mtp_layers * (
+            layer_parameters(config, layer=config.num_layers - 1) + square + 3 * norm_parameters(config)
+        )
     return layers + norm_parameters(config) + vocabulary
 
 
 def active_parameters(config: LanguageModelConfig) -> int:
-    """Parameters of the unsplit model that one token uses: of the experts of a layer, the chosen ones."""
+    """Parameters of the unsplit model that one token uses: of the experts of a layer, the chosen ones, and none of the
+    layers that predict further tokens in training alone."""
+    config = replace(config, num_mtp_layers=0)
     if config.moe is None:
         return model_parameters(config)
     num_idle = config.moe.router.num_experts - config.moe.router.top_k
@@ -178,7 +186,24 @@ def training_flops(config: LanguageModelConfig, *, batch: int, sequence: int, is
         )
         for layer in range(config.num_layers)
     )
+    layers += config.num_mtp_layers * (
+        mtp_layer_flops(config, batch=batch, sequence=sequence, is_causal=is_causal)
+        + head_flops(config, num_tokens=num_tokens)
+    )
     return 3 * (layers + head_flops(config, num_tokens=num_tokens))
+
+
+def mtp_layer_flops(config: LanguageModelConfig, *, batch: int, sequence: int, is_causal: bool = True) -> int:
+    """Forward FLOPs of a layer that predicts further tokens, but for the head: its projection and its layer, which is
+    as the model's last."""
+    last, num_tokens = config.num_layers - 1, batch * sequence
+    return (
+        4 * num_tokens * config.hidden_size**2
+        + layer_linear_flops(config, num_tokens=num_tokens, layer=last)
+        + layer_attention_flops(
+            config, batch=batch, sequence=sequence, is_causal=is_causal, window=config.window_of(last)
+        )
+    )
 
 
 def layer_activation_bytes(

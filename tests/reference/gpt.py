@@ -35,6 +35,8 @@ class ReferenceGPT:
         self.sample_keys: Tensor | None = None
         # How much each token of a call counts [batch, sequence].
         self.counts: Tensor | None = None
+        # Of a call that teaches layers to predict tokens beyond the next [batch, sequence].
+        self.labels: Tensor | None = None
         # The losses of the routers so far: sums over tokens, each times its weight.
         self.auxiliary = torch.zeros(())
 
@@ -48,17 +50,48 @@ class ReferenceGPT:
             x = x + self.weights["embedding.positions.weight"][torch.arange(sequence)]
         x = self.drop(x, "embedding")
         for i in range(config.num_layers):
-            layer = f"layers.{i}"
-            normed = self.norm_input(x, f"{layer}.attention_norm")
-            attended = self.attend(normed, f"{layer}.attention", self.config.window_of(i))
-            x = x + self.drop(self.norm_output(attended, f"{layer}.attention_output_norm"), f"{layer}.attention")
-            normed = self.norm_input(x, f"{layer}.mlp_norm")
-            is_dense = i not in self.routers
-            y = self.feed_forward(normed, f"{layer}.mlp") if is_dense else self.mix(normed, i)
-            x = x + self.drop(self.norm_output(y, f"{layer}.mlp_output_norm"), f"{layer}.mlp")
+            x = self.layer(x, f"layers.{i}", i)
+        if self.labels is not None:
+            self.predict_further(x, tokens)
         x = self.norm(x, "final_norm")
         head = "embedding.tokens.weight" if config.tie_embeddings else "head.weight"
         return self.cap(F.linear(x, self.weights[head]), config.logit_softcap)
+
+    def layer(self, x: Tensor, layer: str, i: int) -> Tensor:
+        normed = self.norm_input(x, f"{layer}.attention_norm")
+        attended = self.attend(normed, f"{layer}.attention", self.config.window_of(i))
+        x = x + self.drop(self.norm_output(attended, f"{layer}.attention_output_norm"), f"{layer}.attention")
+        normed = self.norm_input(x, f"{layer}.mlp_norm")
+        is_dense = i not in self.routers
+        y = self.feed_forward(normed, f"{layer}.mlp") if is_dense else self.mix(normed, i)
+        return x + self.drop(self.norm_output(y, f"{layer}.mlp_output_norm"), f"{layer}.mlp")
+
+    def predict_further(self, x: Tensor, tokens: Tensor) -> None:
+        """Adds the losses of layers that predict tokens beyond the next to those of routers; each row is a document."""
+        config = self.config
+        assert self.labels is not None and self.counts is not None
+        head = "embedding.tokens.weight" if config.tie_embeddings else "head.weight"
+        for k in range(config.num_mtp_layers):
+            name, distance = f"mtp.{k}", k + 1
+            after = torch.zeros_like(tokens)
+            labels, counts = torch.full_like(tokens, -100), torch.zeros_like(self.counts)
+            if distance < tokens.shape[1]:
+                after[:, :-distance] = tokens[:, distance:]
+                labels[:, :-distance] = self.labels[:, distance:]
+                counts[:, :-distance] = self.counts[:, distance:]
+            joined = [self.norm(self.embed(after), f"{name}.embedding_norm"), self.norm(x, f"{name}.hidden_norm")]
+            x = self.linear(torch.cat(joined, dim=-1), f"{name}.projection")
+            x = self.layer(x, f"{name}.layer", config.num_layers - 1)
+            logits = self.cap(F.linear(self.norm(x, f"{name}.norm"), self.weights[head]), config.logit_softcap)
+            losses = F.cross_entropy(
+                logits.flatten(0, 1),
+                labels.flatten(),
+                ignore_index=-100,
+                reduction="none",
+                label_smoothing=config.label_smoothing,
+            )
+            share = config.mtp_loss_weight / config.num_mtp_layers
+            self.auxiliary = self.auxiliary + share * (losses * counts.flatten().to(losses.dtype)).sum()
 
     def embed(self, tokens: Tensor) -> Tensor:
         embedded = self.weights["embedding.tokens.weight"][tokens]
@@ -71,6 +104,7 @@ class ReferenceGPT:
         """Each document as a row of its own, beside others as long; zeros where there is none."""
         logits = torch.zeros(*tokens.shape, self.config.vocab_size, dtype=self.weights["final_norm.weight"].dtype)
         rows = None if self.draws is None else self.draws.sample_keys(len(tokens), torch.device("cpu"))
+        labels = self.labels
         counts, documents = (
             self.counts,
             [
@@ -86,8 +120,9 @@ class ReferenceGPT:
             if rows is not None:
                 self.sample_keys = rng.bits(rows[row], number)
             self.counts = None if counts is None else counts[row[:, None], places]
+            self.labels = None if labels is None else labels[row[:, None], places]
             logits = logits.index_put((row[:, None], places), self.logits(tokens[row[:, None], places]))
-        self.sample_keys, self.counts = None, counts
+        self.sample_keys, self.counts, self.labels = None, counts, labels
         return logits
 
     def loss(
@@ -102,8 +137,10 @@ class ReferenceGPT:
         counts = torch.ones(labels.shape) if loss_mask is None else loss_mask
         self.counts = torch.where(labels == -100, 0.0, counts)
         self.auxiliary = torch.zeros(())
+        self.labels = labels if self.draws is not None else None
+        logits, self.labels = self.logits(tokens, segments), None
         losses = F.cross_entropy(
-            self.logits(tokens, segments).flatten(0, 1),
+            logits.flatten(0, 1),
             labels.flatten(),
             ignore_index=-100,
             reduction="none",

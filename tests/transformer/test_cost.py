@@ -42,6 +42,7 @@ VARIANTS = {
     "llama": LLAMA,
     "qkv bias": replace(LLAMA, add_qkv_bias=True, vocab_multiple=16),
     "head norms": replace(LLAMA, qk_norm=True),
+    "two more tokens": replace(LLAMA, num_mtp_layers=2),
     "latents": replace(LLAMA, num_query_groups=8, head_dim=12, latent=LATENT),
     # Values of another size are padded in the products that torch counts.
     "latents of one size": replace(LLAMA, num_query_groups=8, head_dim=12, latent=replace(LATENT, v_head_dim=12)),
@@ -163,7 +164,7 @@ def test_flops_are_those_of_the_paper_less_recomputation() -> None:
     assert per_token * batch * sequence == pytest.approx(causal)
 
 
-@pytest.mark.parametrize("variant", ["gpt2", "llama", "latents of one size"])
+@pytest.mark.parametrize("variant", ["gpt2", "llama", "latents of one size", "two more tokens"])
 def test_flops_by_formula_are_those_counted(variant: str) -> None:
     # With attention dropout attention is matrix products that torch counts (it knows no count of the CPU's kernel).
     config = replace(VARIANTS[variant], attention_dropout=0.1)
