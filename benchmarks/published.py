@@ -31,10 +31,10 @@ from lightning_megatron.planner.framework_profile import (
     Hiding,
 )
 from lightning_megatron.planner.hardware import Gpu, gpu_of
-from lightning_megatron.planner.latent_attention import LatentAttention, LatentGPTConfig
 from lightning_megatron.planner.model_parts import Model, ModelParts, SequenceLengths, model_parts_of
 from lightning_megatron.planner.run import Run
 from lightning_megatron.precision.fp8 import Fp8Config
+from lightning_megatron.transformer.latent_config import LatentConfig
 from lightning_megatron.transformer.recompute import RecomputeConfig
 
 ROWS = Path(__file__).resolve().parents[1] / "tests" / "planner" / "published_runs.json"
@@ -60,6 +60,7 @@ _LLAMA = {"activation": "swiglu", "normalization": "rmsnorm", "position": "rotar
 _NEMOTRON = {"activation": "relu", "position": "rotary", "rotary_fraction": 0.5, "add_bias_linear": False}
 _BARE = {"position": "learned", "add_bias_linear": False}
 _GPT: dict[str, Any] = {"activation": "gelu_tanh"}
+_DEEPSEEK = LatentConfig(q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
 
 # What a model is, by the beginning of its name; sizes are those of the row.
 _KINDS: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -71,7 +72,7 @@ _KINDS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("Grok1", {**_LLAMA, "tie_embeddings": False}),
     ("Qwen3", {**_LLAMA, "tie_embeddings": False, "qk_norm": True, "head_dim": 128}),
     ("Qwen2-57B", {**_LLAMA, "tie_embeddings": False, "add_qkv_bias": True}),
-    ("DeepSeek-V3", {**_LLAMA, "tie_embeddings": False, "head_dim": 128, "latent": LatentAttention()}),
+    ("DeepSeek-V3", {**_LLAMA, "tie_embeddings": False, "latent": _DEEPSEEK}),
     ("GPT-OSS", {**_LLAMA, "tie_embeddings": False, "add_bias_linear": True, "head_dim": 64, "sliding_window": 128}),
     ("GPT", _GPT),
     ("MT-NLG", _GPT),
@@ -377,7 +378,7 @@ def _model(row: Row, name: str, *, is_materialised: bool) -> Model:
         kind = {**_GPT, "position": "rotary", "tie_embeddings": False}
     if name.startswith("GPT-OSS"):
         kind = kind | {"full_attention_layers": tuple(range(1, int(row["layers"]), 2))}
-    return (LatentGPTConfig if "latent" in kind else GPTConfig)(**{**sizes, **kind, **dropout})
+    return GPTConfig(**{**sizes, **kind, **dropout})
 
 
 def has_bridge_experts(row: Row) -> bool:

@@ -19,6 +19,7 @@ from lightning_megatron.planner.model_parts import (
 )
 from lightning_megatron.transformer import cost
 from lightning_megatron.transformer.config import TransformerConfig
+from lightning_megatron.transformer.linears import PROJECTION, REPLICATED, latent_linear_sizes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,11 +152,19 @@ def _layer(layer: Layer, sizes: Sizes, micro_batch: int, width: int) -> LayerWor
     keys = config.num_query_groups * config.head_dim
     values, outputs, narrow, gathered = keys, query, 0, hidden
     products = [(tokens, hidden, (query + 2 * keys) / tp), (tokens, query / tp, hidden)]
-    if layer.latent is not None:
-        latent, heads = layer.latent, config.num_attention_heads
+    if config.latent is not None:
+        latent, heads = config.latent, config.num_attention_heads
+        linears = latent_linear_sizes(config, latent)
         query, keys, values = (heads * size for size in (latent.qk_head_dim, latent.qk_head_dim, latent.v_head_dim))
-        outputs, narrow, gathered = values, latent.narrow, latent.narrow
-        products = [(tokens / (sp if is_narrow else 1), m, n) for m, n, is_narrow in latent.products(hidden, heads, tp)]
+        # Latents are made of a rank's own tokens, by linears that every rank has.
+        outputs, narrow = values, sum(features for name, (_, features) in linears.items() if name in REPLICATED)
+        gathered = narrow
+        products = [
+            (tokens / sp, inputs, features)
+            if name in REPLICATED
+            else ((tokens, inputs / tp, features) if name == PROJECTION else (tokens, inputs, features / tp))
+            for name, (inputs, features) in linears.items()
+        ]
     if layer.memory:
         memory = micro_batch * layer.memory_on(sizes)
         products += [(tokens, hidden, query / tp), (memory, hidden, 2 * keys / tp), (tokens, query / tp, hidden)]

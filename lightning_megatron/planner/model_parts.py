@@ -15,7 +15,6 @@ from typing import Literal, TypeVar
 from lightning_megatron.mesh import Sizes, StageLayout
 from lightning_megatron.models import BertConfig, GPTConfig, LlavaConfig, T5Config
 from lightning_megatron.pipeline.layout import assign
-from lightning_megatron.planner.latent_attention import LatentAttention, LatentGPTConfig
 from lightning_megatron.transformer import cost
 from lightning_megatron.transformer.config import TransformerConfig
 from lightning_megatron.transformer.linears import CROSS_KEY_VALUE
@@ -82,11 +81,6 @@ class Layer:
     def window(self) -> int:
         """Tokens of the sliding window; 0: all."""
         return self.config.window_of(self.index) if self.is_causal else 0
-
-    @property
-    def latent(self) -> LatentAttention | None:
-        """Sizes of multi-head latent attention; None: attention is of another kind."""
-        return self.config.latent if isinstance(self.config, LatentGPTConfig) else None
 
     @property
     def has_experts(self) -> bool:
@@ -301,17 +295,8 @@ def parameters_of(part: ModelPart, model_parts: ModelParts, sizes: Sizes) -> tup
     if layer is None:
         return dense, 0
     experts = cost.layer_expert_parameters(layer.config, sizes, layer=layer.index)
-    if layer.latent is not None:
-        heads = layer.config.num_attention_heads
-        own = layer.latent.parameters(layer.config.hidden_size, heads, sizes.tp)
-        dense += own - layer.config.hidden_size * _all_heads(layer.config) // sizes.tp
     dense += cost.layer_parameters(layer.config, sizes, layer=layer.index) - experts
     return dense + (cost.cross_attention_parameters(layer.config, sizes) if layer.memory else 0), experts
-
-
-def _all_heads(config: TransformerConfig) -> int:
-    """Features of queries, keys, values and outputs of all heads."""
-    return 2 * config.head_dim * (config.num_attention_heads + config.num_query_groups)
 
 
 def adapter_parameters(part: ModelPart, sizes: Sizes) -> int:
@@ -329,9 +314,6 @@ def part_flops(part: ModelPart, config: Model, *, batch: int, counts_all_pairs: 
     streams, own = layer.streams(batch), layer.config
     tokens = streams * layer.sequence
     flops += cost.layer_linear_flops(own, num_tokens=tokens, layer=layer.index)
-    if layer.latent is not None:
-        per_token = sum(m * n for m, n, _ in layer.latent.products(own.hidden_size, own.num_attention_heads))
-        flops += 2 * tokens * (per_token - own.hidden_size * _all_heads(own))
     flops += own_attention_flops(layer, streams, counts_all_pairs=counts_all_pairs)
     if layer.memory:
         flops += cost.cross_attention_flops(own, batch=streams, sequence=layer.sequence, memory=layer.memory)
@@ -340,7 +322,7 @@ def part_flops(part: ModelPart, config: Model, *, batch: int, counts_all_pairs: 
 
 def own_attention_flops(layer: Layer, streams: int, *, counts_all_pairs: bool = False) -> int:
     """Forward FLOPs of a layer's self-attention, within documents."""
-    flops = sum(
+    return sum(
         number
         * cost.layer_attention_flops(
             layer.config,
@@ -351,9 +333,6 @@ def own_attention_flops(layer: Layer, streams: int, *, counts_all_pairs: bool = 
         )
         for length, number in Counter(layer.documents or (layer.sequence,)).items()
     )
-    if layer.latent is not None:
-        return flops * (layer.latent.qk_head_dim + layer.latent.v_head_dim) // (2 * layer.config.head_dim)
-    return flops
 
 
 def _gpt(model: GPTConfig, lengths: SequenceLengths) -> tuple[ModelPart, ...]:
