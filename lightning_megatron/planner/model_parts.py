@@ -278,9 +278,22 @@ def ordered_stages(model_parts: ModelParts, num_stages: int, layout: StageLayout
     """The parts of each stage, in order."""
     parts, costs = model_parts.parts, [1.0] * len(model_parts.parts)
     if layout.balance == "cost":
-        costs = [float(part_flops(part, model_parts.config, batch=1)) for part in parts]
+        # As the model itself cuts, whose stages are those of its longest samples.
+        longest = model_parts_of(model_parts.config, _longest(model_parts))
+        costs = [float(part_flops(part, model_parts.config, batch=1)) for part in longest.parts]
     ranges = assign([part.symbol for part in parts], costs, num_stages, layout)
     return tuple(parts[indices.start : indices.stop] for indices in ranges)
+
+
+def _longest(model_parts: ModelParts) -> SequenceLengths:
+    model, lengths = model_parts.config, model_parts.lengths
+    return replace(
+        lengths,
+        sequence=model.max_sequence_length,
+        decoder_sequence=model.max_decoder_sequence_length if isinstance(model, T5Config) else 0,
+        images=min(lengths.images, 1),
+        documents=(),
+    )
 
 
 @lru_cache(maxsize=65536)
