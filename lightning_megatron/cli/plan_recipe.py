@@ -252,13 +252,25 @@ def kind_of(data: dict[str, Any], section: Mapping[str, Any], option: str | None
         return _MODULES[name], f"model.class_path ({name})"
     for kind in ("llava", "t5", "bert"):
         for where, table, of in (
-            ("model.config", section.get("config"), {k: {field.name for field in fields(KINDS[k])} for k in KINDS}),
+            ("model.config", _with_placement(section.get("config")), {k: _settings_of(KINDS[k]) for k in KINDS}),
             ("data", data.get("data"), {k: set(signature(data_config(PRETRAINING[k].data)).parameters) for k in KINDS}),
         ):
             others = set().union(*(names for known, names in of.items() if known != kind))
             if own := [name for name in table or () if name in of[kind] - others]:
                 return kind, f"{where}.{own[0]}"
     return "gpt", ""
+
+
+def _settings_of(kind: type[Model]) -> set[str]:
+    """Names of the settings of a kind of model, and the places of norms that it knows."""
+    return {field.name for field in fields(kind)} | {f"norm_placement: {place}" for place in kind.norm_placements}
+
+
+def _with_placement(config: Any) -> Any:
+    """A table of settings, of which the place of norms is one by its value too."""
+    if not isinstance(config, dict) or "norm_placement" not in config:
+        return config
+    return {**config, f"norm_placement: {config['norm_placement']}": None}
 
 
 def _model_of_recipe(known: Model | None, kind: str, module: Namespace, errors: list[str]) -> Model | None:

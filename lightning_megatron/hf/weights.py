@@ -75,9 +75,9 @@ def in_folder(path: str | os.PathLike[str]) -> Weights:
     family = family_of_file(raw, str(folder / "config.json"))
     config, files = family.config(raw), WeightFiles(folder)
     table = Table(family, config, files.shapes)
+    source = Source(table, files)
     dtype = common_dtype(dtype for name, dtype in files.dtypes.items() if name not in table.wide)
-    read = Source(table, files).read
-    return Weights(kind=family.name, config=config, dtype=dtype, read=read, buffers=table.buffers)
+    return Weights(kind=family.name, config=config, dtype=dtype, read=source.read, buffers=table.buffers)
 
 
 def in_checkpoint(

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import yaml
-from transformers import AutoModelForCausalLM, Gemma2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, Qwen3Config, VaultGemmaConfig
 
 from lightning_megatron.cli.main import main
 from tests.any_module.model_families import config_of
 from tests.cli.test_dry_module import QWEN, RECIPE, SMALL, folder_of
 
 FINETUNE = Path(RECIPE).with_name("finetune_toy.yaml")
-GEMMA = Gemma2Config(**SMALL)
+GEMMA = VaultGemmaConfig(**SMALL)
 # A Qwen3, trained as the recipe's module does.
 MODULE = """\
     import lightning as L
@@ -188,7 +188,7 @@ def test_a_recipe_that_fine_tunes_any_type_runs_dry_and_is_planned(
     wanted = record_of(capsys, "dry-run", RECIPE, "--model", folder, *layout)
     assert own["ranks"] == wanted["ranks"] and own["ranks"][0]["parameters"] > 0
     planned = record_of(capsys, "plan", tuned, "--gpu", "h100", "--layout", "recipe")
-    assert planned["model"] == "Gemma2ForCausalLM"
+    assert planned["model"] == "VaultGemmaForCausalLM"
     with_lora = written(tmp_path / "lora.yaml", FINETUNE, {"path": folder, "lora": {"rank": 4}}, {})
     lora = record_of(capsys, "dry-run", with_lora, "--rank", "0")
     plain = record_of(capsys, "dry-run", tuned, "--rank", "0", "--sequence-length", "128")

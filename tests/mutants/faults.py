@@ -19,8 +19,8 @@ FAULTS = (
     # Tensor parallelism.
     Fault(
         "tensor/linear.py",
-        "grad_TO.sum(0).view(weight.shape[:-1])",
-        "grad_TO.mean(0).view(weight.shape[:-1])",
+        "grad_TO.sum(0, dtype=weight.dtype).view(weight.shape[:-1])",
+        "grad_TO.mean(0, dtype=weight.dtype).view(weight.shape[:-1])",
         ("tensor/test_linear.py",),
     ),
     Fault(

@@ -94,7 +94,7 @@ def test_a_type_without_layers_of_this_package_learns_writes_and_answers(folder:
     write_model(folder / "gemma")
     sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
     sizes |= {"vocab_size": 304, "hidden_size": 32, "intermediate_size": 48}
-    config = transformers.Gemma2Config(**sizes, head_dim=8, initializer_range=0.1)
+    config = transformers.VaultGemmaConfig(**sizes, head_dim=8, initializer_range=0.1)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(str(folder / "gemma"))
     options = ("--model.path=gemma", "--model.lora.rank=8", "--model.lora.targets=[q_proj,v_proj,down_proj]")
     ran = launched(
