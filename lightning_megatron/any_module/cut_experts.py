@@ -28,8 +28,10 @@ from lightning_megatron.moe.token_dispatcher import (
 )
 from lightning_megatron.sharding import Shard, ShardedParameter
 
-_MARK = "_is_expert_parallel"
+_THEIR_MARK = "_is_expert_parallel"
 """The attribute that modules of experts have in transformers."""
+_MARK = "_lightning_megatron_experts"
+"""The attribute of a module that a plan names as one of experts."""
 
 
 def expert_modules(network: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -40,14 +42,13 @@ def expert_modules(network: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def has_experts(module: nn.Module) -> bool:
-    """Whether a module is marked as one of experts."""
-    return hasattr(module, _MARK)
+    """Whether a module is marked as one of experts, by transformers or by a plan."""
+    return getattr(module, _THEIR_MARK, None) is not None or _MARK in vars(module)
 
 
 def mark_experts(module: nn.Module) -> None:
     """Marks a module as one of experts."""
-    if not has_experts(module):
-        setattr(module, _MARK, False)
+    module.__dict__[_MARK] = True
 
 
 def misfit_of_experts(module: nn.Module) -> str:
@@ -58,6 +59,8 @@ def misfit_of_experts(module: nn.Module) -> str:
     wrong = [name for name, weight in module.named_parameters() if "." in name or weight.shape[:1] != (count,)]
     if wrong:
         return f"has weights without a row for each of its {count} experts: {', '.join(wrong)}"
+    if kept := expert_buffers(module):
+        return _misfit_of_buffers(kept)
     if len(signature(module.forward).parameters) != len(("tokens", "experts", "probabilities")):
         return "must be called with tokens [T, H], the experts that each chose [T, K] and their probabilities [T, K]"
     return ""
@@ -69,12 +72,31 @@ def expert_weights(module: Any) -> list[tuple[str, nn.Parameter]]:
     return [(name, weight) for name, weight in named if weight.shape[:1] == (module.num_experts,)]
 
 
+def expert_buffers(module: Any) -> list[str]:
+    """Names of the buffers of a module of experts that have a row for each expert, and that no rank has a part of."""
+    return [name for name, buffer in module.named_buffers() if buffer.shape[:1] == (module.num_experts,)]
+
+
+def _misfit_of_buffers(names: list[str]) -> str:
+    return (
+        f"has buffers with a row for each of its experts: {', '.join(names)}; buffers are whole on every rank: make "
+        "them parameters with requires_grad=False, which are cut and saved as its weights are"
+    )
+
+
 def expert_faults(network: nn.Module, sizes: Sizes) -> list[str]:
     """Errors of experts that ranks of these sizes cannot share, one sentence each."""
     counts: dict[int, str] = {module.num_experts: name for name, module in expert_modules(network)}
-    if sizes.ep == 1 or not counts:
+    if sizes.ep * sizes.tp == 1 or not counts:
         return []
     faults = [
+        f"{name} ({type(module).__name__}) {_misfit_of_buffers(kept)}"
+        for name, module in expert_modules(network)
+        if (kept := expert_buffers(module))
+    ]
+    if sizes.ep == 1:
+        return faults
+    faults += [
         f"{name} has {count} experts, which must be a multiple of expert_model_parallel_size ({sizes.ep}); it may be "
         + ", ".join(str(fit) for fit in range(1, count + 1) if count % fit == 0)
         for count, name in counts.items()

@@ -8,6 +8,8 @@ import torch
 from torch import nn
 
 from lightning_megatron import ConfigurationError, MegatronStrategy, ModelPlan
+from lightning_megatron.any_module.cut_experts import expert_faults, expert_modules
+from lightning_megatron.mesh import Sizes
 from tests.any_module import more_networks, networks
 from tests.harness.ranks import run_on_ranks
 from tests.trainer.layouts import Layout, make_trainer
@@ -47,8 +49,27 @@ def test_what_is_wrong_with_experts_is_told() -> None:
     module.net.scale = nn.Parameter(torch.ones(7))
     assert plan.faults(module)[0].endswith("has weights without a row for each of its 4 experts: scale")
     del module.net.scale
+    module.net.register_buffer("scale", torch.ones(4))
+    assert "has buffers with a row for each of its experts: scale; buffers are whole" in plan.faults(module)[0]
+    del module.net.scale
+    module.net.register_buffer("limit", torch.ones(()))
+    assert plan.faults(module) == []
     module.net.forward = lambda x: x  # type: ignore[method-assign]
     assert "must be called with tokens [T, H]" in plan.faults(module)[0]
+
+
+def test_experts_that_a_plan_names_are_marked_by_the_package_alone() -> None:
+    named, theirs, other = (more_networks.StackedExperts() for _ in range(3))
+    module = nn.ModuleDict({"named": named, "theirs": theirs, "other": other})
+    theirs._is_expert_parallel = False  # type: ignore[assignment]
+    ModelPlan(experts=("named",)).mark_experts(module)
+    assert [name for name, _ in expert_modules(module)] == ["named", "theirs"]
+    assert "_is_expert_parallel" not in vars(named)
+    # Such modules of others cannot be shared either where a buffer has a row for each expert.
+    theirs.register_buffer("scale", torch.ones(4))
+    assert expert_faults(module, Sizes(world=2, tp=1)) == []
+    for sizes in (Sizes(world=2, tp=2), Sizes(world=2, ep=2)):
+        assert any("theirs (StackedExperts) has buffers" in fault for fault in expert_faults(module, sizes))
 
 
 def test_a_plan_that_fits_has_no_faults() -> None:
