@@ -1,8 +1,9 @@
 """Samples for preference tuning: a row's chosen answer and its rejected one, each behind all that is asked.
 
-    columns                                          labels
-    prompt, chosen, rejected (text)                  the answer and the end of text
-    chosen, rejected (conversations: role, content)  the last answer of each, after the chat template
+    columns                                                   labels
+    prompt, chosen, rejected (text)                           the answer and the end of text
+    chosen, rejected (conversations: role, content), and in   the last answer of each, after the chat template
+    front of both a prompt, where that is messages too
 
 `reference_chosen` and `reference_rejected` beside them are log-probabilities of the answers under a reference model. An
 answer is no longer than `sequence_length` leaves it; the rest is cut off and counted, and a row of which an answer has
@@ -136,7 +137,16 @@ def _encoded(
         return row_encoder("completion", tokenizer, template)(completions)
     texts = []
     for row in rows:
-        text, spans = chat_spans(*messages_of(row, name, template))
+        messages, known = messages_of(row, name, template)
+        # Text beside conversations repeats what they begin with.
+        if isinstance(row.get("prompt"), list):
+            messages = [*messages_of(row, "prompt", template)[0], *messages]
+        if all(message["role"] == "assistant" for message in messages):
+            raise ValueError(
+                f"{name!r} must have a message in front of its answer, and a row has {messages!r} alone; put what is "
+                "asked in front of it, or under 'prompt' as a list of messages"
+            )
+        text, spans = chat_spans(messages, known)
         # What both conversations share is no answer to prefer.
         texts.append((text, spans[-1:]))
     return marked_tokens(texts, tokenizer)

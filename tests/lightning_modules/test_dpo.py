@@ -157,6 +157,18 @@ def test_of_conversations_the_last_answer_alone_has_labels(folder: Path) -> None
         assert tokenizer.decode(labels[labels >= 0].tolist()).strip() == f"{text}<|end|>"
 
 
+def test_a_prompt_of_messages_goes_in_front_of_both_answers(folder: Path) -> None:
+    asked = [{"role": "user", "content": "Who?"}]
+    answers = {name: [{"role": "assistant", "content": name}] for name in ("chosen", "rejected")}
+    apart = samples_of([{"prompt": asked, **answers}], folder, 128)[0]
+    # The text says again what the conversations begin with.
+    whole = {"prompt": "Who?", **{name: asked + answer for name, answer in answers.items()}}
+    wanted = samples_of([whole], folder, 128)[0]
+    assert all(torch.equal(value, wanted[name]) for name, value in apart.items())
+    with pytest.raises(ValueError, match="'chosen' must have a message in front of its answer, and a row has"):
+        samples_of([answers], folder, 128)
+
+
 def test_rows_of_which_an_answer_is_left_out_are_dropped_and_counted(folder: Path) -> None:
     samples = samples_of([{"prompt": "a" * 60, "chosen": "b", "rejected": "c"}, *pairs(1)], folder, 40)
     assert (samples.counts.samples, samples.counts.dropped) == (3, 1)
