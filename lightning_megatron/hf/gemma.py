@@ -2,7 +2,7 @@
 
 family        norms of queries and keys   soft caps            every so many layers see all   rotary base of the others
 gemma2        no                          scores and logits    2                              as all
-gemma3_text   yes                         mostly none          6                              rope_local_base_freq
+gemma3_text   yes                         logits, mostly none  6                              rope_local_base_freq
 """
 
 from typing import Any
@@ -55,6 +55,11 @@ def _family(name: str, architecture: str, *, pattern: int, qk_norm: bool, defaul
         reader.take_alias("_sliding_window_pattern", "sliding_window_pattern")
         reader.require("attention_bias", False)
         reader.require("use_bidirectional_attention", False)
+        # Under this name some published files say it again.
+        reader.require("sliding_window_size", reader.raw.get("sliding_window"))
+        if qk_norm:
+            # What transformers leaves aside in Gemma 3, whatever the file says.
+            reader.require("attn_logit_softcapping", None)
         window_base = _window_base(reader) if qk_norm else 0.0
         every = reader.take("sliding_window_pattern", pattern) if qk_norm else pattern
         windows = gated_decoder.pattern_windows_from_hf(reader, every)
@@ -83,8 +88,8 @@ def _family(name: str, architecture: str, *, pattern: int, qk_norm: bool, defaul
         return fields | {theirs: getattr(config, ours) or None for ours, theirs in _CAPS.items()}
 
     def rules(config: GPTConfig) -> list[str]:
-        # Other bases of layers with a window are none that Gemma 2 has.
-        needed: dict[str, Any] = {} if qk_norm else {"window_rotary_base": 0.0}
+        # Gemma 2 has no other base for layers with a window, and Gemma 3 caps no scores.
+        needed: dict[str, Any] = {"attention_softcap": 0.0} if qk_norm else {"window_rotary_base": 0.0}
         return dense_faults(config) + gated_decoder.rules(config, **_OURS, qk_norm=qk_norm, **needed)
 
     return gated_decoder.family(

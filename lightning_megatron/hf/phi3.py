@@ -18,11 +18,22 @@ DEFAULTS = {
     "rms_norm_eps": 1e-5,
 }
 
+# What published files say of parts that no model of the family has.
+_ABSENT = {
+    "attention_bias": False,
+    "mlp_bias": False,
+    "lm_head_bias": False,
+    "full_attn_mod": 1,
+    "interpolate_factor": 1,
+}
+
 
 def config_from_hf(reader: ConfigReader) -> dict[str, Any]:
     """Fields of a GPTConfig from a config.json."""
     # It acts under rotary scalings alone, of which none is built.
     reader.taken.add("original_max_position_embeddings")
+    for key, value in _ABSENT.items():
+        reader.require(key, value)
     fields = gated_decoder.config_from_hf(reader, is_partial=True) | gated_decoder.window_from_hf(reader)
     if fields["rope_scaling"] is not None:
         reader.faults.append("rope_scaling must be null: longrope, the one that the family's models have, is not built")

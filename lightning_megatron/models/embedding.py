@@ -2,6 +2,7 @@
 
 import math
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -19,6 +20,11 @@ def build_token_embedding(config: LanguageModelConfig, *, tp: Axis, sp: Axis) ->
     return VocabParallelEmbedding(
         config.vocab_size, config.hidden_size, tp=tp, sp=sp, initial=initial, multiple=multiple
     )
+
+
+def scaled(hidden_TH: Tensor) -> Tensor:
+    """Embedded tokens times the root of their width, which is rounded to their dtype, as in transformers."""
+    return hidden_TH * torch.tensor(math.sqrt(hidden_TH.shape[-1]), dtype=hidden_TH.dtype)
 
 
 class PositionEmbedding(nn.Module):
@@ -45,7 +51,7 @@ class Embedding(nn.Module):
     def __init__(self, config: LanguageModelConfig, *, tp: Axis, sp: Axis) -> None:
         super().__init__()
         self.tokens = build_token_embedding(config, tp=tp, sp=sp)
-        self.scale = math.sqrt(config.hidden_size) if config.scales_embedding else 1.0
+        self.is_scaled = config.scales_embedding
         self.has_positions = config.position == "learned"
         if self.has_positions:
             self.positions = PositionEmbedding(config, tp=tp, sp=sp)
@@ -57,7 +63,7 @@ class Embedding(nn.Module):
     def embed(self, ids_T: Tensor) -> Tensor:
         """The vectors of tokens, without positions: [T/sp, H]."""
         hidden_TH: Tensor = self.tokens(ids_T)
-        return hidden_TH if self.scale == 1.0 else hidden_TH * self.scale
+        return scaled(hidden_TH) if self.is_scaled else hidden_TH
 
     def placed(self, hidden_TH: Tensor, tokens: Tokens) -> Tensor:
         """Embedded tokens, or features that replace them, with positions and dropout."""

@@ -4,7 +4,6 @@ Between parts, and between stages, travels the residual stream [T/sp, H]; what e
 stage makes from the caller's inputs by itself.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +16,7 @@ from lightning_megatron.comm.p2p import Payload
 from lightning_megatron.config_dataclass import config_dataclass
 from lightning_megatron.context.documents import documents_of
 from lightning_megatron.mesh import Axis, Mesh
-from lightning_megatron.models.embedding import Embedding, build_token_embedding
+from lightning_megatron.models.embedding import Embedding, build_token_embedding, scaled
 from lightning_megatron.models.heads import LanguageModelHead, Targets, targets_of
 from lightning_megatron.models.inputs import require_labels, require_positions, require_shapes
 from lightning_megatron.models.language_model import LanguageModel
@@ -201,7 +200,7 @@ class GPTModel(LanguageModel):
         before = state[f"mtp.{number - 1}"] if number else state["hidden"]
         embedded_TH = self.get_submodule("embedding.tokens")(context.next_tokens[number].ids_T)
         if self.config.scales_embedding:
-            embedded_TH = embedded_TH * math.sqrt(self.config.hidden_size)
+            embedded_TH = scaled(embedded_TH)
         made: tuple[Tensor, Tensor | None] = module(before, embedded_TH, context.tokens, context.routed)
         state[name] = made[0]
         return made[1]

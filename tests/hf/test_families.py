@@ -1,6 +1,7 @@
 """Every family computes what transformers computes, and comes back from us as it came, weights and configuration."""
 
 import json
+import math
 from dataclasses import fields, make_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from lightning_megatron.hf.families import FAMILIES, family_of_config
 from lightning_megatron.models import GPTConfig
 from lightning_megatron.moe.capacity import ExpertCapacity
 from lightning_megatron.moe.config import AuxLoss, MoEConfig, RouterConfig
-from tests.hf.tiny import CASES, family_of, logits, ours, saved
+from tests.hf.tiny import CASES, VOCABULARY, family_of, logits, ours, saved
 
 # Fields of theirs that say nothing of the numbers, or say again what another one says.
 NOT_COMPARED = {"_name_or_path", "bos_token_id", "eos_token_id", "pad_token_id", "dtype", "transformers_version"}
@@ -86,6 +87,160 @@ def test_every_field_that_transformers_knows_is_translated_or_known_to_be_harmle
     assert reader.faults == []
     unknown = config.to_dict().keys() - reader.taken - FAMILIES[family].harmless
     assert unknown == set()
+
+
+# Fields of published files beside sizes and what all files have.
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "phi3": {
+        "attention_bias": False,
+        "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"},
+        "embd_pdrop": 0.0,
+        "original_max_position_embeddings": 4096,
+        "resid_pdrop": 0.0,
+        "rope_scaling": None,
+        "rope_theta": 10000.0,
+        "sliding_window": 2047,
+    },
+    # Phi-4-mini's, less its rotary scaling.
+    "phi3, a part of each head": {
+        "attention_bias": False,
+        "full_attn_mod": 1,
+        "interpolate_factor": 1,
+        "lm_head_bias": False,
+        "mlp_bias": False,
+        "partial_rotary_factor": 0.75,
+        "sliding_window": 262144,
+        "tie_word_embeddings": True,
+    },
+    "gemma2": {
+        "attention_bias": False,
+        "attn_logit_softcapping": 50.0,
+        "cache_implementation": "hybrid",
+        "final_logit_softcapping": 30.0,
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 224,
+        "rope_theta": 10000.0,
+        "sliding_window": 4096,
+        "sliding_window_size": 4096,
+    },
+    "gemma3_text": {
+        "attention_bias": False,
+        "attn_logit_softcapping": None,
+        "cache_implementation": "hybrid",
+        "final_logit_softcapping": None,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "rope_local_base_freq": 10000,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "sliding_window": 512,
+        "sliding_window_pattern": 6,
+    },
+    "gemma3_text, of later files": {
+        "_sliding_window_pattern": 6,
+        "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 3,
+        "num_hidden_layers": 18,
+        "rope_local_base_freq": 10000.0,
+        "use_bidirectional_attention": False,
+    },
+    "olmo2": {"attention_bias": False, "rope_scaling": None, "rope_theta": 500000},
+    "glm4": {
+        "attention_bias": False,
+        "eos_token_id": [151329, 151336, 151338],
+        "partial_rotary_factor": 0.5,
+        "rope_theta": 10000.0,
+    },
+    "qwen2_moe": {
+        "decoder_sparse_step": 1,
+        "max_window_layers": 21,
+        "norm_topk_prob": False,
+        "output_router_logits": False,
+        "rope_theta": 1000000.0,
+        "router_aux_loss_coef": 0.001,
+        "sliding_window": 32768,
+        "use_sliding_window": False,
+    },
+    "gpt_oss": {
+        "attention_bias": True,
+        "experts_per_token": 4,
+        "initial_context_length": 4096,
+        "layer_types": ["sliding_attention", "full_attention"] * 12,
+        "num_hidden_layers": 24,
+        "num_local_experts": 32,
+        "output_router_logits": False,
+        "rope_scaling": {
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "rope_type": "yarn",
+            "truncate": False,
+        },
+        "rope_theta": 150000,
+        "router_aux_loss_coef": 0.9,
+        "swiglu_limit": 7.0,
+    },
+    "deepseek_v3": {
+        "attention_bias": False,
+        "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
+        "aux_loss_alpha": 0.001,
+        "ep_size": 1,
+        "max_position_embeddings": 163840,
+        "moe_layer_freq": 1,
+        "num_key_value_heads": 128,
+        "num_nextn_predict_layers": 1,
+        "pretraining_tp": 1,
+        "rope_scaling": {
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "factor": 40,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096,
+            "type": "yarn",
+        },
+        "scoring_func": "sigmoid",
+        "seq_aux": True,
+        "topk_method": "noaux_tc",
+    },
+}
+
+
+@pytest.mark.parametrize("case", PUBLISHED)
+def test_fields_of_published_files_are_taken(case: str) -> None:
+    kind = case.partition(",")[0]
+    of_all = {"_name_or_path": "a", "bos_token_id": 1, "torch_dtype": "bfloat16", "use_cache": True}
+    config = FAMILIES[kind].config({"model_type": kind, **of_all, "attention_dropout": 0.0, **PUBLISHED[case]})
+    assert FAMILIES[kind].faults(config) == []
+
+
+@pytest.mark.parametrize(
+    ("family", "given", "shown"),
+    [
+        ("phi3", {"attention_bias": True}, r"attention_bias \(True\) must be False"),
+        ("gemma2", {"sliding_window_size": 64}, r"sliding_window_size \(64\) must be 4096"),
+        # transformers leaves it aside, and gives other numbers than the file says.
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, r"attn_logit_softcapping \(50.0\) must be None"),
+    ],
+)
+def test_such_fields_are_refused_where_they_say_something(family: str, given: dict[str, Any], shown: str) -> None:
+    with pytest.raises(ValueError, match=shown):
+        FAMILIES[family].config({"model_type": family, **given})
+
+
+def test_gemma_3_writes_no_cap_of_scores() -> None:
+    config = replace(FAMILIES["gemma3_text"].config({}), attention_softcap=2.0)
+    assert FAMILIES["gemma3_text"].faults(config) == ["attention_softcap (2.0) must be 0.0"]
+
+
+def test_a_factor_of_embeddings_is_rounded_as_the_weights_are(tmp_path: Path) -> None:
+    model = saved("gemma2", tmp_path).bfloat16()
+    found = ours(tmp_path, torch.bfloat16)
+    [wanted] = model.get_input_embeddings()(torch.arange(VOCABULARY)[None])
+    embedded = found.get_submodule("embedding").embed(torch.arange(VOCABULARY))  # type: ignore[operator]
+    assert torch.equal(embedded, wanted)
+    # By the root itself it is another value.
+    assert not torch.equal(embedded, model.get_input_embeddings().weight * math.sqrt(32))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
