@@ -330,10 +330,6 @@ class TransformerConfig:
         """Tokens that a token sees in a layer, counted from 0, under causal attention; 0: all before it."""
         return 0 if layer in self.full_attention_layers else self.sliding_window
 
-    def uses_window_rotation(self, layer: int) -> bool:
-        """Whether a layer, counted from 0, rotates by `window_rotary_base`."""
-        return self.window_rotary_base > 0 and self.window_of(layer) > 0
-
     @property
     def score_scale(self) -> float:
         """Factor of attention scores."""
