@@ -19,6 +19,8 @@ from lightning_megatron.any_module.tensor_styles import (
 )
 from lightning_megatron.mesh import Sizes
 from lightning_megatron.pipeline.layout import assign_alike
+from lightning_megatron.pipeline.module import PipelineModule
+from lightning_megatron.sharding import Shard, sharded_parameters
 
 
 def report_of(module: nn.Module, name: str, plan: ModelPlan, sizes: Sizes) -> str:
@@ -36,11 +38,18 @@ def report_of(module: nn.Module, name: str, plan: ModelPlan, sizes: Sizes) -> st
     if sizes.ep > 1 or (sizes.tp > 1 and any(True for _ in expert_modules(network))):
         blocks.append(_experts(network, sizes))
     readers = plan.readers_in(module, name, layers) if layers and sizes.num_stages > 1 else {}
-    blocks.append(_held(network, layers, cut, removable(network, layers, readers, cut), sizes))
+    if isinstance(network, PipelineModule) and sizes.num_stages > 1:
+        blocks.append(
+            [f"parameters: {_num_parameters(network):,}; what each rank holds lightning-megatron plan forecasts"]
+        )
+    else:
+        blocks.append(_held(network, layers, cut, removable(network, layers, readers, cut), sizes))
     return "\n".join(line for block in blocks for line in block)
 
 
 def _layers(network: nn.Module, layers: Sequence[str], plan: ModelPlan, sizes: Sizes) -> list[str]:
+    if isinstance(network, PipelineModule):
+        return [f"layers: {len(network.layer_names)}, which the model gives to stages by itself"]
     if not layers:
         return ["layers: no list of like modules was found; name one with ModelPlan(layers=...)"]
     kinds = ", ".join(dict.fromkeys(type(network.get_submodule(layer)).__name__ for layer in layers))
@@ -84,8 +93,12 @@ def _linears(network: nn.Module, styles: Mapping[str, str], cut: Mapping[str, st
         key = (pattern_of(found), what)
         groups[key] = groups.get(key, 0) + 1
     named = {found for found, _, _ in matching(network, styles)}
+    built = {name.rpartition(".")[0] for name in _built_cut(network)}
     for found, child in network.named_modules():
-        if isinstance(child, nn.Linear) and found not in named:
+        if found in built:
+            key = (pattern_of(found), f"cut by itself: a {type(child).__name__}")
+            groups[key] = groups.get(key, 0) + 1
+        elif isinstance(child, nn.Linear) and found not in named:
             key = (pattern_of(found), "whole: no style")
             groups[key] = groups.get(key, 0) + 1
         elif found not in named and _is_other_matrix(child):
@@ -97,8 +110,17 @@ def _linears(network: nn.Module, styles: Mapping[str, str], cut: Mapping[str, st
     return [
         "tensor parallel:",
         *(f"  {pattern:{width}}  {what} ({count})" for (pattern, what), count in groups.items()),
-        *([] if cut else ["  nothing is cut, and a run over these ranks is refused"]),
+        *([] if cut or built else ["  nothing is cut, and a run over these ranks is refused"]),
     ]
+
+
+def _built_cut(network: nn.Module) -> dict[str, Shard]:
+    """Shards of the weights that the package's layers build in part on each rank of tp, by name."""
+    return {
+        name: shard
+        for name, _, shard in sharded_parameters(network)
+        if shard.axis is not None and shard.axis.name in ("tp", "etp")
+    }
 
 
 def _is_other_matrix(module: nn.Module) -> bool:
@@ -143,10 +165,12 @@ def _held(
     cut_experts = shared_experts(network, sizes.tp if sizes.ep == 1 else 1)
     experts = {weight for module in cut_experts for _, weight in expert_weights(module)}
     num_parts = sizes.tp if sizes.ep == 1 else sizes.ep
+    built = _built_cut(network)
     for name, weight in network.named_parameters():
         owner = name.rpartition(".")[0]
         style = cut.get(owner, "")
         is_cut = is_by_outputs(style) or style == EMBEDDING or (style in BY_INPUTS and weight.dim() > 1)
+        is_cut |= name in built
         count = weight.numel() // (sizes.tp if is_cut else num_parts if weight in experts else 1)
         layer = next((index for index, layer in enumerate(layers) if name.startswith(f"{layer}.")), None)
         read = next((found for one, found in readers.items() if name.startswith(f"{one}.")), everywhere)

@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from lightning_megatron import ModelPlan
 from lightning_megatron.any_module.report import report_of
 from lightning_megatron.cli.main import main
-from lightning_megatron.mesh import Sizes
+from lightning_megatron.mesh import Mesh, Sizes
+from lightning_megatron.models import GPTConfig, GPTModel
 from tests.any_module import networks
 from tests.any_module.model_families import config_of
 
@@ -64,6 +65,17 @@ def test_lists_and_matrices_that_are_not_cut_are_told() -> None:
     assert "\n  nothing is cut, and a run over these ranks is refused\n" in text
     text = report(AutoModelForCausalLM.from_config(config_of("mixtral")), ModelPlan(), tp=2)
     assert "nothing is cut" not in text and text.count("mlp.experts") == 1
+
+
+def test_layers_of_the_package_count_as_cut() -> None:
+    config = GPTConfig(num_layers=4, hidden_size=32, num_attention_heads=4, vocab_size=128)
+    text = report(GPTModel(config), ModelPlan(), tp=2)
+    own = GPTModel(config, mesh=Mesh.imagine(0, Sizes(world=2, tp=2)))
+    assert "  layers.*.mlp.down              cut by itself: a RowParallelLinear (4)\n" in text
+    assert "nothing is cut" not in text and "layers: 4, which the model gives to stages by itself\n" in text
+    assert text.endswith(f"of which a rank holds at most {sum(p.numel() for p in own.parameters()):,}")
+    staged = report(GPTModel(config), ModelPlan(), pp=2)
+    assert staged.endswith("what each rank holds lightning-megatron plan forecasts")
 
 
 @pytest.mark.parametrize(
