@@ -24,7 +24,8 @@ def build_token_embedding(config: LanguageModelConfig, *, tp: Axis, sp: Axis) ->
 
 def scaled(hidden_TH: Tensor) -> Tensor:
     """Embedded tokens times the root of their width, which is rounded to their dtype, as in transformers."""
-    return hidden_TH * torch.tensor(math.sqrt(hidden_TH.shape[-1]), dtype=hidden_TH.dtype)
+    # The factor is on the host whatever the default device is: a GPU waits for no copy of it.
+    return hidden_TH * torch.tensor(math.sqrt(hidden_TH.shape[-1]), dtype=hidden_TH.dtype, device="cpu")
 
 
 class PositionEmbedding(nn.Module):
