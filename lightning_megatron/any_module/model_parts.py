@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from lightning_megatron.any_module.pipelined_modules import pipelined_modules
+from lightning_megatron.mesh import Axis
 from lightning_megatron.optim.bucket import PartName
 from lightning_megatron.pipeline.module import at_once, no_graph
 
@@ -31,6 +32,11 @@ class PartHooks(Protocol):
 
     def whole_weights(self) -> AbstractContextManager[None]:
         """Inside the block all parameters are there."""
+        ...
+
+    @property
+    def gathers_over(self) -> Sequence[Axis]:
+        """Axes whose ranks run the same parts, equally often."""
         ...
 
     def begin_stage(self, reaches: bool) -> Any:
@@ -83,18 +89,19 @@ class ModuleParts:
         for name, model in self._models.items():
             model.before_part = partial(_enter, hooks, name)
             model.after_part = partial(_leave, hooks, name)
-            model.with_weights = hooks.whole_weights
+            model.with_weights, model.gathers_over = hooks.whole_weights, hooks.gathers_over
             model.before_stage, model.after_backward = hooks.begin_stage, hooks.end_graph
         handles: list[RemovableHandle] = []
         for part, layer in self._layers.items():
-            handles.append(layer.register_forward_pre_hook(_BeforeLayer(hooks, part)))
+            handles.append(layer.register_forward_pre_hook(_BeforeLayer(hooks, part), prepend=True))
             handles.append(layer.register_forward_hook(_AfterLayer(hooks, part)))
 
         def remove() -> None:
             for handle in handles:
                 handle.remove()
             for model in self._models.values():
-                model.before_part, model.after_part, model.with_weights = at_once, at_once, nullcontext
+                model.before_part, model.after_part = at_once, at_once
+                model.with_weights, model.gathers_over = nullcontext, ()
                 model.before_stage, model.after_backward = no_graph, no_graph
 
         return remove

@@ -9,14 +9,16 @@ from typing import Literal
 
 from torch import Tensor, nn
 
+from lightning_megatron.mesh import Axis
 from lightning_megatron.optim.bucket import PartName
 from lightning_megatron.optim.gradients import Gradients
 from lightning_megatron.optim.hook_gradients import HookGradients
 from lightning_megatron.optim.master_weights import MasterWeights
 from lightning_megatron.optim.part_gathers import Graph, ModelParts, PartGathers
 
-HookTime = Literal["early", "late"]
-"""When hooks may read weights: between the backward and the optimizer's step, or after it."""
+HookTime = Literal["early", "late", "training", "evaluation"]
+"""When a user's code may read weights past their modules: between the backward and the optimizer's step, or after it;
+from a training step to its backward, or in an evaluation step."""
 
 
 class DataParallelComm:
@@ -115,6 +117,16 @@ class DataParallelComm:
 
     # --- weights ----------------------------------------------------------------------------------------------------
 
+    def require_same_parts(self) -> None:
+        """Raises RuntimeError on all ranks where they ran other parts than others, or wrote to absent weights."""
+        if self._parts is not None:
+            self._parts.require_same()
+
+    @property
+    def gathers_over(self) -> Sequence[Axis]:
+        """Axes whose ranks run the same parts, equally often, because they gather their weights as they run."""
+        return () if self._parts is None else self._parts.axes
+
     def prepare_step(self) -> None:
         """The optimizer is about to step."""
         if self.master_weights is not None:
@@ -143,7 +155,12 @@ class DataParallelComm:
         if self.master_weights is not None:
             self.master_weights.wait(self._outside)
         if self._parts is not None:
-            self._parts.begin(is_training=is_training)
+            self._parts.begin(is_training=is_training, needs_all="training" in self._hooks_read)
+
+    def begin_training(self) -> None:
+        """A schedule of training steps is about to run, whose own code may read weights."""
+        if self._parts is not None and "training" in self._hooks_read:
+            self._parts.begin(is_training=True, needs_all=True)
 
     def end_passes(self) -> None:
         """All forwards and backwards of a batch have run."""
@@ -159,11 +176,16 @@ class DataParallelComm:
         if self._parts is None:
             yield
             return
-        self._parts.begin(is_training=False)
+        self._parts.begin(is_training=False, needs_all="evaluation" in self._hooks_read)
         try:
             yield
         finally:
             self._parts.end()
+        self._parts.require_same()
+
+    def end_without_step(self) -> None:
+        """A batch has ended that no optimizer's step follows: hooks after it may read weights."""
+        self._show_weights("late")
 
     def _show_weights(self, when: HookTime) -> None:
         if self._parts is not None and when in self._hooks_read:
@@ -200,10 +222,16 @@ class DataParallelComm:
     @contextmanager
     def whole_weights(self) -> Iterator[None]:
         """Inside the block, which lies between steps, all parameters are there, to be read and written in place."""
+        were_there = self._parts is not None and self._parts.has_all
         self.gather_all()
         yield
-        if self._parts is not None and "late" not in self._hooks_read:
+        if self._parts is not None and not were_there:
             self._parts.let_all_go()
+
+    @property
+    def shards_parameters(self) -> bool:
+        """Whether parameters are gathered as parts of the model run."""
+        return self._parts is not None
 
     @property
     def has_shards(self) -> bool:

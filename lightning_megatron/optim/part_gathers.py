@@ -11,15 +11,17 @@ What a backward recomputes holds the parameters of its own forward. Data-paralle
 same order, whatever their data: where no gradient reaches a part on one of them, that one gathers it in its turn.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 
 import torch
 from torch import Tensor, nn
 
+from lightning_megatron.comm import collectives
+from lightning_megatron.mesh import Axis
 from lightning_megatron.optim.bucket import PartName
-from lightning_megatron.optim.sharded_params import ShardedParams
+from lightning_megatron.optim.sharded_params import ShardedParams, written_while_absent
 
 # Holders of parameters.
 _FORWARD, _BACKWARD, _STEP, _OUTSIDE, _ALL = "forward", "backward", "step", "outside", "all"
@@ -104,6 +106,10 @@ class PartGathers:
         self._after = {first: second for stage in parts.stages for first, second in pairwise(stage)}
         self._forward, self._backward = _Pass(_FORWARD), _Pass(_BACKWARD)
         self._is_in_step = False
+        self._has_all = self._frees_all = False
+        # Number of each of all, and those that were gathered since ranks compared them last, in order.
+        self._numbers = {one: number for number, one in enumerate(self._all)}
+        self._gathered: list[int] = []
         self._graph = Graph()
         # The part whose backward runs, by its graph and its place there, and autograd's number of that backward.
         self._current: tuple[Graph, int] | None = None
@@ -111,14 +117,22 @@ class PartGathers:
 
     # --- a step -----------------------------------------------------------------------------------------------------
 
-    def begin(self, *, is_training: bool) -> None:
-        """Forwards come next: gathers what no part alone uses, and in training frees what hooks between steps saw."""
+    def begin(self, *, is_training: bool, needs_all: bool = False) -> None:
+        """Forwards come next: gathers what no part alone uses, and in training frees what hooks between steps saw.
+
+        With `needs_all`, all parameters are gathered until `end`.
+        """
         if self._is_in_step:
             return
         self._is_in_step = True
         for one in self._parts.outside:
-            one.hold(_OUTSIDE)
-        if is_training:
+            self._gather(one, _OUTSIDE)
+        if needs_all:
+            self._frees_all = not self._has_all
+            if is_training:
+                self.take_changed()
+            self.gather_all()
+        elif is_training:
             self.let_all_go()
         for one in self._parts.outside:
             one.wait()
@@ -131,16 +145,25 @@ class PartGathers:
         for one in self._all:
             one.let_go(_STEP)
             one.let_go(_OUTSIDE)
+        if self._frees_all:
+            self.let_all_go()
+
+    @property
+    def has_all(self) -> bool:
+        """Whether `gather_all` has gathered all parameters, which are there still."""
+        return self._has_all
 
     def gather_all(self) -> None:
         """Gathers all parameters, for a reader that may read any, until `begin`."""
+        self._has_all = True
         for one in self._all:
-            one.hold(_ALL)
+            self._gather(one, _ALL)
         for one in self._all:
             one.wait()
 
     def let_all_go(self) -> None:
         """Takes over what readers changed of the parameters that `gather_all` gathered, and frees those."""
+        self._has_all = self._frees_all = False
         for one in self._all:
             one.take_changed()
             one.let_go(_ALL)
@@ -150,9 +173,46 @@ class PartGathers:
         for one in self._all:
             one.take_changed()
 
+    @property
+    def axes(self) -> list[Axis]:
+        """Axes over which parameters are gathered: their ranks run the same parts, equally often."""
+        return list(dict.fromkeys(one.flat.shards for one in self._all))
+
+    def require_same(self) -> None:
+        """Raises RuntimeError on all ranks where some gathered other parameters than others since the last call, or
+        wrote to some that were absent. Collective over the shards."""
+        gathered, self._gathered = self._gathered, []
+        for axis in self.axes:
+            sharing = [one for one in self._all if one.flat.shards == axis]
+            own = [number for number in gathered if self._all[number].flat.shards == axis]
+            written = torch.stack([one.stand_ins.isnan().all().logical_not() for one in sharing]).any().long()
+            # Hashes of numbers are the same in all processes.
+            mark = hash(tuple(own)) % 2**62
+            seen = torch.cat([torch.tensor([mark, -mark], device=written.device), written.view(1)])
+            most, least, are_written = collectives.all_reduce(seen, axis, "max").tolist()
+            if are_written:
+                names = [name for one in sharing for name in one.written_names()]
+                by_rank = collectives.gather_objects(names, axis)
+                raise written_while_absent(dict.fromkeys(name for names in by_rank for name in names))
+            if most != -least:
+                raise self._differing(collectives.gather_objects(own, axis), axis)
+
+    def _differing(self, by_rank: Sequence[Sequence[int]], axis: Axis) -> RuntimeError:
+        place = next(place for place, numbers in enumerate(zip_longest(*by_rank)) if len(set(numbers)) > 1)
+        told = [
+            f"rank {rank}: {self._all[own[place]].flat.members[0].name if place < len(own) else 'nothing'}"
+            for rank, own in zip(axis.ranks, by_rank, strict=True)
+        ]
+        return RuntimeError(
+            "data-parallel ranks ran different parts of the model, or in another order or number, and mixed up their "
+            f"weights; the first weights in which they differ are of {', '.join(told)}. Under OptimizerConfig("
+            'kind="distributed_parameters") every rank runs the same parts equally often, in training and in '
+            'evaluation; use kind "distributed_gradients"'
+        )
+
     def forget(self) -> None:
         """The shards have been stepped: what was gathered of them is old."""
-        self._is_in_step = False
+        self._is_in_step = self._has_all = self._frees_all = False
         self._forward.held.clear()
         self._backward.held.clear()
         for one in self._all:
@@ -259,10 +319,14 @@ class PartGathers:
     def _current_part(self) -> PartName | None:
         return None if self._current is None else self._current[0].parts[self._current[1]]
 
+    def _gather(self, one: ShardedParams, holder: Hashable) -> None:
+        if one.hold(holder):
+            self._gathered.append(self._numbers[one])
+
     def _hold(self, one: _Pass, part: PartName) -> None:
         one.held[part] = None
         for params in self._parts.params[part]:
-            params.hold(_STEP if self._keeps else (one.name, part))
+            self._gather(params, _STEP if self._keeps else (one.name, part))
 
     def _drop(self, one: _Pass, part: PartName) -> None:
         one.held.pop(part, None)

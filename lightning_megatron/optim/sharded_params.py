@@ -1,12 +1,13 @@
 """Parameters of which each data-parallel rank holds a shard, and all of them only while they are used.
 
 The flat tensor of all stays one tensor whose storage is freed and filled again, as FSDP does it: what autograd saved
-of a parameter sees the values again once they are gathered. A parameter that is not gathered is NaN, in one element of
-memory: whoever reads one, reads what this rank does not have, and a write fails.
+of a parameter sees the values again once they are gathered. What is written to a parameter while it is gathered goes to
+the shards before it is freed. A parameter that is not gathered is NaN, in one element of memory: whoever reads one,
+reads what this rank does not have, and a write fails at once or at the end of the step.
 Source: Rajbhandari et al., arXiv 1910.02054, section 5.3 (ZeRO, stage 3); Zhao et al., arXiv 2304.11277, section 4.2.
 """
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -36,20 +37,24 @@ class ShardedParams:
         """All parameters [N], with memory only while they are gathered."""
         self._views: dict[nn.Parameter, Tensor] = {}
         self._absent: dict[nn.Parameter, Tensor] = {}
-        nothing = torch.full((), torch.nan, dtype=dtype, device=flat.device)
-        for parameter, start in zip(parameters, flat.layout.starts, strict=True):
+        self.stand_ins = torch.full((len(parameters),), torch.nan, dtype=dtype, device=flat.device)
+        """What each parameter reads while it is not gathered, [parameters]: NaN, unless somebody wrote to it."""
+        for index, (parameter, start) in enumerate(zip(parameters, flat.layout.starts, strict=True)):
             self._views[parameter] = self.gathered[start : start + parameter.numel()].view(parameter.shape)
-            self._absent[parameter] = nothing.expand(parameter.shape)
+            self._absent[parameter] = self.stand_ins[index].expand(parameter.shape)
         self._holders: set[Hashable] = set()
         self._pending: collectives.Pending | None = None
         self._is_gathered = True
         self._free()
 
-    def hold(self, holder: Hashable) -> None:
-        """Starts to gather the parameters, unless they are there or on their way. Collective over the shards."""
+    def hold(self, holder: Hashable) -> bool:
+        """Starts to gather the parameters, unless they are there or on their way; returns whether it does. Collective
+        over the shards."""
         self._holders.add(holder)
-        if not self._is_gathered:
-            self._gather()
+        if self._is_gathered:
+            return False
+        self._gather()
+        return True
 
     @torch.no_grad()
     def _gather(self) -> None:
@@ -64,14 +69,18 @@ class ShardedParams:
         if self._pending is not None:
             self._pending.wait()
             self._pending = None
-            for parameter, view in self._views.items():
-                parameter.data = view
+            for param in self.flat.members:
+                parameter = param.parameter
+                if _is_elsewhere(parameter, self._absent[parameter]):
+                    raise written_while_absent([param.name])
+                parameter.data = self._views[parameter]
 
     def let_go(self, holder: Hashable) -> None:
-        """Frees the parameters where nobody else holds them."""
+        """Frees the parameters where nobody else holds them, and takes over what was written to them."""
         if holder in self._holders:
             self._holders.remove(holder)
             if not self._holders:
+                self.take_changed()
                 self._free()
 
     def let_all_go(self) -> None:
@@ -95,6 +104,11 @@ class ShardedParams:
         """Takes over parameters that were changed while they were gathered, as by a callback that clips."""
         if not self._is_gathered or self._pending is not None:
             return
+        for parameter, view in self._views.items():
+            if _is_elsewhere(parameter, view):
+                # As by `parameter.data = ...`.
+                view.copy_(parameter.detach())
+                parameter.data = view
         now = collectives.shard_slice(self.gathered, self.flat.shards)
         if now.dtype == self.shard.dtype:
             self.shard.copy_(now)
@@ -102,6 +116,11 @@ class ShardedParams:
             # NaN is not equal to itself and counts as unchanged.
             is_same = (now == self.shard.to(now.dtype)) | now.isnan()
             self.shard.copy_(torch.where(is_same, self.shard, now.to(self.shard.dtype)))
+
+    def written_names(self) -> list[str]:
+        """Names of parameters that were written to while they were absent."""
+        are_absent = self.stand_ins.isnan().tolist()
+        return [param.name for param, is_absent in zip(self.flat.members, are_absent, strict=True) if not is_absent]
 
     @torch.no_grad()
     def release(self) -> None:
@@ -115,6 +134,26 @@ class ShardedParams:
             parameter.grad = None
             parameter.grad_dtype = values.dtype
             parameter.data = values[start : start + parameter.numel()].view(parameter.shape)
+
+
+def absent_names(named: Iterable[tuple[str, Tensor]]) -> list[str]:
+    """Names of the parameters of which this process has no values, because they are not gathered."""
+    return [name for name, one in named if one.numel() > 1 and not any(one.stride()) and bool(one.isnan().all())]
+
+
+def written_while_absent(names: Iterable[str]) -> RuntimeError:
+    """The error for parameters that were written to while this rank had none of their values."""
+    return RuntimeError(
+        f"{', '.join(names)} was written to where it is not gathered: with OptimizerConfig("
+        'kind="distributed_parameters") a rank has a weight while its part of the model runs; write to it in a hook '
+        'between steps, or use kind "distributed_gradients"'
+    )
+
+
+def _is_elsewhere(parameter: Tensor, expected: Tensor) -> bool:
+    """Whether a parameter's data lie in other memory than expected; also of tensors without memory."""
+    storages = [one.untyped_storage()._cdata for one in (parameter, expected)]
+    return storages[0] != storages[1] or parameter.storage_offset() != expected.storage_offset()
 
 
 def _resize(tensor: Tensor, num_bytes: int) -> None:

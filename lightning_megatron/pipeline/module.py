@@ -97,6 +97,8 @@ class PipelineModule(nn.Module):
         self.after_part: Callable[[str, Any], None] = at_once
         # Inside the block all weights of this rank are there, to be read outside of their parts.
         self.with_weights: Callable[[], AbstractContextManager[None]] = nullcontext
+        # Axes whose ranks run the same parts, equally often, because they gather these weights as parts run.
+        self.gathers_over: Sequence[Axis] = ()
         # Called before a stage of a microbatch runs in a collective call, and with the result after its backward.
         self.before_stage: Callable[[bool], Any] = no_graph
         self.after_backward: Callable[[Any], None] = no_graph
@@ -134,6 +136,7 @@ class PipelineModule(nn.Module):
             "before_part": at_once,
             "after_part": at_once,
             "with_weights": nullcontext,
+            "gathers_over": (),
             "before_stage": no_graph,
             "after_backward": no_graph,
         }

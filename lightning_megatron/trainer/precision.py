@@ -114,7 +114,12 @@ class MegatronPrecision(Precision):
         # By torch's hooks, because a user's code may step an optimizer itself, past Lightning.
         for optimizer in optimizers:
             self._handles.append(optimizer.register_step_pre_hook(self._prepare_step))
-            self._handles.append(optimizer.register_step_post_hook(self._end_step))
+            self._handles.append(ended := optimizer.register_step_post_hook(self._end_step))
+            if dp_comm.shards_parameters:
+                # Hooks of a user's read weights after it.
+                hooks = optimizer._optimizer_step_post_hooks
+                for number in [number for number in hooks if number != ended.id]:
+                    hooks[number] = hooks.pop(number)
 
     def end(self) -> None:
         """The fit ends, or never began."""
@@ -188,6 +193,7 @@ class MegatronPrecision(Precision):
         assert self.dp_comm is not None
         if self.step_hook is not None:
             self.step_hook.begin(OPTIMIZER)
+        self.dp_comm.require_same_parts()
         self.dp_comm.prepare_step()
         step = self._before_step(optimizer)
         if not self._is_checked and not needs_closure(optimizer) and self._is_to_skip(optimizer, step):

@@ -7,7 +7,7 @@ It wires the rooms together and answers Lightning's hooks: `run` holds what live
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -471,6 +471,7 @@ class MegatronStrategy(ParallelStrategy):
             metric_sync.sync_batch_norms_over(module, self.mesh.dp)
         pipelined_models.cut_late_networks(module, self.mesh, self.plan)
         model_checks.require_own_mesh(module, self.mesh)
+        optimizer_checks.require_values(module)
         model_checks.require_untied_outside(module, self.mesh)
         self.model = self.precision_plugin.convert_module(module)
         self.model_to_device()
@@ -569,7 +570,7 @@ class MegatronStrategy(ParallelStrategy):
             model_checks.warn_of_late_readers([name for name in readers if name.endswith(".on_before_zero_grad")])
         prefetch = run.document_prefetch
         if prefetch is not None and prefetch.cost is None:
-            with nullcontext() if run.dp_comm is None else run.dp_comm.whole_weights():
+            with self.whole_weights():
                 prefetch.cost = measured_cost.of_module(
                     module, prefetch.config, self.root_device, self._plugin.train_step_context
                 )
@@ -593,6 +594,10 @@ class MegatronStrategy(ParallelStrategy):
     @property
     def _master_slots(self) -> MasterSlots:
         return self._last_fit.master_slots if self._dp_comm is None else MasterSlots.of(self._dp_comm)
+
+    def whole_weights(self) -> AbstractContextManager[None]:
+        """A block, between steps, in which this rank has all of its weights, to be read and written in place."""
+        return nullcontext() if self._dp_comm is None else self._dp_comm.whole_weights()
 
     @property
     def _dp_comm(self) -> DataParallelComm | None:
@@ -684,6 +689,8 @@ class MegatronStrategy(ParallelStrategy):
             self.steps.dp_comm.show_gradients()
             if run.gradient_check is not None:
                 run.gradient_check.begin()
+        elif module.automatic_optimization:
+            self.steps.dp_comm.end_without_step()
         return plugin.post_backward(closure_loss, module)
 
     @override
@@ -694,6 +701,7 @@ class MegatronStrategy(ParallelStrategy):
         if self._plugin.fp8_layers is not None:
             self._plugin.fp8_layers.end_step()
         if not self._plugin.has_stepped:
+            self.steps.dp_comm.end_without_step()
             run.end_step_of_models(module, self.optimizers, optimizer, has_stepped=False)
         if self._plugin.has_skipped:
             run.skipped_step_schedulers.hold(self.lr_scheduler_configs)

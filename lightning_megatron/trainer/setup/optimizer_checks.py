@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from lightning_megatron.comm import collectives
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.optim.config import OptimizerConfig
+from lightning_megatron.optim.sharded_params import absent_names
 from lightning_megatron.optim.update_scope import update_scope_of
 from lightning_megatron.sharding import Shard, shard_of
 from lightning_megatron.trainer.config import ConfigurationError
@@ -20,6 +21,15 @@ _SEPARABLE = (
     "use an optimizer that treats each number by itself, as SGD or AdamW do, or ranks that hold whole models and the "
     "replicated optimizer in 32-true"
 )
+
+
+def require_values(module: pl.LightningModule) -> None:
+    """Raises RuntimeError for a module whose weights a fit that failed has left in shards."""
+    if absent := absent_names(module.named_parameters()):
+        raise RuntimeError(
+            f"{', '.join(absent)} have no values: a fit that sharded them failed, and each rank kept its shards alone "
+            '(OptimizerConfig(kind="distributed_parameters")); load a checkpoint into a new module'
+        )
 
 
 def require_separable(
@@ -97,7 +107,12 @@ def require_fitting(callbacks: Iterable[pl.Callback], config: OptimizerConfig, h
                 f"{name} holds and swaps all weights of a rank, and with optimizer kind {config.kind!r} a rank holds "
                 'parts of them; use kind "distributed_gradients"'
             )
-        elif is_averaging and config.overlap_param_gather:
+        if isinstance(callback, ModelPruning) and config.shards_parameters:
+            faults.append(
+                f"{name} prunes and scores all weights of a rank, and with optimizer kind {config.kind!r} a rank holds "
+                'parts of them; use kind "distributed_gradients"'
+            )
+        if is_averaging and not config.shards_parameters and config.overlap_param_gather:
             faults.append(
                 f"{name} reads weights between a step and the next forward, while they are on their way; use "
                 "OptimizerConfig(overlap_param_gather=False)"

@@ -1,7 +1,7 @@
 """Gradient buckets and master weights of a fit, made when it begins and released after it."""
 
 import inspect
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from types import CodeType
 from typing import Any
 
@@ -29,9 +29,12 @@ from lightning_megatron.trainer.precision import MegatronPrecision
 from lightning_megatron.trainer.setup import pipelined_models
 
 # Packages whose hooks do the same on all ranks.
-_LIBRARIES = {__name__.partition(".")[0], "lightning", "pytorch_lightning"}
+_OWN = {__name__.partition(".")[0]}
+_LIBRARIES = _OWN | {"lightning", "pytorch_lightning"}
 # Attributes with a gradient, and torch's functions that read it.
 _READERS = {"grad", "clip_grad_norm_", "clip_grad_value_", "get_total_norm"}
+# Attributes with weights, and methods that return them.
+_WEIGHTS = {"weight", "bias", "parameters", "named_parameters", "get_parameter", "state_dict", "load_state_dict"}
 
 
 def has_master_weights(config: OptimizerConfig, plugin: MegatronPrecision) -> bool:
@@ -79,7 +82,7 @@ def make_data_parallel_comm(
                 master_weights.sharded, parts.parameters, parts.stages, parts.lasts, layers=parts.layers
             )
     choose_foreach(stepping, device)
-    hooks_read = weight_readers(module) if sharded is not None and config.gather_for_hooks else ()
+    hooks_read = weight_readers(module, stepping) if sharded is not None and config.gather_for_hooks else ()
     dp_comm = DataParallelComm(gradients, master_weights, parts.parameters, hook_gradients, sharded, hooks_read)
     if config.overlap_param_gather or sharded is not None:
         dp_comm.remove_hooks = parts.hook(dp_comm)
@@ -114,12 +117,12 @@ def late_gradient_readers(module: pl.LightningModule, optimizers: Iterable[Optim
         f"{type(owner).__name__}.{name}"
         for owner in (module, *module.trainer.callbacks)  # type: ignore[attr-defined]
         for name in _users_of(owner, hooks)
-        if _reads_gradients(getattr(owner, name), owner)
+        if _names_any(_READERS, getattr(owner, name), owner, _OWN)
     ]
     return found + [
         f"{type(one).__name__}.step_post_hook"
         for one in optimizers
-        if any(_reads_gradients(hook, module) for hook in one._optimizer_step_post_hooks.values())
+        if any(_names_any(_READERS, hook, module, _OWN) for hook in one._optimizer_step_post_hooks.values())
     ]
 
 
@@ -130,20 +133,51 @@ def weight_hooks(module: pl.LightningModule) -> list[str]:
     return _users(module, (*hooks, "optimizer_step"), (*hooks, "on_before_optimizer_step"))
 
 
-def weight_readers(module: pl.LightningModule) -> list[HookTime]:
-    """When a user's code in hooks of the module or of callbacks may read weights; a warning tells what that costs."""
+def weight_readers(module: pl.LightningModule, optimizers: Sequence[Optimizer]) -> list[HookTime]:
+    """When a user's code in hooks of the module, of callbacks or of optimizers may read weights, or steps name some; a
+    warning tells what that costs."""
     early = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping", "optimizer_step")
     loops = ("train_batch", "train_epoch", "train", "fit", "validation", "validation_epoch", "validation_batch")
     between = [f"on_{loop}_{end}" for loop in loops for end in ("start", "end")]
-    late = (*between, "on_sanity_check_start", "on_sanity_check_end", "on_before_zero_grad", "on_save_checkpoint")
+    late = (*between, "on_sanity_check_start", "on_sanity_check_end", "on_save_checkpoint")
+    # A batch's backward comes after these, or with a schedule before them.
+    within = ("on_before_zero_grad", "on_before_backward")
     found: dict[HookTime, list[str]] = {"early": _users(module, early, early), "late": _users(module, late, late)}
-    if hooks := [name for names in found.values() for name in names]:
+    found["training"] = _users_of_all(module, within)
+    # Much is done in these hooks that reads no weight.
+    found["training"] += _naming_weights(module, ("training_step", "backward", "optimizer_zero_grad"))
+    found["early"] += [name for name in found["training"] if not name.endswith(".training_step")]
+    transfers = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+    modes = [f"on_{loop}_model_{mode}" for loop in ("validation", "test") for mode in ("eval", "train", "zero_grad")]
+    found["late"] += _naming_weights(module, (*transfers, "lr_scheduler_step", *modes))
+    found["evaluation"] = _naming_weights(module, ("validation_step", "test_step", "predict_step"))
+    for one in optimizers:
+        kind = type(one).__name__
+        found["early"] += [f"{kind}.step_pre_hook"] * bool(one._optimizer_step_pre_hooks)
+        found["late"] += [f"{kind}.step_post_hook"] * bool(one._optimizer_step_post_hooks)
+    if hooks := dict.fromkeys(name for names in found.values() for name in names):
         rank_zero_warn(
             f"{', '.join(hooks)} may read weights: for these hooks all weights of a rank are gathered between steps, "
             "where it would hold its shards alone. If they read none, say OptimizerConfig(gather_for_hooks=False)",
             category=UserWarning,
         )
     return [when for when, names in found.items() if names]
+
+
+def _users_of_all(module: pl.LightningModule, names: Sequence[str]) -> list[str]:
+    """Which of these hooks a user has written, in the module and in callbacks."""
+    owners = (module, *module.trainer.callbacks)  # type: ignore[attr-defined]
+    return [f"{type(owner).__name__}.{name}" for owner in owners for name in _users_of(owner, names)]
+
+
+def _naming_weights(module: pl.LightningModule, names: Sequence[str]) -> list[str]:
+    """Which of these methods a user has written in the module, with code that names weights."""
+    skipped = _LIBRARIES | {"torch"}
+    return [
+        f"{type(module).__name__}.{name}"
+        for name in _users_of(module, names)
+        if _names_any(_WEIGHTS, getattr(module, name), module, skipped)
+    ]
 
 
 def _users(module: pl.LightningModule, of_module: Sequence[str], of_callbacks: Sequence[str]) -> list[str]:
@@ -168,21 +202,25 @@ def _users_of(owner: pl.LightningModule | pl.Callback, names: Iterable[str]) -> 
     ]
 
 
-def _reads_gradients(hook: Any, owner: object) -> bool:
-    """Whether `.grad` is named in the code of a function, or in what that calls of its owner's or of its own file."""
+def _names_any(wanted: Set[str], hook: Any, owner: object, skipped: Set[str]) -> bool:
+    """Whether the code of a function names any of these, or what that calls of its owner's, of modules inside its owner
+    or of its own file, but for code of the packages `skipped`."""
     todo, seen = [hook], set()
+    inside = owner.modules() if isinstance(owner, nn.Module) else ()
+    kinds = {type(owner), *(type(one) for one in inside if not type(one).__module__.startswith("torch."))}
     while todo:
         function = todo.pop()
         function = inspect.unwrap(getattr(function, "__func__", function))
         code = getattr(function, "__code__", None)
-        is_own = str(getattr(function, "__module__", "")).partition(".")[0] == __name__.partition(".")[0]
-        if code is None or code in seen or is_own:
+        is_skipped = str(getattr(function, "__module__", "")).partition(".")[0] in skipped
+        if code is None or code in seen or is_skipped:
             continue
         seen.add(code)
         names = set(_names_in(code))
-        if not names.isdisjoint(_READERS):
+        if not names.isdisjoint(wanted):
             return True
-        called = (getattr(type(owner), name, function.__globals__.get(name)) for name in names)
+        called = [function.__globals__.get(name) for name in names]
+        called += [getattr(kind, name, None) for kind in kinds for name in names - {"forward"}]
         todo += filter(inspect.isfunction, called)
     return False
 

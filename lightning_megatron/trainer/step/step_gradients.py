@@ -76,6 +76,7 @@ class StepGradients:
             aside = {}
         if num_batches == 1:
             self.dp_comm.begin_backwards()
+        self.dp_comm.begin_training()
         yield
         self.dp_comm.end_passes()
         self._pending = gradients.take()

@@ -208,6 +208,9 @@ class Steps:
             self._row_checks["training_step"].recording(args[:1], rows, num_parts) as record,
         ):
             output = self._module.training_step(*args, **kwargs)
+        if not self._module.automatic_optimization:
+            self.dp_comm.end_passes()
+            self.dp_comm.end_without_step()
         loss, is_sum = loss_of(output), loss_reduction_of(output) == "sum"
         if not self._module.automatic_optimization:
             self._user_step.refuse_sums(output, num_parts)
