@@ -53,8 +53,8 @@ def generate(
     if model.training:
         raise RuntimeError("generate was called on a model in training mode, which drops; call model.eval() first")
     mesh, batch = model.mesh, tokens.shape[0]
-    # Ranks that share experts make each call together, and end together.
-    together = () if model.config.moe is None else (mesh.axis("ep"), mesh.axis("etp"))
+    # Ranks that share experts or weights make each call together, and end together.
+    together = (*model.gathers_over, *(() if model.config.moe is None else (mesh.axis("ep"), mesh.axis("etp"))))
     if isinstance(model, LlavaModel):
         next_logits = llava_next_logits(model, batch, images)
     elif images is None:
