@@ -23,6 +23,7 @@ from lightning_megatron.comm import collectives
 from lightning_megatron.hf.folder import CONFIG, on_disk
 from lightning_megatron.hf.shards import finish_draft, start_draft
 from lightning_megatron.mesh import Mesh
+from lightning_megatron.optim.sharded_params import absent_names
 from lightning_megatron.text_files import read_json_table
 
 
@@ -68,6 +69,11 @@ def save_unchanged(
     tokenizer_from: str | os.PathLike[str] | None,
 ) -> None:
     """Writes the folder, which may not be there, as `hf.save_pretrained` says. Collective over the world."""
+    if absent := absent_names(model.named_parameters()):
+        raise RuntimeError(
+            f"{', '.join(absent)} are not gathered on this rank, and would be saved as NaN; save the model inside "
+            "`with trainer.strategy.whole_weights():`, on all ranks"
+        )
     world, target = mesh_of(model).world, on_disk(path)
     buffers = {name: tensor for name, tensor in model.named_buffers() if name in model.state_dict()}
     pieces = {
