@@ -1,5 +1,7 @@
 """How far numbers are from those that are meant, in words."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -26,4 +28,6 @@ def relative_deviation(found: Tensor, wanted: Tensor, part: float = 1.0) -> str:
         return ""
     scale = max(float(wanted.abs().max()), torch.finfo(wanted.dtype).tiny)
     deviation = float((found - wanted).abs().max()) / scale
+    if math.isnan(deviation):
+        return "no numbers (NaN or Inf)"
     return "" if deviation <= part * tolerance_of(wanted) else f"off by {deviation:.0e} of the largest"

@@ -1,5 +1,7 @@
 """`CausalModule`: any causal model of transformers, as it is, trained on text or on conversations."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from functools import cached_property
 from typing import Any
@@ -21,7 +23,7 @@ from lightning_megatron.metrics.token_means import TokenMean
 from lightning_megatron.models.generation import generate_rows
 from lightning_megatron.models.ragged_rows import row_lengths
 from lightning_megatron.models.sampling import GenerationConfig
-from lightning_megatron.trainer import ConfigurationError
+from lightning_megatron.trainer import ConfigurationError, MegatronStrategy
 from lightning_megatron.trainer.checkpointing.hyper_parameters import rebuilt
 from lightning_megatron.trainer.checkpointing.loading import load_from_checkpoint
 from lightning_megatron.transformer.lora import LoraConfig
@@ -146,8 +148,7 @@ class CausalModule(L.LightningModule):
 
     def on_train_start(self) -> None:
         self._require_documents_apart()
-        # As steps run: under mixed precision weights and hidden states have dtypes of their own.
-        with self.trainer.precision_plugin.forward_context():
+        with self._between_steps():
             deviation = unchanged.deviation_by_later_tokens(self.model)
         if deviation:
             raise ConfigurationError(
@@ -164,7 +165,7 @@ class CausalModule(L.LightningModule):
         if not packs or self._keeps_documents_apart:
             return
         try:
-            with self.trainer.precision_plugin.forward_context():
+            with self._between_steps():
                 deviation = unchanged.deviation_by_other_documents(self.model)
         except ValueError as error:
             raise ConfigurationError(f"{error}; {_WITHOUT_DOCUMENTS}") from error
@@ -174,6 +175,17 @@ class CausalModule(L.LightningModule):
                 f"another one a document's logits are {deviation}; {_WITHOUT_DOCUMENTS}"
             )
         self._keeps_documents_apart = True
+
+    @contextmanager
+    def _between_steps(self) -> Iterator[None]:
+        """Inside the block the model runs as in a step, which lies before or behind."""
+        strategy = self.trainer.strategy
+        # Under mixed precision weights and hidden states have dtypes of their own.
+        with (
+            strategy.whole_weights() if isinstance(strategy, MegatronStrategy) else nullcontext(),
+            self.trainer.precision_plugin.forward_context(),
+        ):
+            yield
 
     @cached_property
     def _num_positions(self) -> int | None:
