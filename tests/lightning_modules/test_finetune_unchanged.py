@@ -40,6 +40,7 @@ LAYOUTS = {
     "tp=2 sp": Layout(world=2, tp=2, sp=True),
     "pp=2": Layout(world=2, pp=2, microbatches=2),
     "dp=2": Layout(world=2, optimizer=OptimizerConfig(kind="distributed")),
+    "dp=2 zero3": Layout(world=2, optimizer=OptimizerConfig(kind="distributed_parameters", gather_for_hooks=False)),
     "ep=2": Layout(world=2, ep=2),
 }
 
@@ -134,7 +135,7 @@ def losses_of_packed(layout: Layout, folder: Path, name: str) -> list[float]:
     return losses.losses
 
 
-@pytest.mark.parametrize("layout", ["tp=2 sp", "pp=2", "dp=2"])
+@pytest.mark.parametrize("layout", ["tp=2 sp", "pp=2", "dp=2 zero3"])
 def test_packed_conversations_train_as_on_one_device(folder: Path, layout: str) -> None:
     [wanted] = run_on_ranks(1, losses_of_packed, ONE, folder, "vaultgemma", init=False)
     assert wanted[-1] < wanted[0] - 0.05
@@ -224,6 +225,7 @@ def refusal(layout: Layout, folder: Path, name: str) -> str:
 
 LOOKS = [(name, "one") for name in SEEING] + [("bert-generation", "tp=2 sp"), ("bert-generation", "pp=2")]
 LOOKS += [("vaultgemma", "pp=2"), ("bert-generation", "cp=2"), ("vaultgemma", "tp=2 sp"), ("olmoe", "ep=2")]
+LOOKS += [("bert-generation", "dp=2 zero3")]
 
 
 @pytest.mark.matrix

@@ -190,9 +190,39 @@ FAULTS = (
     ),
     Fault(
         "optim/sharded_params.py",
-        "            if not self._holders:\n                self._free()",
-        "            self._free()",
+        "            if not self._holders:\n                self.take_changed()\n                self._free()",
+        "            self.take_changed()\n            self._free()",
         ("optim/test_sharded_parameters.py",),
+    ),
+    Fault(
+        "optim/sharded_params.py",
+        "                self.take_changed()\n                self._free()",
+        "                self._free()",
+        ("optim/test_sharded_params.py",),
+    ),
+    Fault(
+        "optim/sharded_params.py",
+        "                view.copy_(parameter.detach())",
+        "                pass",
+        ("optim/test_sharded_params.py",),
+    ),
+    Fault(
+        "optim/part_gathers.py",
+        "            if are_written:",
+        "            if are_written and False:",
+        ("optim/test_sharded_params.py",),
+    ),
+    Fault(
+        "optim/part_gathers.py",
+        "            if most != -least:",
+        "            if most < -least:",
+        ("optim/test_sharded_params.py",),
+    ),
+    Fault(
+        "trainer/strategy.py",
+        "            self.steps.dp_comm.end_without_step()\n            run.end",
+        "            run.end",
+        ("optim/test_sharded_params.py",),
     ),
     Fault(
         "optim/part_gathers.py",

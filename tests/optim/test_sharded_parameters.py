@@ -8,7 +8,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.callbacks import ModelPruning, WeightAveraging
 from torch import Tensor
 
 from lightning_megatron import Fp8Config, MegatronStrategy
@@ -236,8 +236,12 @@ def test_what_cannot_be_is_refused_before_a_process_starts(tmp_path: Path) -> No
     )
     found = [fault for fault in faults(facts) if "optimizer kind ('distributed_parameters')" in fault]
     assert len(found) == 2 and "fp8" in found[0] and "compile_layers" in found[1]
-    with pytest.raises(ConfigurationError, match="WeightAveraging holds and swaps all weights"):
-        require_fitting([WeightAveraging()], ONE_EACH, has_master_weights=True)
+    for callback, said in (
+        (WeightAveraging(), "holds and swaps"),
+        (ModelPruning("l1_unstructured"), "prunes and scores"),
+    ):
+        with pytest.raises(ConfigurationError, match=f"{type(callback).__name__} {said} all weights"):
+            require_fitting([callback], ONE_EACH, has_master_weights=True)
     strategy = MegatronStrategy(
         optimizer=ONE_EACH, checkpoint=CheckpointConfig(local_folder=str(tmp_path), local_every_n_steps=1)
     )

@@ -213,6 +213,16 @@ class DropsInEvaluation(Fits):
             x = self.net.blocks[number](x)
 
 
+class CallsUnevenly(Fits):
+    """Generates, on one rank longer than on the other."""
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        strategy: Any = self.trainer.strategy
+        with strategy.whole_weights():
+            for _ in range(1 + 2 * self.global_rank):
+                assert self.net(batch)[0].isfinite().all()
+
+
 class Fails(Fits):
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         raise ValueError("its own")
@@ -230,9 +240,9 @@ def refused() -> list[str]:
     """What is said of modules that cannot be trained so, and of a second fit after a failed one."""
     layout = Layout(world=2, optimizer=OptimizerConfig(kind="distributed_parameters"))
     said = []
-    for case in (Zeroes, DropsLayers, DropsInEvaluation):
+    for case in (Zeroes, DropsLayers, DropsInEvaluation, CallsUnevenly):
         trainer = make_trainer(layout, max_epochs=1, limit_val_batches=1)
-        validation = loader(4) if case is DropsInEvaluation else None
+        validation = loader(4) if case in (DropsInEvaluation, CallsUnevenly) else None
         said.append(errors(lambda: trainer.fit(case(), loader(4), validation)))  # noqa: B023
     module = Fails()
     said += [errors(lambda: make_trainer(layout).fit(module, loader(4))) for _ in range(2)]
@@ -240,8 +250,9 @@ def refused() -> list[str]:
 
 
 def test_writes_to_absent_weights_and_ranks_that_part_ways_are_refused() -> None:
-    for zeroed, dropped, evaluated, failed, again in run_on_ranks(2, refused, init=False):
+    for zeroed, dropped, evaluated, generated, failed, again in run_on_ranks(2, refused, init=False):
         assert "net.blocks.2.up.weight was written to" in zeroed and '"distributed_gradients"' in zeroed
         for said in (dropped, evaluated):
             assert "ran different parts of the model" in said and "rank 1: net.blocks." in said
+        assert generated == "nothing was said"
         assert failed == "its own" and "failed, and each rank kept its shards alone" in again
