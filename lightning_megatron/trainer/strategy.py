@@ -478,6 +478,8 @@ class MegatronStrategy(ParallelStrategy):
         initial_sync.sync_module_states(module, self.mesh)
         model_checks.share_recomputation(module, self.recompute, self.mesh)
         model_checks.require_used_axes(module, self.mesh)
+        if trainer.state.fn == TrainerFn.FITTING:
+            model_checks.require_equal_writes(module, self.mesh)
         pipelined = pipelined_modules(module)
         model_checks.share_kernels(module, self.kernels, self.mesh)
         if self.dynamic_context is not None and trainer.state.fn == TrainerFn.FITTING:

@@ -223,6 +223,14 @@ class CallsUnevenly(Fits):
                 assert self.net(batch)[0].isfinite().all()
 
 
+class ScalesRows(Fits):
+    """Has an embedding that writes to the rows it looks up."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.net.tokens.max_norm = 0.5
+
+
 class Fails(Fits):
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         raise ValueError("its own")
@@ -240,7 +248,7 @@ def refused() -> list[str]:
     """What is said of modules that cannot be trained so, and of a second fit after a failed one."""
     layout = Layout(world=2, optimizer=OptimizerConfig(kind="distributed_parameters"))
     said = []
-    for case in (Zeroes, DropsLayers, DropsInEvaluation, CallsUnevenly):
+    for case in (Zeroes, DropsLayers, DropsInEvaluation, CallsUnevenly, ScalesRows):
         trainer = make_trainer(layout, max_epochs=1, limit_val_batches=1)
         validation = loader(4) if case in (DropsInEvaluation, CallsUnevenly) else None
         said.append(errors(lambda: trainer.fit(case(), loader(4), validation)))  # noqa: B023
@@ -250,9 +258,10 @@ def refused() -> list[str]:
 
 
 def test_writes_to_absent_weights_and_ranks_that_part_ways_are_refused() -> None:
-    for zeroed, dropped, evaluated, generated, failed, again in run_on_ranks(2, refused, init=False):
+    for zeroed, dropped, evaluated, generated, scaled, failed, again in run_on_ranks(2, refused, init=False):
         assert "net.blocks.2.up.weight was written to" in zeroed and '"distributed_gradients"' in zeroed
         for said in (dropped, evaluated):
             assert "ran different parts of the model" in said and "rank 1: net.blocks." in said
         assert generated == "nothing was said"
+        assert "net.tokens (Embedding with max_norm) scales the rows of its weight" in scaled
         assert failed == "its own" and "failed, and each rank kept its shards alone" in again

@@ -101,6 +101,22 @@ def require_used_axes(module: nn.Module, mesh: Mesh) -> None:
         raise ConfigurationError(faults)
 
 
+def require_equal_writes(module: nn.Module, mesh: Mesh) -> None:
+    """Raises ConfigurationError, on every rank, for embeddings that write to rows that a rank's own samples look up.
+
+    Collective over pp.
+    """
+    if mesh.axis("dp+cp").size == 1:
+        return
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    own = [name for name, one in module.named_modules() if isinstance(one, kinds) and one.max_norm is not None]
+    if found := sorted(set().union(*collectives.gather_objects(own, mesh.pp))):
+        raise ConfigurationError(
+            f"{', '.join(found)} (Embedding with max_norm) scales the rows of its weight that a forward looks "
+            "up, which are others on each data-parallel rank; leave max_norm out, and scale what the embedding returns"
+        )
+
+
 def _cut_axes(module: nn.Module) -> set[str]:
     """Names of the axes over whose ranks this stage of a module is cut."""
     shards = [shard for _, _, shard in sharded_parameters(module)]
