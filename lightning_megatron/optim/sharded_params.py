@@ -138,7 +138,8 @@ class ShardedParams:
 
 def absent_names(named: Iterable[tuple[str, Tensor]]) -> list[str]:
     """Names of the parameters of which this process has no values, because they are not gathered."""
-    return [name for name, one in named if one.numel() > 1 and not any(one.stride()) and bool(one.isnan().all())]
+    dense = [(name, one) for name, one in named if one.layout == torch.strided and not one.is_meta]
+    return [name for name, one in dense if one.numel() > 1 and not any(one.stride()) and bool(one.isnan().all())]
 
 
 def written_while_absent(names: Iterable[str]) -> RuntimeError:
