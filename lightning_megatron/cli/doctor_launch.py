@@ -12,8 +12,8 @@ from lightning_megatron.cli.amounts import num_text
 from lightning_megatron.cli.doctor_finding import Finding, mind, ok, wrong
 
 Variables = Mapping[str, str]
-# Of a launcher, and in this order: rank, ranks, rank in its machine, ranks of its machine, machines. Where a launcher
-# tells no such number, the name is empty.
+# Of a launcher, and in this order: rank, ranks, rank in its machine, ranks of its machine, machines.
+# An empty name stands for a number that a launcher does not tell.
 _NUMBERS = {
     "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"),
     "SLURM": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE", "SLURM_NNODES"),

@@ -59,8 +59,8 @@ class PreferenceSamples(Dataset[dict[str, Tensor]]):
         return len(self._references) > 0
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """Of each answer `chosen_tokens` and `chosen_labels` [s] and so on; `row` and `loss_mask` []; and `references`
-        [2], where the table has them."""
+        """A sample has the tokens and labels [s] of each answer (`chosen_tokens`, `chosen_labels` and so on), its `row`
+        and `loss_mask` [], and the `references` [2] where the table has them."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         sample = {"row": self.rows[index], "loss_mask": torch.tensor(1.0)}

@@ -147,7 +147,7 @@ def pattern_windows_from_hf(reader: ConfigReader, pattern: int) -> dict[str, Any
 def pattern_windows_to_hf(config: GPTConfig) -> dict[str, Any]:
     """Fields of a config.json for windows of layers that layer_types name."""
     kinds = ["sliding_attention" if config.window_of(i) else "full_attention" for i in range(config.num_layers)]
-    # transformers wants a number where no layer has a window, too.
+    # Even where no layer has a window transformers wants a number.
     return {"sliding_window": config.sliding_window or config.max_sequence_length, "layer_types": kinds}
 
 

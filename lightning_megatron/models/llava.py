@@ -334,8 +334,8 @@ class LlavaModel(GPTModel):
         # The draws of this call: their owner sets others for the next, before the backward of this one.
         make_keys = partial(_image_keys, replace(self.draws), counts, pixels.device)
         stream = image_stream(num_own, lambda: own(make_keys()), config.vision, self.mesh, pixels.device)
-        # Feature number n of the call is that of an image n // P, in front of which other tokens are left out: one for
-        # each image that has no use for its class token, and what pads the stream of each rank.
+        # Feature number n of the call is that of an image n // P, in front of which other tokens are left out.
+        # These are one for each image that has no use for its class token, and what pads the stream of each rank.
         number = is_image_BS.flatten().cumsum(0).sub_(1)
         image, class_tokens = number // config.features_per_image, int(not config.keeps_class_token)
         row = number.add(image, alpha=class_tokens).add_(class_tokens) if class_tokens else number

@@ -34,7 +34,7 @@ class ModelParts:
     params: Mapping[PartName, Sequence[ShardedParams]]
     """Sharded parameters that each part uses."""
     outside: Sequence[ShardedParams]
-    """Those that something outside of all parts may use."""
+    """Sharded parameters that something outside of all parts may use."""
     stages: Sequence[Sequence[PartName]]
     """Parts of each stage of each model, in order."""
     lasts: Collection[PartName]
