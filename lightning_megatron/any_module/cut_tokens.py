@@ -39,6 +39,9 @@ class ContextAttention(Protocol):
     is_off: bool
     """Whether it sees whole sequences for now."""
 
+    def give_back(self) -> None:
+        """Leaves the layers the attention that they had."""
+
 
 class CutTokens:
     """The tokens of the layers of one network, over the axes of its mesh; `attention` is there where cp cuts."""
@@ -316,6 +319,11 @@ class CutTokens:
         total = collectives.all_reduce(gradient, self.sp) if over_sp else gradient
         total = collectives.all_reduce(total, self.cp)
         return total / self.cp.size if are_all else total
+
+    def give_back(self) -> None:
+        """Leaves the layers the attention that they had before the cut."""
+        if self._attention is not None:
+            self._attention.give_back()
 
     @contextmanager
     def off(self) -> Iterator[None]:

@@ -9,7 +9,14 @@ from torch import Tensor
 
 from lightning_megatron.checkpoint.save_plan import SavePlanner
 from lightning_megatron.checkpoint.state import Pieces, as_pieces
-from lightning_megatron.comm.collectives import carries_to_first, carry_to_first_, gather_objects, gather_on_first
+from lightning_megatron.comm.collectives import (
+    broadcast_,
+    broadcast_object,
+    carries_to_first,
+    carry_to_first_,
+    gather_objects,
+    gather_on_first,
+)
 from lightning_megatron.mesh import Axis
 
 
@@ -34,6 +41,18 @@ def gather_on_first_rank(pieces: Pieces, world: Axis) -> dict[str, Tensor]:
             flat = carry_to_first_(_bytes_of(tensor), world, source=rank)
             if world.is_first:
                 box.of(full[name]).copy_(flat.view(dtype).view(box.sizes))
+    return full
+
+
+def gather_on_all_ranks(pieces: Pieces, world: Axis) -> dict[str, Tensor]:
+    """The unsharded tensors on every rank. Collective over `world`, in host memory; ValueError as the above."""
+    full = gather_on_first_rank(pieces, world)
+    shapes = broadcast_object({name: (one.shape, one.dtype) for name, one in full.items()}, world)
+    for name, (shape, dtype) in shapes.items():
+        held = full[name] if world.is_first else torch.empty(shape, dtype=dtype)
+        if held.numel():
+            broadcast_(held.view(-1).view(torch.uint8), world)
+        full[name] = held
     return full
 
 

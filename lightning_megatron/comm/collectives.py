@@ -266,7 +266,13 @@ def shard_slice(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
 
 
 def broadcast_(x: Tensor, axis: Axis, source: int = 0) -> Tensor:
-    """Overwrites `x`, which must be contiguous, with the `x` of the rank `source` on the axis."""
+    """Overwrites `x`, which must be contiguous, with the `x` of the rank `source` on the axis.
+
+    On a `TreeAxis` it is that of the first rank.
+    """
+    if isinstance(axis, TreeAxis):
+        assert source == 0, f"rank {source} broadcasts over a tree, whose first rank does"
+        return broadcast_(broadcast_(x, axis.above), axis.below)
     if axis.size > 1:
         dist.broadcast(x, group=group_of(axis), group_src=group_rank(axis, source))
     return x

@@ -32,6 +32,18 @@ class ContextAttention:
     def __init__(self, cp: Axis) -> None:
         self.cp = cp
         self.is_off = False
+        self._before: list[tuple[Any, Any]] = []
+
+    def take_over(self, config: Any, name: str) -> None:
+        """Has the layers of a configuration look their attention up by a name."""
+        self._before.append((config, config._attn_implementation_internal))
+        config._attn_implementation_internal = name
+
+    def give_back(self) -> None:
+        """Has all configurations name what they named before `take_over`."""
+        while self._before:
+            config, name = self._before.pop()
+            config._attn_implementation_internal = name
 
     def mask(self, kind: str, *, batch_size: int, q_length: int, kv_length: int, **options: Any) -> Tensor | None:
         """The mask [B, 1, T/cp, T] of own tokens, of a model that has all of them: `q_length` is T."""
@@ -96,7 +108,7 @@ def take_over(network: nn.Module, layers: Iterable[str], cp: Axis) -> ContextAtt
         AttentionInterface.register(name, partial(attention.attend, kind))
         AttentionMaskInterface.register(name, partial(attention.mask, kind))
         weakref.finalize(network, _forget, name)
-        config._attn_implementation_internal = name
+        attention.take_over(config, name)
     return attention
 
 

@@ -52,6 +52,8 @@ class FitRecord:
     """Master weights that the optimizers were left with, as slices of parameters."""
     resume_state: ResumeState | None = None
     """Progress of the loaded checkpoint, until the first batch after it."""
+    are_networks_restored: bool = False
+    """Whether networks have whole weights again, of which the optimizers know nothing."""
 
 
 @dataclass(kw_only=True)

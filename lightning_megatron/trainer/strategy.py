@@ -397,6 +397,7 @@ class MegatronStrategy(ParallelStrategy):
         module = self.lightning_module
         self._run = run = ActiveRun(connections=self._connections, ambient=set_ambient_mesh(self.mesh), watch=watch)
         if module is not None and module.trainer.state.fn == TrainerFn.FITTING:
+            self._last_fit.are_networks_restored = False
             self._last_fit.history = run_history.begun([], module.trainer.global_step, self._saver.world)
             run.local_checkpoint = self._make_local_checkpoint()
         if self.sizes.world > 1 and module is not None and module.trainer.state.fn == TrainerFn.FITTING:
@@ -600,6 +601,23 @@ class MegatronStrategy(ParallelStrategy):
     def whole_weights(self) -> AbstractContextManager[None]:
         """A block, between steps, in which this rank has all of its weights, to be read and written in place."""
         return nullcontext() if self._dp_comm is None else self._dp_comm.whole_weights()
+
+    def restore_networks(self) -> None:
+        """Makes the networks that ranks cut for the last run what they were before it, whole in host memory.
+
+        Every rank calls it after a run (`trainer.fit(...)`), and holds the whole of each network then, with its own
+        classes, forward and modules: it can be called, saved by its own methods and fitted on another layout. The
+        optimizers of that run know the weights of ranks, so a checkpoint with their states is saved before. Raises
+        RuntimeError within a run, and where no network was cut.
+        """
+        module = self._require_module()
+        if self._run is not None:
+            raise RuntimeError(
+                "restore_networks() was called within a run, whose ranks train parts of the networks; call it once "
+                "the Trainer's fit, validate, test or predict has returned"
+            )
+        pipelined_models.restore_networks(module, self._saver.world)
+        self._last_fit.are_networks_restored = True
 
     @property
     def _dp_comm(self) -> DataParallelComm | None:
@@ -838,6 +856,11 @@ class MegatronStrategy(ParallelStrategy):
                 'where to write; a CheckpointIO plugin takes them for files: CheckpointConfig(kind="file")'
             )
         hook_dictionary.require_unchanged_optimizers(checkpoint, len(self.optimizers))
+        if self._last_fit.are_networks_restored and "optimizer_states" in checkpoint:
+            raise RuntimeError(
+                "the optimizers of the last fit know weights that restore_networks() has replaced since; save the "
+                "checkpoint before it, or with weights_only=True"
+            )
         self._refuse_to_save_alone()
         if self._dp_comm is not None:
             self._dp_comm.synchronize()

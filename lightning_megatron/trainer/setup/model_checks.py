@@ -59,8 +59,8 @@ def mesh_faults(module: nn.Module, mesh: Mesh) -> list[str]:
                 cut_otherwise.setdefault(axis, []).append(name)
     faults += [
         f"{names[0]}{f' (and {len(names) - 1} more)' if len(names) > 1 else ''} is cut over {axis.size} ranks of "
-        f"{axis.name}, and the strategy has {mesh.axis(axis.name).size}; make the network anew: one that a run has cut "
-        "stays as it is"
+        f"{axis.name}, and the strategy has {mesh.axis(axis.name).size}; make the network anew, or whole on all "
+        "ranks by the strategy's restore_networks() after the run: one that a run has cut stays as it is"
         for axis, names in cut_otherwise.items()
     ]
     return faults

@@ -21,7 +21,11 @@ from lightning_megatron.any_module.dtensor_weights import dtensor_faults, take_d
 from lightning_megatron.any_module.pipelined_modules import pipelined_modules
 from lightning_megatron.any_module.plan import ModelPlan
 from lightning_megatron.any_module.tensor_styles import cut_by, cut_linears, has_hooks
-from lightning_megatron.mesh import Mesh, Sizes
+from lightning_megatron.any_module.uncut import Uncut, is_whole, note_uncut, take_uncut
+from lightning_megatron.checkpoint import Piece
+from lightning_megatron.checkpoint.gather import gather_on_all_ranks
+from lightning_megatron.comm import collectives
+from lightning_megatron.mesh import Axis, Mesh, Sizes
 from lightning_megatron.moe.experts import ExpertAxes
 from lightning_megatron.pipeline.module import PipelineModule
 from lightning_megatron.sharding import sharded_parameters
@@ -67,6 +71,13 @@ def _cut_networks(module: pl.LightningModule, mesh: Mesh, given: ModelPlan | Non
     # What the plan names may be made later, in `configure_model`.
     if pipelined_modules(module) or plan.faults(module):
         return False
+    uncut = Uncut(module)
+    if is_cut := _cut_by_plan(module, mesh, plan):
+        note_uncut(module, uncut)
+    return is_cut
+
+
+def _cut_by_plan(module: pl.LightningModule, mesh: Mesh, plan: ModelPlan) -> bool:
     networks, is_cut = dict(module.named_children()), False
     layered = _layered(module, mesh.sizes.num_stages, plan)
     absent: dict[str, tuple[str, ...]] = {}
@@ -130,6 +141,25 @@ def _cut_networks(module: pl.LightningModule, mesh: Mesh, given: ModelPlan | Non
         )
         return True
     return is_cut
+
+
+def restore_networks(module: nn.Module, world: Axis) -> None:
+    """Makes the networks of a module what they were before `cut_plain_networks`, as `MegatronStrategy.restore_networks`
+    says. Collective over the world; raises RuntimeError on all ranks where nothing was cut."""
+    cuts = take_uncut(module)
+    if not cuts:
+        raise RuntimeError(
+            f"no network of {type(module).__name__} was cut for ranks by the strategy, so there is none to restore; a "
+            "model that was built as the part of a rank (GPTModel, DTensors) is read whole from a checkpoint"
+        )
+    for uncut in cuts:
+        parts = uncut.parts(module)
+        cut = {name for name in uncut.names() if name not in parts or not is_whole(parts[name])}
+        wanted = collectives.merge_objects(cut, world, lambda names: set[str]().union(*names))
+        pieces = {name: Piece.all_like(one, one) for name, one in parts.items() if name in wanted}
+        full = gather_on_all_ranks(pieces, world)
+        assert full.keys() == wanted, f"no rank has {sorted(wanted - full.keys())}"
+        uncut.restore(module, full)
 
 
 def attends_by_name(network: nn.Module, layers: Iterable[str]) -> bool:

@@ -1,0 +1,194 @@
+"""Networks that a run has cut are what they were, with whole weights, once they are restored."""
+
+import copy
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_megatron import MegatronStrategy
+from lightning_megatron.any_module.uncut import Uncut, note_uncut, take_uncut
+from lightning_megatron.checkpoint import read_entries
+from lightning_megatron.optim.config import OptimizerConfig
+from tests.any_module import networks
+from tests.any_module.model_families import Causal, batches
+from tests.harness.ranks import run_on_ranks
+from tests.trainer.layouts import PLAIN, QUIET, Layout, make_trainer
+
+pytestmark = pytest.mark.filterwarnings(QUIET)
+
+OVER_ALL = Layout(world=4, tp=2, pp=2, sp=True, microbatches=2)
+LAYOUTS = {
+    # A tied embedding, on both stages, whose linears of torch put off their weight gradients.
+    "gpt2": Layout(world=2, pp=2, vp=2, microbatches=2, schedule="zb_v"),
+    # Experts, and a count of them.
+    "qwen3_moe": Layout(world=4, ep=2, pp=2, microbatches=2),
+    # An attention that is looked up by a name, and heads that are counted.
+    "llama": Layout(world=4, cp=2, tp=2, optimizer=OptimizerConfig(kind="distributed_parameters")),
+    # Soft caps, rows of an embedding, tokens of a rank.
+    "gemma2": OVER_ALL,
+}
+
+
+def rows() -> list[dict[str, Tensor]]:
+    return [{key: one[row] for key, one in batch.items()} for batch in batches() for row in range(8)]
+
+
+def loader(layout: Layout) -> Any:
+    return DataLoader(rows(), batch_size=8 // layout.dp)
+
+
+def fitted(module: L.LightningModule, layout: Layout) -> L.Trainer:
+    """A Trainer that has trained the module for two steps."""
+    trainer = make_trainer(layout, max_steps=2, max_epochs=-1, use_distributed_sampler=True)
+    trainer.fit(module, loader(layout) if isinstance(module, Causal) else networks.loader(networks.ROWS // layout.dp))
+    return trainer
+
+
+def structure(module: nn.Module) -> list[Any]:
+    """All that makes a module, by its name: class, attributes, kinds and order of weights, number of hooks."""
+    found = []
+    for name, child in module.named_modules():
+        held = vars(child)
+        of_lightning = isinstance(child, L.LightningModule)
+        keys = [] if of_lightning else sorted(key for key in held if not key.endswith(("_config", "_losses")))
+        weights = [(key, type(one), one.requires_grad) for key, one in child._parameters.items() if one is not None]
+        hooks = [len(one) for key, one in held.items() if key.endswith(("_hooks", "_kwargs", "_called"))]
+        numbers = {key: value for key, value in held.items() if isinstance(value, (int, float, str))}
+        found.append((name, type(child), keys, weights, list(child._buffers), hooks, {} if of_lightning else numbers))
+    return found
+
+
+def weights_and_loss(module: Any) -> tuple[dict[str, Tensor], Tensor]:
+    """All weights and buffers, and the loss of a batch outside of a run."""
+    with torch.no_grad():
+        loss = module.training_step(batches()[0], 0)
+    return {name: one.detach().clone() for name, one in [*module.named_parameters(), *module.named_buffers()]}, loss
+
+
+def on_one_device(model_type: str) -> tuple[list[Any], dict[str, Tensor], Tensor]:
+    module = Causal(model_type)
+    with torch.device("cpu"):
+        fitted(module, PLAIN)
+    return structure(module), *weights_and_loss(module)
+
+
+def restored(model_type: str, layout: Layout) -> tuple[list[Any], dict[str, Tensor], Tensor, dict[str, Tensor]]:
+    """The same of a module that was restored, and its weights after two more steps on another layout."""
+    module = Causal(model_type)
+    strategy: Any = fitted(module, layout).strategy
+    strategy.restore_networks()
+    of_restored = structure(module), *weights_and_loss(module)
+    with pytest.raises(RuntimeError, match="no network of Causal was cut"):
+        strategy.restore_networks()
+    strategy = fitted(module, Layout(world=layout.world)).strategy
+    return *of_restored, weights_and_loss(module)[0]
+
+
+@pytest.mark.parametrize("model_type", LAYOUTS)
+def test_a_model_of_transformers_is_what_it_was(model_type: str) -> None:
+    layout = LAYOUTS[model_type]
+    [(shape, weights, loss)] = run_on_ranks(1, on_one_device, model_type, init=False)
+    for found_shape, found_weights, found_loss, later in run_on_ranks(
+        layout.world, restored, model_type, layout, init=False
+    ):
+        assert found_shape == shape
+        # Norms of transformers compute in float32; two steps move a weight by 2e-3.
+        torch.testing.assert_close(found_weights, weights, rtol=0, atol=1e-6)
+        torch.testing.assert_close(found_loss, loss, rtol=1e-6, atol=0)
+        # Another layout has trained it since, on the same batches once more.
+        assert all(torch.isfinite(one).all() for one in later.values())
+        moved = max(float((later[name] - one).abs().max()) for name, one in weights.items())
+        assert moved > 1e-4
+
+
+class TrainsChain(L.LightningModule):
+    """A chain of layers, of which an `nn.Sequential` is one network, beside a head of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.net = nn.Sequential(*[nn.Linear(networks.WIDTH, networks.WIDTH) for _ in range(4)])
+        self.head = nn.Linear(networks.WIDTH, networks.WIDTH)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x = torch.linspace(-1, 1, networks.WIDTH, dtype=self.head.weight.dtype).expand(2, -1)
+        return self.head(self.net(x)).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+class TrainsPlanned(networks.TrainsOverTensor):
+    """Sets what is its own during a run, and has a hook of its own."""
+
+    def on_fit_start(self) -> None:
+        self.net.blocks[0].seen = 1
+        self.net.head.register_forward_hook(lambda module, args, output: 2 * output)
+
+
+def own_network(kind: type[L.LightningModule], layout: Layout, restores: bool) -> tuple[list[Any], Any, Any]:
+    module = kind()
+    strategy: Any = fitted(module, layout).strategy
+    if restores:
+        strategy.restore_networks()
+    weights = {name: one.detach().clone() for name, one in module.named_parameters()}
+    # What a copy knows of a cut is nothing.
+    assert not isinstance(module, TrainsPlanned) or module.net.blocks[0].seen == 1
+    shape = structure(module)
+    return shape, weights, module.training_step(next(iter(networks.loader(networks.ROWS))), 0).detach()
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [
+        (TrainsChain, Layout(world=2, pp=2, microbatches=2)),
+        (TrainsPlanned, Layout(world=4, tp=2, pp=2, microbatches=2)),
+    ],
+)
+def test_a_network_of_ones_own_is_what_it_was(kind: type[L.LightningModule], layout: Layout) -> None:
+    [(shape, weights, loss)] = run_on_ranks(1, own_network, kind, PLAIN, False, init=False)
+    for found in run_on_ranks(layout.world, own_network, kind, layout, True, init=False):
+        assert found[0] == shape
+        torch.testing.assert_close(found[1:], (weights, loss), rtol=1e-10, atol=1e-12)
+
+
+def saved_after(folder: str) -> None:
+    module = networks.TrainsOverTensor()
+    trainer = fitted(module, Layout(world=2, tp=2))
+    assert isinstance(trainer.strategy, MegatronStrategy)
+    trainer.strategy.restore_networks()
+    with pytest.raises(RuntimeError, match="replaced since; save the checkpoint before it"):
+        trainer.save_checkpoint(f"{folder}/late.ckpt")
+    trainer.save_checkpoint(f"{folder}/weights.ckpt", weights_only=True)
+
+
+class Restores(networks.TrainsOverTensor):
+    """Restores its network too early."""
+
+    def on_train_end(self) -> None:
+        strategy: Any = self.trainer.strategy
+        with pytest.raises(RuntimeError, match="called within a run"):
+            strategy.restore_networks()
+
+
+def test_a_checkpoint_with_optimizers_is_saved_before(tmp_path: Any) -> None:
+    run_on_ranks(2, saved_after, str(tmp_path), init=False)
+    assert not (tmp_path / "late.ckpt").exists()
+    whole = dict(networks.TrainsOverTensor.network().named_parameters())
+    entries = read_entries(str(tmp_path / "weights.ckpt"))
+    assert {name: entries[f"net.{name}"].shape for name in whole} == {n: tuple(one.shape) for n, one in whole.items()}
+
+
+def test_within_a_run_nothing_is_restored() -> None:
+    run_on_ranks(2, fitted, Restores(), Layout(world=2, tp=2), init=False)
+
+
+def test_a_copy_has_nothing_to_restore() -> None:
+    module = nn.Sequential(nn.Linear(2, 2))
+    note_uncut(module, Uncut(module))
+    [found] = take_uncut(copy.deepcopy(module))
+    assert not found.names() and take_uncut(module)[0].names() == {"0.weight", "0.bias"}
