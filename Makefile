@@ -18,7 +18,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests start hundreds of processes: where this is set, each of them compiles all sources anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo docs test suite certificate models-table mutants bench lint clean
+.PHONY: demo docs wheel release test suite certificate models-table mutants bench lint clean
 .DEFAULT_GOAL := test
 
 $(VENV)/.ready: pyproject.toml constraints.txt
@@ -39,6 +39,15 @@ $(DOCS_VENV)/.ready: pyproject.toml constraints.txt
 docs: $(DOCS_VENV)/.ready
 	$(DOCS_VENV)/bin/python docs/site/build.py build/docs
 	@echo "open build/docs/html/index.html"
+
+# What is published, in dist/: the sources, and the wheel that is built from them.
+wheel: $(VENV)/.ready
+	rm -rf dist
+	$(BIN)/python -m hatchling build -d dist
+
+# What is published with a check that it is enough, and the site; $(PYTHON) may be another one than that of $(VENV).
+release: wheel docs
+	$(PYTHON) -m tests.wheel dist
 
 demo: $(VENV)/.ready
 	@PATH="$(BIN):$$PATH" bash recipes/demo.sh
