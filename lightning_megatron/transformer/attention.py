@@ -28,7 +28,7 @@ from lightning_megatron.transformer.config import TransformerConfig
 from lightning_megatron.transformer.core_attention import CoreAttention, TorchCoreAttention
 from lightning_megatron.transformer.dropout import AttentionDropout
 from lightning_megatron.transformer.recompute import RecomputeLayer, checkpoint
-from lightning_megatron.transformer.rotary import rotate, rotate_into
+from lightning_megatron.transformer.rotary import rotate, rotate_into, rotated
 from lightning_megatron.transformer.sliding_window import is_visible
 from lightning_megatron.transformer.tokens import Tokens
 
@@ -114,10 +114,10 @@ class _SplitHeads(torch.autograd.Function):
         queries, keys, values = _parts(fused_TC[: batch * sequence].view(shape), heads)
         is_mergeable = heads.num_groups == 1 or heads.num_queries == 1
         if is_copied or cos.shape[-1] or not heads.is_all or not is_mergeable:
-            rotated = [torch.empty(part.shape, dtype=part.dtype, device=part.device) for part in (queries, keys)]
-            rotate_into(rotated[0], queries, cos, sin)
-            rotate_into(rotated[1], keys, cos, sin)
-            queries, keys, values = *rotated, values.clone(memory_format=torch.contiguous_format)
+            turned = [torch.empty(part.shape, dtype=part.dtype, device=part.device) for part in (queries, keys)]
+            rotate_into(turned[0], queries, cos, sin)
+            rotate_into(turned[1], keys, cos, sin)
+            queries, keys, values = *turned, values.clone(memory_format=torch.contiguous_format)
         queries, keys, values = (part.flatten(2, 3).transpose(1, 2) for part in (queries, keys, values))
         return queries, keys, values
 
@@ -127,13 +127,18 @@ class _SplitHeads(torch.autograd.Function):
         heads: Heads = ctx.heads
         batch, _, sequence, _ = grads[0].shape
         is_filled = heads.is_all and batch * sequence == ctx.shape[0]
+        queries, keys, values = (
+            grad.transpose(1, 2).unflatten(2, (heads.num_groups, size))
+            for grad, size in zip(grads, (heads.num_queries, 1, 1), strict=True)
+        )
+        if is_filled and torch.compiler.is_compiling():
+            # A compiler makes one kernel of a tensor that is written at once, and reads one that it writes in parts.
+            fused = torch.cat((rotated(queries, cos, -sin), rotated(keys, cos, -sin), values), dim=3)
+            return fused.view(ctx.shape), None, None, None, None, None, None
         make = torch.empty if is_filled else torch.zeros
         fused_TC = make(ctx.shape, dtype=grads[0].dtype, device=grads[0].device)
         shape = (batch, sequence, heads.groups, heads.queries + 2, heads.head_dim)
         parts = _parts(fused_TC[: batch * sequence].view(shape), heads)
-        queries, keys, values = (
-            grad.transpose(1, 2).unflatten(2, part.shape[2:4]) for grad, part in zip(grads, parts, strict=True)
-        )
         rotate_into(parts[0], queries, cos, -sin)
         rotate_into(parts[1], keys, cos, -sin)
         parts[2].copy_(values)

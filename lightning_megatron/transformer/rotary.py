@@ -158,15 +158,15 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        rotated = torch.empty_like(grad)
-        rotate_into(rotated, grad, cos, -sin)
-        return rotated, None, None
+        out = torch.empty_like(grad)
+        rotate_into(out, grad, cos, -sin)
+        return out, None, None
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """`x` [..., D] rotated by angles [..., R] of its dtype."""
-    rotated: Tensor = _Rotate.apply(x, cos, sin)
-    return rotated
+    out: Tensor = _Rotate.apply(x, cos, sin)
+    return out
 
 
 def rotate_into(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor) -> None:
@@ -174,19 +174,24 @@ def rotate_into(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor) -> None:
     pairs = cos.shape[-1]
     if pairs == 0:
         out.copy_(x)
-        return
-    # Each product is rounded by itself: how a CPU rounds `addcmul` depends on the strides, which a compiler changes.
-    halves = x[..., : 2 * pairs].unflatten(-1, (2, pairs))
-    by_cos, by_sin = halves * cos.unsqueeze(-2), halves * sin.unsqueeze(-2)
-    _add_into(out[..., :pairs], by_cos[..., 0, :], by_sin[..., 1, :], factor=-1)
-    _add_into(out[..., pairs : 2 * pairs], by_cos[..., 1, :], by_sin[..., 0, :], factor=1)
-    out[..., 2 * pairs :].copy_(x[..., 2 * pairs :])
-
-
-def _add_into(out: Tensor, left: Tensor, right: Tensor, *, factor: int) -> None:
-    """Writes `left + factor * right` to `out`."""
-    if torch.compiler.is_compiling() or torch.is_grad_enabled():
-        # A compiler takes no strided `out`, and makes one kernel of it all; a graph of autograd takes none at all.
-        out.copy_(torch.add(left, right, alpha=factor))
+    elif torch.compiler.is_compiling() or torch.is_grad_enabled():
+        # A compiler makes one kernel of what is written at once; a graph of autograd takes no `out`.
+        out.copy_(rotated(x, cos, sin))
     else:
-        torch.add(left, right, alpha=factor, out=out)
+        for index, (left, right, factor) in enumerate(_terms(x, cos, sin)):
+            torch.add(left, right, alpha=factor, out=out[..., index * pairs : (index + 1) * pairs])
+        out[..., 2 * pairs :].copy_(x[..., 2 * pairs :])
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`rotate_into` a new tensor."""
+    halves = [torch.add(left, right, alpha=factor) for left, right, factor in _terms(x, cos, sin)]
+    return torch.cat((*halves, x[..., 2 * cos.shape[-1] :]), dim=-1)
+
+
+def _terms(x: Tensor, cos: Tensor, sin: Tensor) -> list[tuple[Tensor, Tensor, int]]:
+    """The two halves of what rotates, each as a sum: left, right, and the factor of right."""
+    # Each product is rounded by itself: how a CPU rounds `addcmul` depends on the strides, which a compiler changes.
+    pairs = x[..., : 2 * cos.shape[-1]].unflatten(-1, (2, cos.shape[-1]))
+    by_cos, by_sin = pairs * cos.unsqueeze(-2), pairs * sin.unsqueeze(-2)
+    return [(by_cos[..., 0, :], by_sin[..., 1, :], -1), (by_cos[..., 1, :], by_sin[..., 0, :], 1)]
