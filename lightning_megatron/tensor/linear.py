@@ -200,6 +200,7 @@ class _Column(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: _Call) -> Tensor:
         ctx.call, ctx.owner, ctx.dtype = call, weight, x.dtype
+        ctx.bias_dtype = None if bias is None else bias.dtype
         saved = call.gemm.cast_input(x, is_training=call.is_training)
         _save_for_backward(ctx, saved, weight)
         product = _product(call, saved, weight, bias, x.dtype)
@@ -231,7 +232,7 @@ class _Column(torch.autograd.Function):
                 owner, lambda: gemm.add_weight_gradient(owner, grad, _gathered(x, sp), gradients.grad_view(owner))
             )
         if needs_bias:
-            grad_bias = grad_TO.sum(0, dtype=weight.dtype).view(weight.shape[:-1])
+            grad_bias = grad_TO.sum(0, dtype=ctx.bias_dtype).view(weight.shape[:-1])
         if needs_x:
             grad_x = grad_x_work.wait()
         return grad_x, grad_weight, grad_bias, None
@@ -241,6 +242,7 @@ class _Row(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: _Call) -> Tensor:
         ctx.call, ctx.owner, ctx.dtype = call, weight, x.dtype
+        ctx.bias_dtype = None if bias is None else bias.dtype
         saved = call.gemm.cast_input(x, is_training=call.is_training)
         _save_for_backward(ctx, saved, weight)
         product = _product(call, saved, weight, None, x.dtype)
@@ -262,7 +264,7 @@ class _Row(torch.autograd.Function):
         own = gemm.cast_gradient(grad)
         grad_work = collectives.all_gather(own.values, sp, wait=False)
         # Under sequence parallelism this is a partial sum over this rank's tokens.
-        grad_bias = grad.sum(0, dtype=weight.dtype) if needs_bias else None
+        grad_bias = grad.sum(0, dtype=ctx.bias_dtype) if needs_bias else None
         full = own._replace(values=grad_work.wait())
         grad_x = gemm.input_gradient(full, weight, ctx.dtype) if needs_x else None
         if needs_weight:

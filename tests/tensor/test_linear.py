@@ -263,6 +263,21 @@ def test_a_frozen_layer_saves_no_input_and_still_passes_the_gradient_on(kind: An
 
 
 @pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
+def test_the_gradient_of_a_float32_bias_is_not_rounded_as_its_weight_is(kind: Any) -> None:
+    mesh = Mesh.single()
+    layer = kind(INPUT, OUTPUT, tp=mesh.tp, sp=mesh.axis("sp"), bias=True, initial=INITIAL)
+    layer.weight.data = torch.randn(layer.weight.shape, dtype=torch.bfloat16)
+    grad = torch.randn(T, OUTPUT, dtype=torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        layer(torch.randn(T, INPUT)).backward(grad)
+    assert layer.bias.dtype == torch.float32
+    exact = grad.double().sum(0)
+    assert_close(gradient(layer.bias).double(), exact, rtol=1e-6, atol=1e-5)
+    # As the weight's dtype would give it.
+    assert (exact.bfloat16().double() - exact).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
 def test_autocast_gives_what_it_gives_the_plain_layer(kind: Any) -> None:
     mesh = Mesh.single()
     layer = kind(INPUT, OUTPUT, tp=mesh.tp, sp=mesh.axis("sp"), bias=True, initial=INITIAL)
