@@ -18,10 +18,20 @@ import sys
 import time
 import weakref
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+
+class Shape(NamedTuple):
+    """Sizes of a chain of linears and of what runs through it."""
+
+    layers: int
+    hidden: int
+    tokens: int
+    microbatches: int
+
+
+SHAPE = Shape(layers=8, hidden=1536, tokens=256, microbatches=8)
 # Name: (schedule, chunks).
-LAYERS, HIDDEN, TOKENS, MICROBATCHES = 8, 1536, 256, 8
 SCHEDULES = {
     "GPipe": ("gpipe", 1),
     "1F1B": ("1f1b", 1),
@@ -56,7 +66,7 @@ def run_rank(rounds: int) -> None:
 class Run:
     """One schedule on this rank, with a model of its own."""
 
-    def __init__(self, name: str, chunks: int) -> None:
+    def __init__(self, name: str, chunks: int, shape: Shape = SHAPE) -> None:
         import torch
         import torch.distributed as dist
         from torch import nn
@@ -83,21 +93,21 @@ class Run:
 
         def build() -> nn.Module:
             layer = ColumnParallelLinear(
-                HIDDEN, HIDDEN, tp=single.tp, sp=single.sp, bias=False, initial=Initial(std=0.03)
+                shape.hidden, shape.hidden, tp=single.tp, sp=single.sp, bias=False, initial=Initial(std=0.03)
             )
             nn.init.normal_(layer.weight, std=0.03)
             return nn.Sequential(layer, nn.Tanh())
 
-        self.model = PipelineModule([Part(name=f"layers.{i}", build=build) for i in range(LAYERS)], mesh=mesh)
+        self.model = PipelineModule([Part(name=f"layers.{i}", build=build) for i in range(shape.layers)], mesh=mesh)
         gradients = WeightGradients()
         share(self.model, gradients)
-        inputs = torch.randn(MICROBATCHES, TOKENS, HIDDEN)
+        inputs = torch.randn(shape.microbatches, shape.tokens, shape.hidden)
         call = ScheduledCall(
             [self.model],
             mesh,
             lambda microbatch: self.model(inputs[microbatch]).square().mean(),
             lambda loss: loss.backward(),
-            [0] * MICROBATCHES,
+            [0] * shape.microbatches,
             gradients.opened,
         )
         self.model.driver = call
@@ -105,7 +115,8 @@ class Run:
         ranks = tuple(sizes.pp_rank_of(stage) for stage in range(sizes.num_stages))
         lanes = build_lanes(mesh.pp, hops(ranks), new_group, new_group)
         self.runtime = Runtime(mesh.pp, Mailbox(mesh.pp, lanes, torch.device("cpu")))
-        self.program = training_plan(Schedule(name=name, pp=2, chunks=chunks, microbatches=MICROBATCHES))  # type: ignore[arg-type]
+        schedule = Schedule(name=name, pp=2, chunks=chunks, microbatches=shape.microbatches)  # type: ignore[arg-type]
+        self.program = training_plan(schedule)
         self.world = mesh.world
 
     def step(self) -> None:
@@ -235,7 +246,7 @@ def predicted(name: str, costs: dict[str, float]) -> Any:
     from lightning_megatron.pipeline.simulate import Costs, play
 
     schedule, chunks = SCHEDULES[name]
-    order = order_of(Schedule(name=schedule, pp=2, chunks=chunks, microbatches=MICROBATCHES))  # type: ignore[arg-type]
+    order = order_of(Schedule(name=schedule, pp=2, chunks=chunks, microbatches=SHAPE.microbatches))  # type: ignore[arg-type]
     return play(lower(order).plan, Costs(**costs))
 
 
@@ -249,8 +260,9 @@ def report(figures: list[dict[str, Any]], rounds: int) -> str:
         for name in SCHEDULES
     }
     lines = [
-        f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}; pp 2, {LAYERS} layers of "
-        f"{HIDDEN} x {HIDDEN}, {MICROBATCHES} microbatches of {TOKENS} tokens; {rounds} rounds, medians",
+        f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}; pp 2, {SHAPE.layers} layers "
+        f"of {SHAPE.hidden} x {SHAPE.hidden}, {SHAPE.microbatches} microbatches of {SHAPE.tokens} tokens; "
+        f"{rounds} rounds, medians",
         "",
         "| schedule | s/step | to GPipe | predicted s/step | measured/predicted | bubble, predicted "
         "| peak MB by rank | predicted MB by rank |",
