@@ -23,8 +23,9 @@ from lightning_megatron.sharding import shard_of
 Rest = dict[str, Any]
 """{"groups": [{"params": [name, ...], hyperparameter: value, ...}, ...], "state": {name: {state key: plain value}}}"""
 
-# Keys of a param group that an optimizer on another mesh has by itself.
-_LOCAL_KEYS = ("params", "param_names")
+# Keys of a param group that an optimizer on another mesh, or stepping elsewhere, has by itself: kernels among them.
+_KERNELS = ("foreach", "fused")
+_LOCAL_KEYS = ("params", "param_names", *_KERNELS)
 
 
 def pieces_of_optimizer(
@@ -128,7 +129,8 @@ def rebuild_optimizer(
                 template["state"][position] = state
             positions.append(position)
             position += 1
-        template["param_groups"].append({**saved, "params": positions})
+        own = {key: group[key] for key in _KERNELS if key in group}
+        template["param_groups"].append({**saved, **own, "params": positions})
     optimizer.load_state_dict(template)
     return pieces_of_optimizer(optimizer, names, index)[0]
 

@@ -117,6 +117,8 @@ class Bucket(FlatParams):
             self._sum = torch.zeros(layout.num_elements // shards.size, dtype=dtype, device=self.device)
         else:
             self._allocate()
+        self.on_host: Tensor | None = None
+        """Host memory for this rank's shard of the gradients, flat, where the optimizer steps there."""
         self.pending: Pending | None = None
         self.reduced: set[Tensor] = set()
         """Parameters with a gradient in this step whose gradients are in the sum of shards."""
@@ -159,8 +161,15 @@ class Bucket(FlatParams):
         return collectives.shard_slice(self.gradient, self.shards) if self._sum is None else self._sum
 
     def own_part(self, index: int) -> Tensor:
-        """What this rank's shard has of the member number `index`, flat."""
-        return self.part_of(self.own, index)
+        """What this rank's shard has of the member number `index`, flat; on the host, once that has been sent it."""
+        return self.part_of(self.own if self.on_host is None else self.on_host, index)
+
+    def send_to_host(self) -> bool:
+        """Whether the optimizer steps on the host: starts to copy this rank's reduced gradients there."""
+        if self.on_host is None:
+            return False
+        self.on_host.copy_(self.own, non_blocking=True)
+        return True
 
     def begin(self) -> None:
         """Begins the sums of a step, where shards are added."""

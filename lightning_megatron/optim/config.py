@@ -30,6 +30,12 @@ class OptimizerConfig:
     reshard_after_forward: bool = True
     """With distributed_parameters, free the weights of a part after its forward and gather them again for its backward;
     else gather them once a step and keep them to the end of its backwards, as many microbatches may pay."""
+    cpu_offload: bool = False
+    """Hold what the optimizer steps (main weights, in float32 under mixed precision, and its moments) and this rank's
+    reduced gradients in host memory, and step there: less memory of the GPU, a longer step."""
+    offload_fraction: float = 1.0
+    """With cpu_offload, the part of a rank's weights whose main weights and moments are in host memory, rounded up to
+    complete buckets."""
     grad_dtype: GradientDtype = "auto"
     """Dtype in which gradients are accumulated and reduced. auto: float32 under mixed precision, else the dtype of the
     weights."""
@@ -55,6 +61,11 @@ class OptimizerConfig:
     own gradient and state alone, as in AdamW, so that the optimizer may be given any part of a weight. parameter: it
     depends on other elements of the weight, as in Muon. auto: unknown, hence refused where tensor or expert parallelism
     shards weights."""
+
+    @property
+    def needs_master_weights(self) -> bool:
+        """Whether optimizers step something else than the parameters, whatever the precision."""
+        return self.shards_states or self.cpu_offload or self.grad_dtype != "auto"
 
     @property
     def shards_states(self) -> bool:
@@ -94,6 +105,13 @@ class OptimizerConfig:
             faults.append(f"shard_size ({self.shard_size}) must be 2 or more, or 0 for all data-parallel ranks")
         if self.shard_size and self.kind == "replicated":
             faults.append(f"shard_size ({self.shard_size}) needs a distributed kind; leave it out")
+        if not 0 < self.offload_fraction <= 1:
+            faults.append(
+                f"offload_fraction ({self.offload_fraction}) must be above 0 and at most 1; for nothing leave "
+                "cpu_offload out"
+            )
+        if self.offload_fraction != 1 and not self.cpu_offload:
+            faults.append(f"offload_fraction ({self.offload_fraction}) acts with cpu_offload alone; leave it out")
         if self.overlap_param_gather and self.kind == "replicated":
             faults.append(
                 "overlap_param_gather (True) needs a distributed kind: ranks that step all of their weights gather none"

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from lightning_megatron.comm import collectives
 from lightning_megatron.comm.host_numbers import on_device
+from lightning_megatron.host_memory import wait_for_copies
 from lightning_megatron.mesh import Axis, Mesh, NewGroup
 from lightning_megatron.optim.bucket import (
     Bucket,
@@ -255,6 +256,8 @@ class Gradients:
 
     def _hand_over(self) -> None:
         """Gives each master weight its part of the reduced gradients; sharded ones leave the parameter."""
+        if sent := [bucket for bucket in self.buckets if bucket.send_to_host()]:
+            wait_for_copies(sent[0].device)
         for shard in self.param_shards:
             parameter, main = shard.param.parameter, shard.tensor
             # Lightning's `toggle_optimizer` freezes what other optimizers step.
@@ -264,7 +267,7 @@ class Gradients:
             is_sparse = parameter.grad is not None and parameter.grad.is_sparse
             gradient = parameter.grad if is_sparse else self.reducer.own_part(parameter).view(main.shape)
             assert gradient is not None
-            part = gradient.to(main.dtype)
+            part = gradient.to(main)
             main.grad = part if main.grad is None else main.grad.add_(part)
         for bucket in self.buckets:
             self.handed_over[bucket] = [

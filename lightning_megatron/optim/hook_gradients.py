@@ -78,7 +78,9 @@ class HookGradients:
         shard = self._shards.get(parameter)
         if shard is not None and (gradient := shard.tensor.grad) is not None:
             part, seen = self._part(bucket, shard), self._seen.get(parameter)
-            shard.tensor.grad = part if seen is None else torch.where(part == seen, gradient, part.to(gradient.dtype))
+            is_same = None if seen is None else (part == seen).to(gradient.device)
+            now = part.to(gradient)
+            shard.tensor.grad = now if is_same is None else torch.where(is_same, gradient, now)
             self._see(parameter, part, gradient)
 
     def _see(self, parameter: nn.Parameter, part: torch.Tensor, gradient: torch.Tensor) -> None:
@@ -91,7 +93,7 @@ class HookGradients:
         # Lightning's `toggle_optimizer` freezes what other optimizers step.
         if shard is not None and shard.tensor.requires_grad:
             part = self._part(bucket, shard)
-            shard.tensor.grad = None if parameter.grad is None else part.to(shard.tensor.dtype)
+            shard.tensor.grad = None if parameter.grad is None else part.to(shard.tensor)
             self._see(parameter, part, shard.tensor)
 
     @staticmethod

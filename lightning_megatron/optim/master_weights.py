@@ -12,7 +12,8 @@ schedulers and callbacks that hold it go on. After a step the new weights are ca
     bf16-mixed, distributed gradients   2         4/d         4/d            8/d
     bf16-mixed, distributed parameters  -         4/d         4/d            8/d
 
-Where a parameter and its master weights have one dtype they share memory.
+Where a parameter and its master weights have one dtype they share memory, unless those are in host memory
+(`optim.host_weights`).
 Sharded parameters are in the optimizer's shards alone (`optim.sharded_params`), and gathered from there.
 Source: Rajbhandari et al., arXiv 1910.02054, sections 3.1 and 5.1.
 """
@@ -24,9 +25,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_megatron.comm import collectives
+from lightning_megatron.host_memory import wait_for_copies
 from lightning_megatron.optim.bucket import Bucket, ModelParam
 from lightning_megatron.optim.gradients import Gradients, ParamShard
-from lightning_megatron.optim.sharded_params import ShardedParams
+from lightning_megatron.optim.host_weights import HostWeights, offloaded
+from lightning_megatron.optim.sharded_params import ShardedParams, take_over
 
 
 class MasterWeights:
@@ -46,6 +49,9 @@ class MasterWeights:
         self._dtypes: dict[Bucket, torch.dtype] = {}
         self._in_flight: dict[Bucket, collectives.Pending] = {}
         self._sharded: dict[Bucket, ShardedParams] = {}
+        self._on_host: dict[Bucket, HostWeights] = {}
+        config = gradients.config
+        self._offloaded = set(offloaded(gradients.buckets, config.offload_fraction) if config.cpu_offload else ())
         self._optimizers = list(optimizers)
         param_shards = [shard for bucket in gradients.buckets for shard in self._convert(bucket)]
         gradients.param_shards = param_shards
@@ -66,10 +72,16 @@ class MasterWeights:
     def _convert(self, bucket: Bucket) -> Iterator[ParamShard]:
         own_dtype = self._dtypes[bucket] = bucket.members[0].parameter.dtype
         dtype = own_dtype if bucket.low is None else bucket.low
+        host = None
+        if bucket in self._offloaded:
+            host = self._on_host[bucket] = HostWeights(bucket)
         if bucket.shards_params:
-            yield from self._shard_params(bucket, dtype)
+            sharded = self._sharded[bucket] = ShardedParams(bucket, dtype, has_main=host is not None)
+            if host is not None:
+                host.attach(sharded.shard)
+            yield from _parts(bucket, sharded.shard if host is None else host.main)
             return
-        if bucket.shards.size > 1:
+        if bucket.shards.size > 1 or host is not None:
             self._flat[bucket] = torch.zeros(bucket.layout.num_elements, dtype=dtype, device=bucket.device)
         for index, param in enumerate(bucket.members):
             parameter, own = param.parameter, bucket.own_range(index)
@@ -81,7 +93,7 @@ class MasterWeights:
                 self._param_views[parameter] = before if dtype == own_dtype else torch.empty_like(before, dtype=dtype)
             self._move_data(parameter)
             _set_grad_dtype(parameter, bucket.dtype)
-            if own.is_empty and parameter.numel():
+            if host is not None or (own.is_empty and parameter.numel()):
                 continue
             full = parameter.detach() if dtype == own_dtype else before
             is_full = own.end - own.start == parameter.numel()
@@ -90,17 +102,14 @@ class MasterWeights:
                 # A copy, so that the full float32 parameter can be freed, or the bucket of an earlier fit.
                 part = part.clone()
             yield ParamShard(param, _stepped(param, part, is_full=is_full), own)
+        if host is not None:
+            host.attach(collectives.shard_slice(self._flat[bucket], bucket.shards))
+            yield from _parts(bucket, host.main)
 
-    def _shard_params(self, bucket: Bucket, dtype: torch.dtype) -> Iterator[ParamShard]:
-        sharded = self._sharded[bucket] = ShardedParams(bucket, dtype)
-        for index, param in enumerate(bucket.members):
-            _set_grad_dtype(param.parameter, bucket.dtype)
-            own, part = bucket.own_range(index), bucket.part_of(sharded.shard, index)
-            if own.is_empty and param.parameter.numel():
-                continue
-            is_full = own.end - own.start == param.parameter.numel()
-            part = part.view(param.parameter.shape) if is_full else part
-            yield ParamShard(param, _stepped(param, part, is_full=is_full), own)
+    @property
+    def on_host(self) -> list[Tensor]:
+        """Flat tensors in host memory, of which shards that optimizers step may be a part."""
+        return [tensor for host in self._on_host.values() for tensor in host.held]
 
     def lowered_names(self) -> set[str]:
         """Names of this rank's parameters whose master weights, on whatever rank, have a wider dtype."""
@@ -161,12 +170,12 @@ class MasterWeights:
             self._move_data(parameter)
         for one in self.sharded:
             one.take_changed()
+        for host in self._on_host.values():
+            host.take_changed()
         for shard in self._copied_shards():
             now = self._own_part(shard)
             if now.dtype != shard.tensor.dtype:
-                is_same = now == shard.tensor.to(now.dtype)
-                # NaN is not equal to itself and counts as unchanged.
-                shard.tensor.copy_(torch.where(is_same | now.isnan(), shard.tensor, now.to(shard.tensor.dtype)))
+                take_over(shard.tensor, now)
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor]) -> None:
@@ -175,6 +184,9 @@ class MasterWeights:
             if (value := state.get(shard.param.name)) is not None:
                 part = value.reshape(-1)[shard.range.start : shard.range.end]
                 shard.tensor.copy_(part.view(shard.tensor.shape))
+        wait_for_copies(self._gradients.device)
+        for host in self._on_host.values():
+            host.send()
 
     @torch.no_grad()
     def update_params(self) -> None:
@@ -185,7 +197,9 @@ class MasterWeights:
                 now.copy_(shard.tensor)
         # The first parts of the model are in the last buckets, and the next forward needs them first.
         for bucket in reversed(self._gradients.buckets):
-            if bucket in self._flat:
+            if bucket in self._on_host:
+                self._on_host[bucket].send()
+            if bucket in self._flat and bucket.shards.size > 1:
                 self._in_flight[bucket] = collectives.all_gather_(self._flat[bucket], bucket.shards, wait=False)
 
     def wait(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
@@ -209,7 +223,8 @@ class MasterWeights:
         """
         for bucket in self._gradients.buckets:
             if bucket in self._sharded:
-                self._sharded[bucket].release()
+                host = self._on_host.get(bucket)
+                self._sharded[bucket].release(None if host is None else host.main)
             else:
                 self._release(bucket)
         for one in self._frozen:
@@ -237,8 +252,12 @@ class MasterWeights:
             parameter.data = values[start : start + parameter.numel()].view(parameter.shape)
 
     def _copied_shards(self) -> Iterator[ParamShard]:
-        """Master weights beside which this rank has the parameter."""
-        return (shard for parameter, shard in self._param_shards.items() if parameter in self._param_views)
+        """Master weights beside which this rank has the parameter, on one device."""
+        return (
+            shard
+            for parameter, shard in self._param_shards.items()
+            if parameter in self._param_views and self._buckets[parameter] not in self._on_host
+        )
 
     def _move_data(self, parameter: nn.Parameter) -> None:
         """Moves a parameter's data, with the values it has, to its view of the flat tensor."""
@@ -253,6 +272,18 @@ class MasterWeights:
         if full.shape == shard.tensor.shape:
             return full
         return full.view(-1)[shard.range.start : shard.range.end].view(shard.tensor.shape)
+
+
+def _parts(bucket: Bucket, main: Tensor) -> Iterator[ParamShard]:
+    """The master weights of each parameter of a bucket, as views of this rank's flat shard of them."""
+    for index, param in enumerate(bucket.members):
+        _set_grad_dtype(param.parameter, bucket.dtype)
+        own, part = bucket.own_range(index), bucket.part_of(main, index)
+        if own.is_empty and param.parameter.numel():
+            continue
+        is_full = own.end - own.start == param.parameter.numel()
+        part = part.view(param.parameter.shape) if is_full else part
+        yield ParamShard(param, _stepped(param, part, is_full=is_full), own)
 
 
 def _stepped(param: ModelParam, part: Tensor, *, is_full: bool) -> nn.Parameter:
@@ -281,4 +312,4 @@ def _part_of(value: object, parameter: Tensor, shard: ParamShard | None) -> obje
     if shard is None or not isinstance(value, Tensor) or value.shape != parameter.shape:
         return value
     part = value.reshape(-1)[shard.range.start : shard.range.end].view(shard.tensor.shape).clone()
-    return part.to(shard.tensor.dtype) if part.is_floating_point() else part
+    return part.to(shard.tensor) if part.is_floating_point() else part.to(shard.tensor.device)

@@ -9,6 +9,10 @@ from lightning_megatron.mesh import Axis, Mesh, NewGroup
 
 # Elements of a gradient whose squares are summed in float32.
 _NORM_ROW = 256
+# Wider elements count as several of 32 bits: the highest of 64, times an even number, would leave the sum.
+_INTEGERS = {1: torch.uint8, 2: torch.int16}
+# Elements that are hashed at once.
+_STRETCH = 1 << 22
 
 
 def square(x: Tensor) -> Tensor:
@@ -28,7 +32,15 @@ def square(x: Tensor) -> Tensor:
 
 def total(numbers: Sequence[Tensor], device: torch.device) -> Tensor:
     """Sum of float64 numbers on the device, [], zero where there are none."""
-    return torch.stack(list(numbers)).sum() if numbers else torch.zeros((), dtype=torch.float64, device=device)
+    return joined(numbers, device).sum() if numbers else torch.zeros((), dtype=torch.float64, device=device)
+
+
+def joined(numbers: Sequence[Tensor], device: torch.device) -> Tensor:
+    """The numbers in one tensor on the device [numbers, ...], in any order: those of each other device come by one
+    copy."""
+    devices = dict.fromkeys(number.device for number in numbers)
+    stacked = (torch.stack([x for x in numbers if x.device == one]) for one in devices)
+    return torch.cat([x.to(device, non_blocking=x.device.type == "cpu") for x in stacked])
 
 
 def extremes(x: Tensor) -> Tensor:
@@ -43,10 +55,22 @@ def extremes(x: Tensor) -> Tensor:
     return torch.stack(torch.aminmax(values)).double()
 
 
+def fingerprint(x: Tensor) -> Tensor:
+    """A hash of the tensor's bits, int64 []: the sum of all elements as integers, each times its own odd number."""
+    bits = x.contiguous().view(-1).view(_INTEGERS.get(x.element_size(), torch.int32))
+    total = torch.zeros((), dtype=torch.int64, device=x.device)
+    # In stretches, because as int64 the whole would take several times the memory of the tensor.
+    for start in range(0, bits.numel(), _STRETCH):
+        part = bits[start : start + _STRETCH].to(torch.int64)
+        total += (part * torch.arange(2 * start + 1, 2 * (start + part.numel()), 2, device=x.device)).sum()
+    return total
+
+
 def scale_in_place(tensors: Sequence[Tensor], factor: Tensor) -> None:
     """Multiplies each tensor in place by the number `factor` []."""
-    for dtype in {tensor.dtype for tensor in tensors}:
-        torch._foreach_mul_([t for t in tensors if t.dtype is dtype], factor.to(dtype))
+    for device, dtype in {(tensor.device, tensor.dtype) for tensor in tensors}:
+        alike = [t for t in tensors if t.dtype is dtype and t.device == device]
+        torch._foreach_mul_(alike, factor.to(device, dtype))
 
 
 def divided(axis: Axis, size: int, new_group: NewGroup) -> tuple[Axis, Axis]:

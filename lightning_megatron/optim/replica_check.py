@@ -8,12 +8,7 @@ from torch import Tensor, nn
 from lightning_megatron.comm import collectives
 from lightning_megatron.mesh import Axis, Mesh
 from lightning_megatron.optim.gradients import Gradients
-from lightning_megatron.optim.reductions import extremes, square, total
-
-# Wider elements count as several of 32 bits: the highest of 64, times an even number, would leave the sum.
-_INTEGERS = {1: torch.uint8, 2: torch.int16}
-# Elements that are hashed at once.
-_STRETCH = 1 << 22
+from lightning_megatron.optim.reductions import extremes, fingerprint, joined, square, total
 
 
 class DifferingCopiesError(RuntimeError):
@@ -26,7 +21,7 @@ def found_nonfinite(stepped: Sequence[Tensor], world: Axis, device: torch.device
     ends = [extremes(tensor.grad) for tensor in stepped if tensor.grad is not None]
     flag = torch.zeros((), dtype=torch.int32, device=device)
     if ends:
-        flag = (~torch.stack(ends).isfinite()).any().to(torch.int32)
+        flag = (~joined(ends, device).isfinite()).any().to(torch.int32)
     return bool(collectives.all_reduce_(flag, world, "max").item())
 
 
@@ -88,7 +83,7 @@ def differing_copies(gradients: Gradients, mesh: Mesh) -> list[str]:
                 axes.setdefault(axis.ranks, (axis, []))[1].append(index)
     nothing = torch.zeros((), device=gradients.device)
     held = [parts.get(p.parameter, nothing) if p.parameter in sharded else p.parameter for p in params]
-    prints = [fingerprint(tensor.detach()) for tensor in held]
+    prints = [fingerprint(tensor.detach()).to(gradients.device) for tensor in held]
     differing = set()
     for axis, indices in (axes[ranks] for ranks in sorted(axes)):
         own = torch.stack([prints[index] for index in indices])
@@ -100,17 +95,6 @@ def differing_copies(gradients: Gradients, mesh: Mesh) -> list[str]:
     if not int(collectives.all_reduce(torch.tensor(len(differing), device=gradients.device), mesh.world, "max")):
         return []
     return sorted({line for lines in collectives.gather_objects(sorted(differing), mesh.world) for line in lines})
-
-
-def fingerprint(x: Tensor) -> Tensor:
-    """A hash of the tensor's bits, int64 []: the sum of all elements as integers, each times its own odd number."""
-    bits = x.contiguous().view(-1).view(_INTEGERS.get(x.element_size(), torch.int32))
-    total = torch.zeros((), dtype=torch.int64, device=x.device)
-    # In stretches, because as int64 the whole would take several times the memory of the tensor.
-    for start in range(0, bits.numel(), _STRETCH):
-        part = bits[start : start + _STRETCH].to(torch.int64)
-        total += (part * torch.arange(2 * start + 1, 2 * (start + part.numel()), 2, device=x.device)).sum()
-    return total
 
 
 def bullet_list(lines: Iterable[str], limit: int = 20) -> str:

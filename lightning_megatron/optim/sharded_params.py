@@ -17,19 +17,20 @@ from lightning_megatron.optim.bucket import FlatParams
 
 
 class ShardedParams:
-    """The parameters of a flat group, in `dtype` while they are gathered; this rank's shard keeps theirs of before.
+    """The parameters of a flat group, in `dtype` while they are gathered; this rank's shard keeps theirs of before,
+    unless somebody `has_main` weights of it.
 
     They are gathered as long as anybody holds them.
     """
 
     @torch.no_grad()
-    def __init__(self, flat: FlatParams, dtype: torch.dtype) -> None:
+    def __init__(self, flat: FlatParams, dtype: torch.dtype, *, has_main: bool = False) -> None:
         self.flat = flat
         parameters = [param.parameter for param in flat.members]
-        num_elements, own_dtype = flat.layout.num_elements, parameters[0].dtype
+        num_elements, own_dtype = flat.layout.num_elements, dtype if has_main else parameters[0].dtype
         # Zeros, because gaps between parameters are gathered too.
         self.shard = torch.zeros(num_elements // flat.shards.size, dtype=own_dtype, device=flat.device)
-        """This rank's shard [N/d], which the optimizer steps."""
+        """This rank's shard [N/d], which the optimizer steps, or the copy of what it steps."""
         for index, parameter in enumerate(parameters):
             own = flat.own_range(index)
             flat.part_of(self.shard, index).copy_(parameter.detach().reshape(-1)[own.start : own.end])
@@ -110,12 +111,7 @@ class ShardedParams:
                 view.copy_(parameter.detach())
                 parameter.data = view
         now = collectives.shard_slice(self.gathered, self.flat.shards)
-        if now.dtype == self.shard.dtype:
-            self.shard.copy_(now)
-        else:
-            # NaN is not equal to itself and counts as unchanged.
-            is_same = (now == self.shard.to(now.dtype)) | now.isnan()
-            self.shard.copy_(torch.where(is_same, self.shard, now.to(self.shard.dtype)))
+        take_over(self.shard, now)
 
     def written_names(self) -> list[str]:
         """Names of parameters that were written to while they were absent."""
@@ -123,17 +119,29 @@ class ShardedParams:
         return [param.name for param, is_absent in zip(self.flat.members, are_absent, strict=True) if not is_absent]
 
     @torch.no_grad()
-    def release(self) -> None:
-        """Gives the parameters the values and the dtype of their shards, whole. Collective over the shards."""
+    def release(self, main: Tensor | None = None) -> None:
+        """Gives the parameters the values and the dtype of their shards, or of the main weights, whole. Collective over
+        the shards."""
         self.let_all_go()
-        values = torch.empty(self.gathered.numel(), dtype=self.shard.dtype, device=self.flat.device)
-        collectives.shard_slice(values, self.flat.shards).copy_(self.shard)
+        shard = self.shard if main is None else main
+        values = torch.empty(self.gathered.numel(), dtype=shard.dtype, device=self.flat.device)
+        collectives.shard_slice(values, self.flat.shards).copy_(shard)
         collectives.all_gather_(values, self.flat.shards)
         for param, start in zip(self.flat.members, self.flat.layout.starts, strict=True):
             parameter = param.parameter
             parameter.grad = None
             parameter.grad_dtype = values.dtype
             parameter.data = values[start : start + parameter.numel()].view(parameter.shape)
+
+
+def take_over(main: Tensor, now: Tensor) -> None:
+    """Takes over the elements of `now` that are no longer the cast of their main weights."""
+    if now.dtype == main.dtype:
+        main.copy_(now)
+        return
+    # NaN is not equal to itself and counts as unchanged.
+    is_same = (now == main.to(now.dtype)) | now.isnan()
+    main.copy_(torch.where(is_same, main, now.to(main.dtype)))
 
 
 def absent_names(named: Iterable[tuple[str, Tensor]]) -> list[str]:

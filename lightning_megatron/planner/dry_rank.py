@@ -114,6 +114,15 @@ class Rank:
         """Parameters that the optimizer updates."""
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
+    @property
+    def on_host(self) -> list[Tensor]:
+        """Tensors in host memory: main weights and gradients, and moments as soon as there are some."""
+        main = [] if self.master_weights is None else self.master_weights.on_host
+        storages = {tensor.untyped_storage()._cdata for tensor in main}
+        stepped = [x for x in self.optimizer.state if x.untyped_storage()._cdata in storages]
+        states = [value for x in stepped for value in self.optimizer.state[x].values()]
+        return [*main, *(value for value in states if isinstance(value, Tensor) and value.dim())]
+
     def moments(self) -> Iterator[Tensor]:
         """Tensors of the optimizer's state, which exist after its first step."""
         for state in self.optimizer.state.values():
@@ -144,7 +153,7 @@ def build_rank(run: RunSettings, mesh: Mesh, new_group: NewGroup, device: torch.
         names_by_rank=trained.names_by_rank(module),
         part_of=first_parts(parts.parameters).get,
     )
-    has_master_weights = config.shards_states or low is not None or config.grad_dtype != "auto"
+    has_master_weights = config.needs_master_weights or low is not None
     master_weights = MasterWeights(gradients, [optimizer]) if has_master_weights else None
     sharded = None
     if master_weights is not None and master_weights.sharded:

@@ -46,6 +46,8 @@ def _rank_lines(one: DryRun) -> list[str]:
     lines = [f"rank {one.rank}, stage {stages}: {one.parameters:,} parameters"]
     lines.append(f"  peak memory      {one.peak_bytes / GIGA:10.3f} GB, in {one.peak_action}")
     lines += [f"    {kind:<22} {size / GIGA:8.3f} GB" for kind, size in one.peak_by_kind.items()]
+    if one.host_bytes:
+        lines.append(f"  host memory      {one.host_bytes / GIGA:10.3f} GB, of main weights, moments and gradients")
     total = sum(one.flops.values())
     lines.append(f"  FLOPs of a step  {total / TERA:10.1f} TFLOP ({EXECUTED})")
     lines += [f"    {kind:<22} {flops / TERA:8.1f} TFLOP" for kind, flops in one.flops.items()]
@@ -78,6 +80,7 @@ def dry_record(found: Sequence[DryRun], notes: Sequence[str] = (), held: Held | 
                 "peak_bytes": one.peak_bytes,
                 "peak_by_kind": dict(one.peak_by_kind),
                 "peak_place": one.peak_action,
+                "host_bytes": one.host_bytes,
                 "flops": dict(one.flops),
                 "messages": [
                     {"axis": axis, "kind": kind, **asdict(messages)}

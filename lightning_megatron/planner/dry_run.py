@@ -62,6 +62,8 @@ class DryRun:
     """Number of parameters of the rank."""
     peak_bytes: int
     peak_by_kind: Mapping[str, int]
+    host_bytes: int
+    """Bytes that the rank holds in host memory from step to step, of what its optimizer steps."""
     saved_bytes: int
     """Bytes at the peak that are held between actions, beyond weights, gradients and the optimizer's."""
     peak_action: str
@@ -87,6 +89,7 @@ class _Known:
 
     trace: Trace
     stand_ins: Mapping[object, Cell]
+    host_bytes: int
     parameters: int
     trained: tuple[int, int]
     num_layers: int
@@ -130,6 +133,7 @@ class DryRuns:
             parameters=known.parameters,
             peak_bytes=sum(peak.by_kind.values()),
             peak_by_kind={kind: size for kind, size in peak.by_kind.items() if size},
+            host_bytes=known.host_bytes,
             saved_bytes=peak.saved_bytes,
             peak_action=peak.action,
             flops=work.flops,
@@ -242,6 +246,7 @@ class DryRuns:
         return _Known(
             trace=trace,
             stand_ins=stand_ins,
+            host_bytes=sum(tensor.untyped_storage().nbytes() for tensor in own.on_host),
             parameters=parameters,
             trained=(dense, experts),
             num_layers=len(layers or layers_of(own.module)),
@@ -310,6 +315,7 @@ def global_rank(run: RunSettings, pp_rank: int, line: int) -> int:
 def name_tensors(tracker: MemoryTracker, own: Rank) -> None:
     """Names the tensors that are held from step to step."""
     gradients = own.gradients
+    tracker.leave_out(own.on_host)
     tracker.name("weights", (param.parameter.data for param in gradients.params))
     if own.master_weights is not None:
         tracker.name("weights", (one.gathered for one in own.master_weights.sharded))

@@ -74,6 +74,10 @@ class Gpu:
     """Bandwidth each way to GPUs of the same node; 0: no NVLink."""
     pcie_gb_per_second: float = 32.0
     """Bandwidth each way of PCIe, which replaces NVLink where there is none."""
+    host_gb_per_second: float = 20.0
+    """Bandwidth of a GPU's share of host memory, as an optimizer's step on the host reaches it. Source of the default:
+    Ren et al., arXiv 2101.06840, table 4: 28 bytes for each of 10 billion parameters in 2.6 s on a DGX-2, which has a
+    third of the bandwidth per GPU of a DGX A100."""
     network_gb_per_second: float = 25.0
     """Bandwidth each way of a GPU's share of the node's network."""
     gpus_per_node: int = 8
@@ -86,7 +90,8 @@ class Gpu:
     """Constants of the time model on it: in a file a table of those that differ from the fitted ones."""
 
     def __post_init__(self) -> None:
-        positive = ("memory_gb", "memory_tb_per_second", "half_tflops", "pcie_gb_per_second", "network_gb_per_second")
+        per_second = ("memory_tb", "pcie_gb", "host_gb", "network_gb")
+        positive = ("memory_gb", "half_tflops", *(f"{name}_per_second" for name in per_second))
         faults = [f"{name} ({getattr(self, name)}) must be above 0" for name in positive if not getattr(self, name) > 0]
         of_kinds = [f"{kind}_{what}" for what in ("tflops", "matmul_tflops") for kind in ("fp8", "full")]
         natural = (*of_kinds, "half_matmul_tflops", "nvlink_gb_per_second")

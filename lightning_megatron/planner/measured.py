@@ -82,5 +82,6 @@ def _memory_of(one: DryRun) -> Memory:
         moments=kinds.get("moments", 0),
         activations=one.saved_bytes,
         buffers=kinds.get(OTHERS, 0) - one.saved_bytes + WORKSPACE_BYTES,
+        host=one.host_bytes,
     )
     return with_overhead(memory)

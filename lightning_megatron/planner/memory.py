@@ -49,6 +49,8 @@ class Memory:
     activations: float = 0.0
     buffers: float = 0.0
     overhead: float = 0.0
+    host: float = 0.0
+    """Of main weights, moments and gradients in host memory, beside those of the device."""
 
     @property
     def static(self) -> float:
@@ -66,8 +68,8 @@ class Memory:
         return self.allocated + self.overhead
 
     def by_kind(self) -> dict[str, float]:
-        """Bytes by the names of the fields."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        """Bytes of the device by the names of the fields."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "host"}
 
 
 def memory_of(run: Run) -> tuple[Memory, ...]:
@@ -104,13 +106,17 @@ def _up_weight(run: Run, config: TransformerConfig) -> int:
 
 
 def _states(run: Run, held_by_kind: tuple[int, int], trained_by_kind: tuple[int, int]) -> dict[str, float]:
-    """Bytes that a rank holds from step to step, by kind, for its dense and its expert parameters, all and trained."""
+    """Bytes that a rank holds from step to step, by kind, for its dense and its expert parameters, all and trained; the
+    host's are a kind of their own."""
     # AdamW has two moments.
     master, moments = run.stepped_bytes * run.is_mixed, 2 * run.stepped_bytes
     sharding = "always" if run.optimizer.shards_parameters else run.framework.shards_weights
+    offloaded = run.optimizer.offload_fraction if run.optimizer.cpu_offload else 0.0
     # Sharded weights are the master weights; low-precision ones are gathered for one layer at a time.
-    low = 0 if sharding == "always" and master else run.bytes_per_element
-    held = {"weights": 0.0, "gradients": 0.0, "master_weights": 0.0, "moments": 0.0}
+    low = run.bytes_per_element * (offloaded if sharding == "always" and master else 1)
+    # The host has main weights, what they are cast to, moments and gradients.
+    on_host = run.stepped_bytes + run.bytes_per_element * run.is_mixed + moments + run.gradient_bytes
+    held = {"weights": 0.0, "gradients": 0.0, "master_weights": 0.0, "moments": 0.0, "host": 0.0}
     for every, number, ranks in zip(held_by_kind, trained_by_kind, (run.dp_cp, run.sizes.edp), strict=True):
         ranks = min(ranks, run.optimizer.shard_size or ranks)
         own = number / ranks
@@ -120,8 +126,9 @@ def _states(run: Run, held_by_kind: tuple[int, int], trained_by_kind: tuple[int,
         held["weights"] += low * (own if sharding == "always" else number) + frozen
         are_sharded = run.optimizer.shards_gradients or sharding != "none"
         held["gradients"] += run.gradient_bytes * (own if are_sharded else number)
-        held["master_weights"] += master * stepped
-        held["moments"] += moments * stepped
+        held["master_weights"] += master * stepped * (1 - offloaded)
+        held["moments"] += moments * stepped * (1 - offloaded)
+        held["host"] += on_host * stepped * offloaded
     return held
 
 

@@ -11,7 +11,8 @@ these alone. Q queries, K keys.
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -69,6 +70,8 @@ class MemoryTracker(TorchDispatchMode):
         self._sizes: dict[int, int] = {}
         self._references: dict[int, weakref.ref[Any]] = {}
         self._kinds: dict[int, str] = {}
+        # Storages that stand for host memory.
+        self._left_out: set[int] = set()
         self._live_bytes = self._peak_bytes = 0
         # Bytes by kind that has a name, of now and of the peak: each is replaced where it changes.
         self._named: Mapping[str, int] = {}
@@ -97,6 +100,25 @@ class MemoryTracker(TorchDispatchMode):
             if key in self._sizes and key not in self._kinds:
                 self._kinds[key] = kind
                 self._add_named(kind, self._sizes[key])
+
+    def leave_out(self, tensors: Iterable[Tensor]) -> None:
+        """Counts tensors no longer, nor what is computed of them alone: they stand for host memory."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if tensor.device.type == self._type and (key := storage._cdata) not in self._left_out:
+                if key in self._sizes:
+                    self._let_go(key)
+                self._left_out.add(key)
+                self._references[key] = weakref.ref(storage, partial(self._forget, key))
+
+    def _forget(self, key: int, _: object) -> None:
+        self._left_out.remove(key)
+        del self._references[key]
+
+    def _is_left_out(self, tensors: Any) -> bool:
+        """Whether all of the tensors stand for host memory, but for single numbers."""
+        keys = [x.untyped_storage()._cdata for x in tree_leaves(tensors) if isinstance(x, Tensor) and x.dim()]
+        return bool(keys) and self._left_out.issuperset(keys)
 
     def kind_of(self, key: int) -> str:
         """The kind that a storage has been named as."""
@@ -128,7 +150,7 @@ class MemoryTracker(TorchDispatchMode):
             return
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in self._sizes:
+        if key in self._sizes or key in self._left_out:
             return
         size = allocated_bytes(storage)
         self._sizes[key] = size
@@ -195,6 +217,8 @@ class MemoryTracker(TorchDispatchMode):
             return answer[0]
         output = self._shapes.output_of(func, args, kwargs) if self._type == "meta" else func(*args, **kwargs)
         self._count(func, args, kwargs, output)
+        if self._left_out and self._is_left_out((args, kwargs)):
+            self.leave_out(x for x in tree_leaves(output) if isinstance(x, Tensor) and x.dim())
         if isinstance(output, Tensor):
             self._follow(output)
             self._note_numbers(func, args, kwargs, output)

@@ -208,6 +208,8 @@ def _memory_lines(found: Estimate) -> list[str]:
         memory = found.memory[rank]
         by_kind = "".join(f" {value / GIGA:13.2f}" for value in memory.by_kind().values())
         lines.append(f"{rank:>6} {found.layers[rank]:>7} {memory.total / GIGA:8.2f}{by_kind}")
+    if host := max(memory.host for memory in found.memory):
+        lines.append(f"{'and on the host, at most':<25} {host / GIGA:8.2f} GB a rank: main weights, moments, gradients")
     return lines
 
 
@@ -276,6 +278,7 @@ def record_of(found: Estimate, *, num_tokens: float | None = None) -> dict[str, 
         },
         "published_over_predicted": None if found.ratios is None else asdict(found.ratios),
         "memory_bytes": [memory.by_kind() | {"total": memory.total} for memory in found.memory],
+        "host_bytes": [memory.host for memory in found.memory],
         "layers": list(found.layers),
         "fits": found.peak_bytes <= found.gpu.memory_bytes,
         "checkpoint_bytes": found.checkpoint_bytes,

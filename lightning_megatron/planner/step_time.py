@@ -16,7 +16,7 @@ from lightning_megatron.planner.collective_time import Group, exchange_seconds, 
 from lightning_megatron.planner.constants import Constants
 from lightning_megatron.planner.context_time import context_seconds
 from lightning_megatron.planner.framework_profile import Sharding
-from lightning_megatron.planner.hardware import Gpu
+from lightning_megatron.planner.hardware import GIGA, Gpu
 from lightning_megatron.planner.kernel_counts import FLASH_BACKWARD
 from lightning_megatron.planner.layer_work import LayerWork, layer_work_of
 from lightning_megatron.planner.memory import parameters_of_rank, trained_of_rank
@@ -377,7 +377,12 @@ def _data_parallel_seconds(
             is_hidden = run.optimizer.overlap_param_gather or run.optimizer.shards_parameters
             waited += _unhidden(gather, forward, is_hidden, constants)
     step_bytes = _STEP_NUMBERS * run.stepped_bytes + _LOW_BYTES * run.is_mixed
-    return waited, constants.traffic * step_bytes * stepped / gpu.memory_bytes_per_second
+    on_device = constants.traffic * step_bytes / gpu.memory_bytes_per_second
+    # Gradients come, and weights go, by PCIe.
+    moved_bytes = run.gradient_bytes + run.bytes_per_element
+    on_host = step_bytes / (gpu.host_gb_per_second * GIGA) + moved_bytes / (gpu.pcie_gb_per_second * GIGA)
+    offloaded = run.optimizer.offload_fraction if run.optimizer.cpu_offload else 0.0
+    return waited, stepped * ((1 - offloaded) * on_device + offloaded * on_host)
 
 
 def _divided(group: Group, size: int) -> tuple[Group, Group]:

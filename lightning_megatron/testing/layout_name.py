@@ -21,6 +21,7 @@ WORDS = {
     "zero2": "the distributed optimizer with sharded gradients",
     "zero": "the distributed optimizer",
     "hybrid": "shards over two data-parallel ranks, and copies over the others",
+    "offload": "the optimizer's step on the host",
     "collective": "collective mode",
 }
 """Words of a name that are no size, and what each is."""
@@ -59,6 +60,7 @@ class Layout:
     has_sequence_parallel: bool = False
     optimizer: OptimizerKind = "replicated"
     is_hybrid: bool = False
+    is_offloaded: bool = False
     is_collective: bool = False
     schedule: ScheduleName | Literal["auto"] = "auto"
 
@@ -89,7 +91,9 @@ class Layout:
             sequence_parallel=self.has_sequence_parallel,
             num_microbatches=self.microbatches,
             pipeline=PipelineConfig(mode="collective" if self.is_collective else "auto", schedule=self.schedule),
-            optimizer=OptimizerConfig(kind=self.optimizer, shard_size=2 if self.is_hybrid else 0),
+            optimizer=OptimizerConfig(
+                kind=self.optimizer, shard_size=2 if self.is_hybrid else 0, cpu_offload=self.is_offloaded
+            ),
             timeout_seconds=timeout_seconds,
         )
 
@@ -131,6 +135,7 @@ def layout_of(name: str) -> Layout:
         has_sequence_parallel="sp" in words,
         optimizer=next((kind for word, kind in _KINDS.items() if word in words), "replicated"),
         is_hybrid="hybrid" in words,
+        is_offloaded="offload" in words,
         is_collective="collective" in words,
         schedule=schedule,
     )

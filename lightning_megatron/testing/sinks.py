@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lightning_megatron.optim.replica_check import fingerprint
+from lightning_megatron.optim.reductions import fingerprint
 from lightning_megatron.sharding import Box
 from lightning_megatron.testing.quantities import BATCH, CLIPPED, GRADIENT, Deviation, apart, scale_of
 from lightning_megatron.testing.recorder import Parts

@@ -116,6 +116,7 @@ def described(layout: Layout) -> str:
         (layout.sharded, "distributed optimizer and gradients"),
         (layout.params != "whole", f"distributed optimizer, gradients and parameters, {layout.params}"),
         (layout.shard_size > 0, f"shards over {layout.shard_size}"),
+        (layout.offload, "optimizer on the host"),
         (layout.overlap, "overlap"),
         (layout.rule.startswith("adamw"), "AdamW"),
         (layout.rule == "muon", "Muon"),

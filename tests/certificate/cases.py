@@ -250,6 +250,8 @@ class Layout:
     """Between their uses: all, or shards that are gathered for each use, or once a step."""
     shard_size: int = 0
     """Ranks over which is sharded; the others hold copies."""
+    offload: bool = False
+    """Of what the optimizer steps, to host memory."""
     overlap: bool = False
     """Of gradient sums with backward, and of weights with forward where the optimizer is distributed."""
     rule: Literal["sgd", "adamw", "adamw, 16 bits", "muon"] = "sgd"
@@ -389,6 +391,23 @@ LAYOUTS = {
         recompute=RecomputeConfig(granularity="full", num_layers=2),
     ),
     "ZeRO dp2 accumulate 2": Layout(world=2, microbatches=2, accumulate=2, distributed=True, overlap=True),
+    "offload": Layout(world=1, microbatches=3, offload=True, rule="adamw"),
+    "offload tp2+sp pp2": Layout(world=4, tp=2, sp=True, pp=2, microbatches=3, offload=True),
+    "offload dp2 clip 0.05": Layout(world=2, microbatches=2, offload=True, rule="adamw", clip=0.05),
+    "offload cp2 pp2 vp2": Layout(world=4, cp=2, pp=2, vp=2, microbatches=4, offload=True),
+    "offload ZeRO dp2 tp2 overlap": Layout(
+        world=4, tp=2, microbatches=2, distributed=True, overlap=True, offload=True, rule="adamw"
+    ),
+    "offload ZeRO dp2 accumulate 2": Layout(world=2, accumulate=2, distributed=True, offload=True),
+    "offload ZeRO-2 dp2 ZB-H1 pp2": Layout(
+        world=4, pp=2, microbatches=3, schedule="zb_h1", sharded=True, overlap=True, offload=True
+    ),
+    "offload ZeRO-3 dp2 pp2 vp2": Layout(
+        world=4, pp=2, vp=2, microbatches=4, params="gathered", offload=True, rule="adamw"
+    ),
+    "offload ZeRO-3 hybrid dp4 clip 0.05": Layout(
+        world=4, microbatches=2, params="kept", shard_size=2, offload=True, clip=0.05
+    ),
     "Muon": Layout(world=1, rule="muon"),
     "Muon tp2": Layout(world=2, tp=2, rule="muon"),
     "Muon pp2 vp2": Layout(world=2, pp=2, vp=2, microbatches=3, rule="muon"),
@@ -453,6 +472,7 @@ LAYOUTS = {
     "ZeRO-3 joint DualPipe-V pp2 ep2": Layout(
         world=4, pp=2, vp=2, ep=2, microbatches=4, schedule="dualpipe_v", joint=True, params="gathered", overlap=True
     ),
+    "offload ZeRO-3 dp4 ep2": Layout(world=4, ep=2, microbatches=2, params="gathered", offload=True, rule="adamw"),
     "Muon ZeRO dp4 ep2 overlap": Layout(world=4, ep=2, microbatches=2, distributed=True, overlap=True, rule="muon"),
     "ep2 accumulate 2": Layout(world=2, ep=2, microbatches=2, accumulate=2),
     "pp2 ep2": Layout(world=4, pp=2, ep=2, microbatches=3),
@@ -534,6 +554,9 @@ HALF_LAYOUTS = {
     "16 bits, pp2": Layout(world=2, pp=2, microbatches=3, rule="adamw, 16 bits"),
     "16 bits, ZeRO-2 dp2 pp2": Layout(world=4, pp=2, microbatches=2, sharded=True, rule="adamw, 16 bits"),
     "16 bits, ZeRO-3 dp2 pp2": Layout(world=4, pp=2, microbatches=2, params="gathered", rule="adamw, 16 bits"),
+    "16 bits, offload ZeRO-3 dp2": Layout(
+        world=2, microbatches=2, params="gathered", offload=True, rule="adamw, 16 bits"
+    ),
     "16 bits, ZeRO dp2 tp2": Layout(world=4, tp=2, microbatches=2, distributed=True),
     "16 bits, ZeRO dp2 pp2 vp2": Layout(world=4, pp=2, vp=2, microbatches=4, distributed=True, rule="adamw, 16 bits"),
     "16 bits, cp2": Layout(world=2, cp=2, microbatches=2),

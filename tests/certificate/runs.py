@@ -380,6 +380,7 @@ def _fit(layout: Layout, module: Module, recorder: L.Callback, dtype: torch.dtyp
             overlap_param_gather=layout.overlap and layout.optimizer_kind != "replicated",
             bucket_size=BUCKET_SIZE,
             shard_size=layout.shard_size,
+            cpu_offload=layout.offload,
             reshard_after_forward=layout.params != "kept",
             # The recorders gather what they read.
             gather_for_hooks=layout.params == "whole",

@@ -17,6 +17,7 @@ from lightning_megatron.mesh import Sizes
 from lightning_megatron.models import BertConfig, GPTConfig, GPTModel, T5Config
 from lightning_megatron.moe import token_dispatcher
 from lightning_megatron.moe.config import MoEConfig, RouterConfig
+from lightning_megatron.optim.config import OptimizerConfig
 from lightning_megatron.planner.dry_run import dry_run
 from lightning_megatron.planner.model_parts import SequenceLengths
 from lightning_megatron.planner.run import Run, faults_of
@@ -111,6 +112,60 @@ class Ends(L.Callback):
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.ends.append(len(self.work.launches))
+
+
+class Devices(L.Callback):
+    """Devices of weights, and of what the optimizer steps with, after a step."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, set[str]] = {}
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        [optimizer] = trainer.optimizers
+        stepped = [one for group in optimizer.param_groups for one in group["params"]]
+        held = {
+            "weights": [*pl_module.parameters()],
+            "stepped": stepped,
+            "moments": [state[key] for state in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")],
+        }
+        self.found = {name: {one.device.type for one in tensors} for name, tensors in held.items()}
+        assert len(stepped) == len(optimizer.state) == len(held["weights"])
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", every_nth(["32-true", "bf16-mixed"], 2))
+def test_offloaded_weights_are_stepped_on_the_host(name: Any) -> None:
+    step_on_host(name)
+
+
+@on_ranks(1, init=False)
+def step_on_host(precision: Any) -> None:
+    """The weights stay on the device, of which the host reads gradients and writes weights without being waited for."""
+    with FakeCuda(), DeviceWork() as counted, mock.patch.object(rng, "fill_normal_"):
+        torch.set_float32_matmul_precision("high")
+        devices, ends = Devices(), Ends(counted.work)
+        trainer = L.Trainer(
+            accelerator="gpu",
+            devices=1,
+            strategy=MegatronStrategy(optimizer=OptimizerConfig(cpu_offload=True)),
+            precision=precision,
+            max_steps=2,
+            gradient_clip_val=1.0,
+            callbacks=[devices, ends],
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        tokens = torch.ones(24, 64, dtype=torch.int64)
+        model = replace(LLAMA, num_layers=1, num_query_groups=4)
+        trainer.fit(Text(model), DataLoader(TensorDataset(tokens, tokens), batch_size=6))
+        work = Work(counted.work.launches[ends.ends[0] : ends.ends[1]])
+    assert devices.found == {"weights": {"cuda"}, "stepped": {"cpu"}, "moments": {"cpu"}}
+    directions = {name: {where for where in work.copies if where.startswith(name)} for name in ("device", "host")}
+    assert any("optim/bucket.py" in where for where in directions["device"]), work.copies
+    assert any("optim/host_weights.py" in where for where in directions["host"]), work.copies
+    assert not any(where.startswith("copy_") for where in work.waits), work.waits
 
 
 @on_ranks(1, init=False)

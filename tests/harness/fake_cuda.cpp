@@ -1,10 +1,15 @@
 // What a CPU build of torch lacks to run the shapes of CUDA tensors forward and backward: a device guard that guards
-// nothing, the hooks by which torch asks for devices, kernels that only CUDA has, and the choice of attention's kernel.
+// nothing, the hooks by which torch asks for devices and for pinned memory, kernels that only CUDA has, and the choice
+// of attention's kernel.
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <ATen/native/transformers/attention.h>
 #include <ATen/native/transformers/sdp_utils_cpp.h>
 #include <torch/library.h>
+#include <c10/core/Allocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+
+#include <cstdlib>
+#include <set>
 
 namespace {
 
@@ -22,6 +27,27 @@ struct FakeGuard final : public c10::impl::NoOpDeviceGuardImpl<CUDA> {
   }
   c10::Stream exchangeStream(c10::Stream) const noexcept override {
     return c10::Stream(c10::Stream::DEFAULT, {CUDA, 0});
+  }
+};
+
+// Memory of the host that says of itself that it is pinned.
+std::set<const void*>& pinned() {
+  static std::set<const void*> starts;
+  return starts;
+}
+
+struct FakePinned final : public c10::Allocator {
+  c10::DataPtr allocate(size_t size) override {
+    void* start = std::malloc(size + 1);
+    pinned().insert(start);
+    return {start, start, &free, c10::Device(c10::DeviceType::CPU)};
+  }
+  void copy_data(void* to, const void* from, size_t size) const override {
+    default_copy_data(to, from, size);
+  }
+  static void free(void* start) {
+    pinned().erase(start);
+    std::free(start);
   }
 };
 
@@ -50,6 +76,13 @@ struct FakeHooks final : public at::CUDAHooksInterface {
   }
   c10::DeviceIndex getCurrentDevice() const override {
     return 0;
+  }
+  c10::Allocator* getPinnedMemoryAllocator() const override {
+    static FakePinned allocator;
+    return &allocator;
+  }
+  bool isPinnedPtr(const void* start) const override {
+    return pinned().count(start) > 0;
   }
 };
 

@@ -44,6 +44,7 @@ _ANSWERS: dict[str, Callable[..., Any]] = {
     "get_device_capability": lambda device=None: _CAPABILITY,
     "get_device_name": lambda device=None: "NVIDIA H100 80GB HBM3",
     "empty_cache": lambda: None,
+    "current_stream": lambda device=None: torch.Stream(device="cuda"),
 }
 
 

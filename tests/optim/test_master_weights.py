@@ -80,11 +80,13 @@ def gradients_of_step(step: int, dtype: torch.dtype) -> dict[str, Tensor]:
 class Training:
     """One rank's parameters, optimizer and scheduler."""
 
-    def __init__(self, made: Made, mesh: Mesh, kind: Any, dtype: torch.dtype, low: torch.dtype | None) -> None:
+    def __init__(
+        self, made: Made, mesh: Mesh, kind: Any, dtype: torch.dtype, low: torch.dtype | None, is_on_host: bool = False
+    ) -> None:
         self.named, self.mesh = parameters(dtype), mesh
         self.optimizer = made(groups_of(self.named))
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.5)
-        config = OptimizerConfig(kind=kind, bucket_size=60)
+        config = OptimizerConfig(kind=kind, bucket_size=60, cpu_offload=is_on_host)
         no_split = not is_elementwise(self.optimizer, "auto")
         self.gradients = Gradients(
             self.named.items(), set(), mesh, no_group, CPU, config=config, no_split=no_split, low=low
@@ -127,13 +129,13 @@ def apart(named: dict[str, nn.Parameter], wanted: dict[str, nn.Parameter]) -> fl
     return max(float((named[n].double() - wanted[n].double()).detach().abs().max()) for n in wanted)
 
 
-def trained(kind: str, low: torch.dtype | None) -> dict[str, Any]:
+def trained(kind: str, low: torch.dtype | None, is_on_host: bool) -> dict[str, Any]:
     """How far every optimizer is from one device; in float64, or in float32 with `low`."""
     mesh = make_mesh(Sizes(world=3))
     dtype = torch.float64 if low is None else torch.float32
     found: dict[str, Any] = {}
     for name, made in OPTIMIZERS.items():
-        run = Training(made, mesh, kind, dtype, low)
+        run = Training(made, mesh, kind, dtype, low, is_on_host)
         before = parameters(dtype)
         held = sum(p.numel() for group in run.optimizer.param_groups for p in group["params"])
         for number in range(4):
@@ -159,10 +161,11 @@ NUM = sum(torch.Size(shape).numel() for shape in SHAPES.values())
 FROZEN = 16
 
 
+@pytest.mark.parametrize("is_on_host", [False, True])
 @pytest.mark.parametrize("kind", ["distributed", "replicated"])
 @pytest.mark.parametrize("low", [None, torch.bfloat16])
-def test_every_optimizer_steps_as_on_one_device(kind: str, low: torch.dtype | None) -> None:
-    by_rank = run_on_ranks(3, trained, kind, low)
+def test_every_optimizer_steps_as_on_one_device(kind: str, low: torch.dtype | None, is_on_host: bool) -> None:
+    by_rank = run_on_ranks(3, trained, kind, low, is_on_host)
     for name in OPTIMIZERS:
         for found in by_rank:
             result = found[name]
@@ -195,15 +198,16 @@ def test_data_parallel_ranks_own_unequal_parts_and_together_everything_once() ->
 # --- what somebody does to the weights between steps ------------------------------------------------------------------
 
 
-def alone(low: torch.dtype | None, made: str = "SGD") -> Training:
-    return Training(OPTIMIZERS[made], Mesh.single(), "replicated", torch.float32, low)
+def alone(low: torch.dtype | None, made: str = "SGD", is_on_host: bool = False) -> Training:
+    return Training(OPTIMIZERS[made], Mesh.single(), "replicated", torch.float32, low, is_on_host)
 
 
+@pytest.mark.parametrize("is_on_host", [False, True])
 @pytest.mark.parametrize("low", [None, torch.bfloat16])
 @pytest.mark.parametrize("name", ["first", "bias"])
 @pytest.mark.parametrize("how", ["in place", "data replaced", "data replaced by float32"])
-def test_a_changed_weight_is_taken_over(low: torch.dtype | None, name: str, how: str) -> None:
-    run = alone(low)
+def test_a_changed_weight_is_taken_over(low: torch.dtype | None, name: str, how: str, is_on_host: bool) -> None:
+    run = alone(low, is_on_host=is_on_host)
     run.step(0)
     parameter = run.named[name]
     master = next(shard.tensor for shard in run.gradients.param_shards if shard.param.name == name)
@@ -224,8 +228,9 @@ def test_a_changed_weight_is_taken_over(low: torch.dtype | None, name: str, how:
     torch.testing.assert_close(parameter.float(), master, atol=0.02, rtol=0.01)
 
 
-def test_released_weights_have_every_bit_of_the_master_weights_and_no_gradient_stands_on_them() -> None:
-    run = alone(torch.bfloat16, "AdamW")
+@pytest.mark.parametrize("is_on_host", [False, True])
+def test_released_weights_have_every_bit_of_the_master_weights_and_no_gradient_stands_on_them(is_on_host: bool) -> None:
+    run = alone(torch.bfloat16, "AdamW", is_on_host)
     for number in range(3):
         run.step(number)
     for parameter in run.named.values():

@@ -11,11 +11,11 @@ from lightning_megatron.mesh import Axis, Mesh, Sizes
 from lightning_megatron.optim.config import OptimizerConfig
 from lightning_megatron.optim.gradients import Gradients
 from lightning_megatron.optim.master_weights import MasterWeights
+from lightning_megatron.optim.reductions import fingerprint
 from lightning_megatron.optim.replica_check import (
     bullet_list,
     describe_nonfinite,
     differing_copies,
-    fingerprint,
     finite_norm,
     found_nonfinite,
 )

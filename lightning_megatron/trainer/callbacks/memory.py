@@ -199,8 +199,8 @@ class _Planned:
         if trainer.strategy.root_device.type == "cuda":
             self.overhead_bytes = memory.overhead
         else:
-            # The workspace is that of a GPU's libraries.
-            self.kinds[_REST] -= WORKSPACE_BYTES
+            # The workspace is that of a GPU's libraries, and the host is the device.
+            self.kinds[_REST] += memory.host - WORKSPACE_BYTES
 
 
 def _fullest(ranks: list[_Held]) -> int:

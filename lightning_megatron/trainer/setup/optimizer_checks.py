@@ -53,6 +53,16 @@ def require_separable(
             faults.append(
                 f"{name} runs forwards within its step, and master weights reach the model after it; {_SEPARABLE}"
             )
+        if config.cpu_offload and scope == "sharded parameter":
+            faults.append(
+                f"{name} multiplies matrices in its step, which cpu_offload would have done on the host; leave "
+                "cpu_offload out, or use AdamW"
+            )
+        if config.cpu_offload and any(group.get("capturable") for group in optimizer.param_groups):
+            faults.append(
+                f"{name} has capturable=True, a step within a CUDA graph, and cpu_offload steps on the host; leave one "
+                "of them out"
+            )
         if scope == "parameter" and is_cut:
             muon = "use lightning_megatron.optim.muon.Muon, which puts them together, or " * (name == "Muon")
             faults.append(f"{name} looks at whole matrices, and {cutting} parallelism cuts them; {muon}{_SEPARABLE}")
@@ -99,7 +109,7 @@ def require_fitting(callbacks: Iterable[pl.Callback], config: OptimizerConfig, h
         if isinstance(callback, BaseFinetuning) and has_master_weights:
             faults.append(
                 f"{name} looks for the model's parameters in the optimizer, which has master weights; use precision "
-                '32-true or bf16-true with OptimizerConfig(kind="replicated")'
+                '32-true or bf16-true with OptimizerConfig(kind="replicated"), without cpu_offload'
             )
         is_averaging = isinstance(callback, (WeightAveraging, StochasticWeightAveraging))
         if is_averaging and config.shards_parameters:

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from lightning_megatron.any_module.model_parts import ModuleParts
 from lightning_megatron.any_module.pipelined_modules import names_inside, pipelined_modules, stages_by_name
@@ -28,6 +28,8 @@ from lightning_megatron.sharding import ShardedParameter
 from lightning_megatron.trainer.precision import MegatronPrecision
 from lightning_megatron.trainer.setup import pipelined_models
 
+# Optimizers of which torch has fused kernels, on the host and on GPUs.
+_FUSED = (Adam, AdamW, SGD)
 # Packages whose hooks do the same on all ranks.
 _OWN = {__name__.partition(".")[0]}
 _LIBRARIES = _OWN | {"lightning", "pytorch_lightning"}
@@ -39,7 +41,7 @@ _WEIGHTS = {"weight", "bias", "parameters", "named_parameters", "get_parameter",
 
 def has_master_weights(config: OptimizerConfig, plugin: MegatronPrecision) -> bool:
     """Whether optimizers step something else than the parameters, or gradients of another dtype."""
-    return config.shards_states or plugin.low_dtype() is not None or plugin.gradient_dtype(config) is not None
+    return config.needs_master_weights or plugin.low_dtype() is not None
 
 
 def make_data_parallel_comm(
@@ -81,7 +83,7 @@ def make_data_parallel_comm(
             sharded = ModelParts.of(
                 master_weights.sharded, parts.parameters, parts.stages, parts.lasts, layers=parts.layers
             )
-    choose_foreach(stepping, device)
+    choose_kernels(stepping, device, steps_on_host=config.cpu_offload)
     hooks_read = weight_readers(module, stepping) if sharded is not None and config.gather_for_hooks else ()
     dp_comm = DataParallelComm(gradients, master_weights, parts.parameters, hook_gradients, sharded, hooks_read)
     if config.overlap_param_gather or sharded is not None:
@@ -89,15 +91,19 @@ def make_data_parallel_comm(
     return dp_comm
 
 
-def choose_foreach(optimizers: Iterable[Optimizer], device: torch.device) -> None:
-    """Lets optimizers step all parameters of a group at once on a GPU, where their user has not said otherwise.
+def choose_kernels(optimizers: Iterable[Optimizer], device: torch.device, *, steps_on_host: bool = False) -> None:
+    """Lets optimizers step all parameters of a group at once on a GPU, and read each once on the host, where their user
+    has not said otherwise.
 
-    Torch does so by itself for parameters of its own type alone, and not for those that know their shard.
+    Torch does the first by itself for parameters of its own type alone, and not for those that know their shard.
     """
-    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+    for optimizer, group in ((one, group) for one in optimizers for group in one.param_groups):
         is_open = "foreach" in group and group["foreach"] is None and not group.get("fused")
         knows_shards = any(isinstance(parameter, ShardedParameter) for parameter in group["params"])
-        if is_open and knows_shards and device.type == "cuda":
+        if is_open and steps_on_host and type(optimizer) in _FUSED and group["fused"] is None:
+            # Torch's loop reads each number a dozen times.
+            group["fused"] = not group.get("differentiable")
+        elif is_open and knows_shards and device.type == "cuda":
             group["foreach"] = True
 
 

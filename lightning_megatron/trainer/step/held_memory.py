@@ -37,14 +37,17 @@ def gradients_of(module: nn.Module, optimizers: Iterable[Optimizer]) -> list[Ten
 
 
 def held_bytes(module: nn.Module, optimizers: Sequence[Optimizer], gradient_bytes: int | None = None) -> dict[str, int]:
-    """Bytes that this rank holds from step to step, by kind; `gradient_bytes` where they were counted before."""
+    """Bytes of its device that this rank holds from step to step, by kind; `gradient_bytes` where they were counted
+    before."""
     if gradient_bytes is None:
         gradient_bytes = sum(storage_bytes(gradients_of(module, optimizers)).values())
     weights = storage_bytes(module.parameters())
-    stepped = storage_bytes(stepped_by(optimizers))
+    device = {parameter.device.type for parameter in module.parameters()}
+    stepped = storage_bytes(x for x in stepped_by(optimizers) if x.device.type in device)
     states = [state for optimizer in optimizers for state in optimizer.state.values()]
-    # Beside a GPU the host has the numbers of steps.
-    moments = storage_bytes(x for state in states for x in state.values() if isinstance(x, Tensor) and x.dim())
+    # Beside a GPU the host has the numbers of steps, and what is offloaded to it.
+    tensors = [x for state in states for x in state.values() if isinstance(x, Tensor) and x.dim()]
+    moments = storage_bytes(x for x in tensors if x.device.type in device)
     return {
         "weights": sum(weights.values()),
         "gradients": gradient_bytes,
@@ -61,6 +64,6 @@ def tell_what_was_held(error: BaseException, module: nn.Module, optimizers: Sequ
     told = ", ".join(f"{kind.replace('_', ' ')} {size / GIGA:.3g}" for kind, size in kinds.items() if size)
     error.add_note(
         f"rank {rank} held from step to step, in GB: {told}; the rest is activations and what is computed from them. "
-        "Less is held with OptimizerConfig(kind='distributed'), RecomputeConfig(granularity='selective'), smaller "
-        "microbatches, or more ranks of tensor, pipeline or context parallelism"
+        "Less is held with OptimizerConfig(kind='distributed'), cpu_offload=True there, RecomputeConfig("
+        "granularity='selective'), smaller microbatches, or more ranks of tensor, pipeline or context parallelism"
     )

@@ -137,7 +137,7 @@ class HookCheck:
         self._judge(sorted(lines), [factor for _, _, factor in found], step)
 
     def _fingerprint(self, tensor: Tensor) -> Tensor:
-        return fingerprint(self._kind.read(tensor), tensor.device)
+        return fingerprint(self._kind.read(tensor), tensor.device).to(self._gradients.device)
 
     def _own(self, before: dict[Tensor, Tensor], stepped: Collection[Tensor] | None) -> Iterator[_Entry]:
         """What hooks may have changed."""

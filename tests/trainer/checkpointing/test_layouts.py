@@ -39,6 +39,8 @@ LAYOUTS = {
     "zero dp2 tp2": Layout(world=4, tp=2, sp=True, optimizer=ZERO),
     "zero dp2 pp2": Layout(world=4, pp=2, microbatches=2, optimizer=ZERO),
     "zero 3 dp2 pp2": Layout(world=4, pp=2, microbatches=2, optimizer=ZERO_3),
+    "host dp2": Layout(world=2, optimizer=OptimizerConfig(cpu_offload=True, bucket_size=700, offload_fraction=0.5)),
+    "host zero 3 dp2": Layout(world=2, optimizer=replace(ZERO_3, cpu_offload=True)),
 }
 # Dropout, because its masks must go on too; a vocabulary that two ranks pad and one does not.
 CONFIG = GPTConfig(
@@ -81,7 +83,7 @@ CASES = {
     "bf16-mixed, untied": Case(
         precision="bf16-mixed",
         config=replace(CONFIG, tie_embeddings=False),
-        layouts=("dp2", "pp2", "pp2 zb_v", "zero 3 dp2 pp2", "zero dp2 pp2"),
+        layouts=("dp2", "pp2", "pp2 zb_v", "zero 3 dp2 pp2", "zero dp2 pp2", "host dp2", "host zero 3 dp2"),
         tolerance=0.05,
         itemsize=4,
     ),

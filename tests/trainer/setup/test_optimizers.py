@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from lightning_megatron.sharding import Initial, shard_parameter
-from lightning_megatron.trainer.setup.optimizers import choose_foreach
+from lightning_megatron.trainer.setup.optimizers import choose_kernels
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
 
 
 def foreach_of(parameter: torch.nn.Parameter, device: torch.device, **settings: Any) -> Any:
     optimizer = torch.optim.AdamW([parameter], **settings)
-    choose_foreach([optimizer], device)
+    choose_kernels([optimizer], device)
     return optimizer.param_groups[0]["foreach"]
 
 
@@ -30,7 +30,16 @@ def test_what_a_user_says_stays(settings: Any) -> None:
     assert foreach_of(shard_parameter((2, 2), initial=Initial()), GPU, **settings) is wanted
 
 
+def test_a_step_on_the_host_reads_each_weight_once() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    plain, closure_free = torch.optim.AdamW([parameter]), torch.optim.RMSprop([parameter])
+    exact, chosen = torch.optim.AdamW([parameter], differentiable=True), torch.optim.AdamW([parameter], foreach=True)
+    choose_kernels([plain, closure_free, exact, chosen], GPU, steps_on_host=True)
+    assert plain.param_groups[0]["fused"] is True and "fused" not in closure_free.param_groups[0]
+    assert not exact.param_groups[0]["fused"] and chosen.param_groups[0]["fused"] is None
+
+
 def test_an_optimizer_without_the_setting_is_left_alone() -> None:
     optimizer = torch.optim.LBFGS([shard_parameter((2, 2), initial=Initial())])
-    choose_foreach([optimizer], GPU)
+    choose_kernels([optimizer], GPU)
     assert "foreach" not in optimizer.param_groups[0]

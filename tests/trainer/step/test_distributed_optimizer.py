@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from lightning_megatron import ConfigurationError, MegatronStrategy
 from lightning_megatron.optim.config import OptimizerConfig
+from lightning_megatron.optim.muon import Muon
 from tests.harness.ranks import run_on_ranks
 from tests.harness.sample import diagonal, every_nth
 from tests.trainer.fits import weights
@@ -275,6 +276,13 @@ def refusal(module: L.LightningModule, layout: Layout, **options: Any) -> str:
     return "not refused"
 
 
+class StepsMatrices(Small):
+    """Steps by an optimizer of whole matrices."""
+
+    def configure_optimizers(self) -> Any:
+        return Muon(self.parameters())
+
+
 def refusals() -> dict[str, str]:
     zero, gathering = Layout(optimizer=ZERO), LAYOUTS["distributed, overlapping"].optimizer
     return {
@@ -283,6 +291,7 @@ def refusals() -> dict[str, str]:
         "added": refusal(AddsLater(), zero),
         "thawed": refusal(TrainsTheRest(), zero, callbacks=[Unfreezes()]),
         "averaged": refusal(Small(), Layout(optimizer=gathering), callbacks=[EMAWeightAveraging(decay=0.7)]),
+        "muon on the host": refusal(StepsMatrices(), Layout(optimizer=OptimizerConfig(cpu_offload=True))),
     }
 
 
@@ -293,6 +302,7 @@ def test_what_master_weights_cannot_do_is_refused_with_a_way_out() -> None:
         "newton, mixed": "LBFGS runs forwards within its step",
         "added": "RuntimeError: param group 1 of SGD got a parameter after training began",
         "thawed": "Unfreezes looks for the model's parameters in the optimizer",
+        "muon on the host": "Muon multiplies matrices in its step, which cpu_offload would have done on the host",
         "averaged": "EMAWeightAveraging reads weights between a step and the next forward",
     }.items():
         assert message in found[name]
