@@ -504,6 +504,7 @@ class RowwiseLinear(RowParallelLinear):
             gradients=self.weight_gradients,
             gemm=self.gemm,
             num_chunks=self.num_chunks,
+            is_symmetric=self.is_symmetric,
         )
         return y_TO.view(*by_rank.shape[1:-1], y_TO.shape[-1])
 

@@ -436,8 +436,12 @@ def _unplanned(pipeline: PipelineConfig, kernels: KernelConfig) -> dict[str, str
         found[f"kernels num_tp_overlap_chunks ({kernels.num_tp_overlap_chunks})"] = (
             "hides messages of tensor parallelism behind products"
         )
+    if kernels.symmetric_memory:
+        found["kernels symmetric_memory (True)"] = "hides messages of tensor parallelism behind products"
     if kernels.compile_layers:
         found["kernels compile_layers (True)"] = (
             "makes neighbouring operations one kernel, which saves fewer activations"
         )
+    if kernels.attention != "torch":
+        found[f"kernels attention ({kernels.attention!r})"] = "attends by kernels of another library"
     return found

@@ -393,10 +393,11 @@ def _fp8_model(fp8: Fp8Config, model: TransformerConfig, sizes: Sizes) -> list[s
 
 
 def _tp_overlap(facts: Facts) -> list[str]:
-    sizes, num_chunks = facts.sizes, facts.kernels.num_tp_overlap_chunks
-    if num_chunks == 1:
+    sizes, num_chunks, fuses = facts.sizes, facts.kernels.num_tp_overlap_chunks, facts.kernels.symmetric_memory
+    if num_chunks == 1 and not fuses:
         return []
-    option, faults = f"num_tp_overlap_chunks ({num_chunks}) of KernelConfig", []
+    name, value = ("symmetric_memory", True) if fuses else ("num_tp_overlap_chunks", num_chunks)
+    option, faults = f"{name} ({value}) of KernelConfig", []
     if sizes.tp == 1 or not sizes.sequence_parallel:
         faults.append(
             f"{option} hides gathers and scatters of tokens, of which there are none with tensor_model_parallel_size "
@@ -406,9 +407,11 @@ def _tp_overlap(facts: Facts) -> list[str]:
     if facts.kernels.compile_layers:
         faults.append(
             f"{option} computes while tokens are sent, and collectives in layers that are compiled wait at once; leave "
-            "compile_layers or num_tp_overlap_chunks out"
+            f"compile_layers or {name} out"
         )
-    if facts.fp8 is not None and facts.fp8.engine == "transformer_engine":
+    if facts.fp8 is not None and fuses:
+        faults.append(f"{option} multiplies without float8; leave it or fp8 out, or use num_tp_overlap_chunks")
+    elif facts.fp8 is not None and facts.fp8.engine == "transformer_engine":
         faults.append(
             f"{option} is for this package's linears, and with fp8 engine ('transformer_engine') those of Transformer "
             "Engine run; use engine='torch', or leave num_tp_overlap_chunks out"

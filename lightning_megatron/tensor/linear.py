@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from lightning_megatron.comm import chunked_collectives, collectives
+from lightning_megatron.comm import chunked_collectives, collectives, symmetric_memory
 from lightning_megatron.comm.chunked_collectives import Compute
 from lightning_megatron.comm.collectives import Pending
 from lightning_megatron.mesh import Axis
@@ -63,7 +63,8 @@ class ParallelLinear(WeightGradientLayer):
     """A linear layer over `tp` that multiplies by its `gemm`.
 
     `lora`, if any, is a LoRA adapter (`tensor.lora_adapter`): it gets the same input and the keys of its tokens, and
-    its output is added. The forward's message under sequence parallelism goes in `num_chunks`.
+    its output is added. The forward's message under sequence parallelism goes in `num_chunks`, or is fused with the
+    product where `is_symmetric`.
     """
 
     weight: nn.Parameter
@@ -77,6 +78,7 @@ class ParallelLinear(WeightGradientLayer):
         self.input_axis, self.gradient_axis = input_axis, gradient_axis
         self.gemm: Gemm = TORCH_GEMM
         self.num_chunks = 1
+        self.is_symmetric = False
         self.lora = None
 
     def _output(self, product: Callable[..., Tensor], x_TI: Tensor, tokens: TokenKeys | None) -> Tensor:
@@ -90,6 +92,7 @@ class ParallelLinear(WeightGradientLayer):
             gradients=self.weight_gradients,
             gemm=self.gemm,
             num_chunks=self.num_chunks,
+            is_symmetric=self.is_symmetric,
         )
         return y_TO if self.lora is None else y_TO + self.lora(x_TI, tokens)
 
@@ -143,6 +146,7 @@ def column_parallel_linear(
     gradients: WeightGradients,
     gemm: Gemm = TORCH_GEMM,
     num_chunks: int = 1,
+    is_symmetric: bool = False,
 ) -> Tensor:
     """Column-parallel product [T, *weight.shape[:-1]] of [T/sp, I] and a weight, which may be tied to another layer.
 
@@ -151,7 +155,7 @@ def column_parallel_linear(
     """
     x_TI = as_gemm_input(x_TI)
     y_TO: Tensor = _Column.apply(
-        x_TI, weight, bias, _Call(tp, sp, gradients, gemm, num_chunks, torch.is_grad_enabled())
+        x_TI, weight, bias, _Call(tp, sp, gradients, gemm, num_chunks, is_symmetric, torch.is_grad_enabled())
     )
     # Outside of the Function: autograd forbids in-place changes of a view that a Function made.
     return y_TO.view(y_TO.shape[0], *weight.shape[:-1])
@@ -167,11 +171,12 @@ def row_parallel_linear(
     gradients: WeightGradients,
     gemm: Gemm = TORCH_GEMM,
     num_chunks: int = 1,
+    is_symmetric: bool = False,
 ) -> Tensor:
     """Row-parallel product [T/sp, O] of [T, I/tp] and a weight [O, I/tp]; the bias is added after the sum over `tp`."""
     x_TI = as_gemm_input(x_TI)
     y_TO: Tensor = _Row.apply(
-        x_TI, weight_OI, bias_O, _Call(tp, sp, gradients, gemm, num_chunks, torch.is_grad_enabled())
+        x_TI, weight_OI, bias_O, _Call(tp, sp, gradients, gemm, num_chunks, is_symmetric, torch.is_grad_enabled())
     )
     return y_TO
 
@@ -190,6 +195,8 @@ class _Call(NamedTuple):
     gradients: WeightGradients
     gemm: Gemm
     num_chunks: int
+    is_symmetric: bool
+    """Whether symmetric memory fuses the forward's product with its message."""
     is_training: bool
     """Whether gradients are on outside of the Function: inside they are off."""
 
@@ -203,6 +210,9 @@ class _Column(torch.autograd.Function):
         ctx.bias_dtype = None if bias is None else bias.dtype
         saved = call.gemm.cast_input(x, is_training=call.is_training)
         _save_for_backward(ctx, saved, weight)
+        if call.is_symmetric and call.sp.size > 1:
+            y_TO = symmetric_memory.gathered_product(saved.values, _right(saved.values, weight), call.sp)
+            return y_TO if bias is None else y_TO + bias.to(y_TO.dtype).flatten()
         product = _product(call, saved, weight, bias, x.dtype)
         return chunked_collectives.compute_on_gathered(saved.values, call.sp, call.num_chunks, product)
 
@@ -246,7 +256,9 @@ class _Row(torch.autograd.Function):
         saved = call.gemm.cast_input(x, is_training=call.is_training)
         _save_for_backward(ctx, saved, weight)
         product = _product(call, saved, weight, None, x.dtype)
-        if call.sp.size == call.tp.size:
+        if call.is_symmetric and call.sp.size > 1:
+            y_TO = symmetric_memory.scattered_product(saved.values, _right(saved.values, weight), call.sp)
+        elif call.sp.size == call.tp.size:
             y_TO = chunked_collectives.scatter_computed(saved.values, call.sp, call.num_chunks, product)
         else:
             y_TO = collectives.all_reduce_(product(saved.values), call.tp)
@@ -291,6 +303,11 @@ def _saved(ctx: Any) -> tuple[Operand, Tensor]:
 def _product(call: _Call, x: Operand, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Compute:
     """The forward's product of rows that are cast as `x` is."""
     return lambda rows: call.gemm.forward(x._replace(values=rows), weight, bias, dtype, is_training=call.is_training)
+
+
+def _right(x_TI: Tensor, weight: Tensor) -> Tensor:
+    """The right factor [I, O] of a product without float8."""
+    return weight.to(x_TI.dtype).flatten(0, -2).t()
 
 
 def _gathered(x: Operand, sp: Axis) -> Operand:

@@ -5,6 +5,7 @@ last fit after that.
 """
 
 from collections.abc import Iterable
+from contextlib import ExitStack
 from contextvars import Token
 from dataclasses import dataclass, field
 from typing import Any
@@ -94,6 +95,8 @@ class ActiveRun:
     """Linears of networks that know nothing of a split backward, which put off their weight gradients in this run."""
     compiled_layers: list[nn.Module] = field(default_factory=list)
     """Layers that are compiled in this run alone."""
+    attention: ExitStack = field(default_factory=ExitStack)
+    """Choice of a library for attention, which holds in this run alone."""
     synced_metrics: list[Metric] = field(default_factory=list)
     """Metrics whose sync was changed for this run."""
     skipped_step_schedulers: SkippedStepSchedulers = field(default_factory=SkippedStepSchedulers)
@@ -201,6 +204,7 @@ class ActiveRun:
             share_yield_to_peer(module, no_op)
         while self.compiled_layers:
             compiled_layers.restore(self.compiled_layers.pop())
+        self.attention.close()
         metric_sync.restore_metrics(self.synced_metrics)
         self.skipped_step_schedulers.let_go()
         if self.dp_comm is not None:

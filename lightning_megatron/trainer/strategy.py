@@ -80,6 +80,7 @@ from lightning_megatron.trainer.precision import MegatronPrecision, compute_dtyp
 from lightning_megatron.trainer.resume import data_position, run_state
 from lightning_megatron.trainer.run import ActiveRun, FitRecord
 from lightning_megatron.trainer.setup import (
+    attention_library,
     checks,
     compiled_layers,
     expert_replicas,
@@ -483,6 +484,7 @@ class MegatronStrategy(ParallelStrategy):
             model_checks.require_equal_writes(module, self.mesh)
         pipelined = pipelined_modules(module)
         model_checks.share_kernels(module, self.kernels, self.mesh)
+        run.attention.enter_context(attention_library.attention_by(self.kernels.attention))
         if self.dynamic_context is not None and trainer.state.fn == TrainerFn.FITTING:
             model_checks.require_spreading(module)
             run.document_prefetch = self._make_document_prefetch(trainer, self.dynamic_context)

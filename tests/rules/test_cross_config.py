@@ -133,6 +133,18 @@ def test_chunks_of_tokens_are_refused_where_nothing_would_be_sent_in_them() -> N
         KernelConfig(num_tp_overlap_chunks=0)
 
 
+def test_symmetric_memory_is_refused_where_it_would_fuse_nothing() -> None:
+    fused = KernelConfig(symmetric_memory=True)
+    facts = Facts(sizes=Sizes(world=2, tp=2, sequence_parallel=True), kernels=fused)
+    assert faults(facts) == []
+    [fault] = faults(replace(facts, sizes=Sizes(world=2, tp=2)))
+    assert fault.startswith("symmetric_memory (True) of KernelConfig hides gathers and scatters")
+    [fault] = faults(replace(facts, fp8=Fp8Config()))
+    assert "multiplies without float8" in fault
+    with pytest.raises(ValueError, match=r"symmetric_memory \(True\) and num_tp_overlap_chunks \(4\) hide the same"):
+        KernelConfig(symmetric_memory=True, num_tp_overlap_chunks=4)
+
+
 def test_sequence_parallel_without_tensor_parallel_is_harmless() -> None:
     assert faults(Facts(sizes=Sizes(world=2, sequence_parallel=True), model=model())) == []
 

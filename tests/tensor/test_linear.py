@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed import _symmetric_memory
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -116,7 +117,9 @@ def test_a_row_layer_equals_the_plain_one(num_ranks: int, is_sequence_parallel: 
     run_on_threads(num_ranks, lambda world: check_row_layer(thread_mesh(world, is_sequence_parallel), plain))
 
 
-def column_into_row_on_gloo(is_sequence_parallel: bool, num_chunks: int) -> list[Tensor]:
+def column_into_row_on_gloo(
+    is_sequence_parallel: bool, num_chunks: int = 1, is_symmetric: bool = False
+) -> list[Tensor]:
     """Output and gradients of a column layer into a row layer on real ranks, and those of the plain two."""
     size = torch.distributed.get_world_size()
     mesh = Mesh.build(
@@ -136,6 +139,7 @@ def column_into_row_on_gloo(is_sequence_parallel: bool, num_chunks: int) -> list
         for one, axis, dim in ((up, tp, 0), (up_bias, tp, 0), (down, tp, 1), (down_bias, mesh.pp, 0), (x, sp, 0))
     )
     options: dict[str, Any] = {"tp": tp, "sp": sp, "gradients": WeightGradients(), "num_chunks": num_chunks}
+    options["is_symmetric"] = is_symmetric
     inner = torch.tanh(column_parallel_linear(cut_x, cut_up, cut_up_bias, **options))
     out = row_parallel_linear(inner, cut_down, cut_down_bias, **options)
     out.square().sum().backward()
@@ -159,6 +163,32 @@ def test_a_column_into_a_row_layer_equals_the_plain_two_on_real_ranks(
     num_ranks: int, is_sequence_parallel: bool, num_chunks: int
 ) -> None:
     for tensors in run_on_ranks(num_ranks, column_into_row_on_gloo, is_sequence_parallel, num_chunks):
+        for cut, plain in zip(tensors[::2], tensors[1::2], strict=True):
+            assert_close(cut, plain, rtol=1e-12, atol=1e-12)
+            assert plain.abs().max() > BITE
+
+
+def on_symmetric_memory() -> list[Tensor]:
+    """A column layer into a row layer by torch's operators of symmetric memory, which on CPUs run as in torch's own
+    tests: by collectives."""
+    library, fused = torch.library.Library("symm_mem", "IMPL"), []
+
+    def noting(name: str, fallback: Any) -> None:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            fused.append(name)
+            return fallback(*args, **kwargs)
+
+        library.impl(name, run, "CPU")
+
+    noting("fused_all_gather_matmul", _symmetric_memory._fused_all_gather_matmul_fallback)
+    noting("fused_matmul_reduce_scatter", _symmetric_memory._fused_matmul_reduce_scatter_fallback)
+    tensors = column_into_row_on_gloo(is_sequence_parallel=True, is_symmetric=True)
+    assert fused == ["fused_all_gather_matmul", "fused_matmul_reduce_scatter"]
+    return tensors
+
+
+def test_products_fused_by_symmetric_memory_equal_the_plain_ones() -> None:
+    for tensors in run_on_ranks(2, on_symmetric_memory):
         for cut, plain in zip(tensors[::2], tensors[1::2], strict=True):
             assert_close(cut, plain, rtol=1e-12, atol=1e-12)
             assert plain.abs().max() > BITE

@@ -22,6 +22,7 @@ from lightning_megatron.rules import cross_config
 from lightning_megatron.rules.limits import MOST_PROCESSES, limit_faults
 from lightning_megatron.trainer.checkpointing.hyper_parameters import plain
 from lightning_megatron.trainer.config import ConfigurationError, PipelineConfig
+from lightning_megatron.trainer.setup.attention_library import attention_faults
 from lightning_megatron.trainer.setup.compiled_layers import compiler_faults
 from lightning_megatron.trainer.setup.early_model_checks import early_model_faults
 from lightning_megatron.trainer.setup.launch_checks import launch_faults, num_started, queue_faults
@@ -151,6 +152,9 @@ def faults(trainer: pl.Trainer, arguments: tuple[Any, ...]) -> list[str]:
             "leave local_folder out"
         )
     found += compiler_faults(strategy.kernels, strategy.root_device)
+    if strategy.kernels.symmetric_memory and (device := strategy.root_device.type) != "cuda":
+        found.append(f"kernels symmetric_memory (True) is memory of GPUs, and this run is on {device}; leave it out")
+    found += attention_faults(strategy.kernels, strategy.root_device)
     found += data.faults() if data is not None else []
     if trainer.training and trainer.checkpoint_callbacks and strategy.checkpoint.kind == "directory":
         data_modules = [argument for argument in arguments if isinstance(argument, pl.LightningDataModule)]

@@ -309,13 +309,19 @@ def share_kernels(module: nn.Module, config: KernelConfig, mesh: Mesh) -> None:
     kinds = [type(one) for one in module.modules() if isinstance(one, ParallelLinear)]
     has_linears = any(kind is not ColwiseLinear for kind in kinds)
     # A stage may hold none.
-    if config.num_tp_overlap_chunks > 1 and not any(collectives.gather_objects(has_linears, mesh.pp)):
+    overlaps = config.num_tp_overlap_chunks > 1 or config.symmetric_memory
+    if overlaps and not any(collectives.gather_objects(has_linears, mesh.pp)):
+        option = (
+            "symmetric_memory (True)"
+            if config.symmetric_memory
+            else f"num_tp_overlap_chunks ({config.num_tp_overlap_chunks})"
+        )
         raise ConfigurationError(
-            f"kernels num_tp_overlap_chunks ({config.num_tp_overlap_chunks}) is for linears that are cut over "
-            f"tensor-parallel ranks, and {type(module).__name__} has none; leave it out"
+            f"kernels {option} is for linears that are cut over tensor-parallel ranks, and {type(module).__name__} has "
+            "none; leave it out"
         )
     for part in module.modules():
         if isinstance(part, LanguageModelHead):
             part.chunk_tokens = config.loss_chunk_tokens
         elif isinstance(part, ParallelLinear):
-            part.num_chunks = config.num_tp_overlap_chunks
+            part.num_chunks, part.is_symmetric = config.num_tp_overlap_chunks, config.symmetric_memory
