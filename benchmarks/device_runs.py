@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from benchmarks.plain_llama import build_plain, our_weights
 from lightning_megatron.models import GPTConfig, GPTModel
+from lightning_megatron.precision.kernels import AttentionLibrary
 from lightning_megatron.transformer.recompute import RecomputePart
 
 # Larger ones make the first steps of Adam diverge, and with them the losses of implementations that round differently.
@@ -100,6 +101,11 @@ def train_ours(
 ) -> None:
     """Our GPT under the Trainer and MegatronStrategy, with further arguments of the strategy."""
     from benchmarks.fit import fit
+    from lightning_megatron.trainer.setup.attention_library import attention_faults
+
+    arguments = strategy(plan.config)
+    if "kernels" in arguments and (faults := attention_faults(arguments["kernels"], plan.device)):
+        raise NotHere(f"left out: {faults[0]}")
 
     def build() -> GPTModel:
         model = GPTModel(plan.config)
@@ -109,7 +115,7 @@ def train_ours(
     fit(
         build,
         lambda dp: plan.make_loader(),
-        {"num_microbatches": plan.microbatches, **strategy(plan.config)},
+        {"num_microbatches": plan.microbatches, **arguments},
         make_optimizer,
         recorder.add,
         accelerator="gpu" if plan.device.type == "cuda" else "cpu",
@@ -132,6 +138,13 @@ def compiled_strategy(config: GPTConfig) -> dict[str, Any]:
     return {"kernels": KernelConfig(compile_layers=True)}
 
 
+def attention_strategy(config: GPTConfig, *, library: AttentionLibrary) -> dict[str, Any]:
+    """The strategy's arguments by which another library computes attention."""
+    from lightning_megatron import KernelConfig
+
+    return {"kernels": KernelConfig(attention=library)}
+
+
 def recompute_strategy(config: GPTConfig) -> dict[str, Any]:
     """Arguments of the strategy that recompute the cheap activations of every layer in the backward."""
     from lightning_megatron import RecomputeConfig
@@ -149,10 +162,14 @@ def train_plain(plan: Plan, recorder: Recorder, *, is_compiled: bool) -> None:
     _train(plan, recorder, model, model)
 
 
-def train_hugging_face(plan: Plan, recorder: Recorder) -> None:
-    """Hugging Face's Llama or Mixtral, with torch's attention, as it comes."""
+def train_hugging_face(plan: Plan, recorder: Recorder, *, with_liger: bool = False) -> None:
+    """Hugging Face's Llama or Mixtral, with torch's attention, as it comes or with the kernels of Liger."""
     if importlib.util.find_spec("transformers") is None:
         raise NotHere("left out: transformers is not installed")
+    if with_liger and importlib.util.find_spec("liger_kernel") is None:
+        raise NotHere("left out: liger-kernel is not installed")
+    if with_liger and plan.device.type != "cuda":
+        raise NotHere("left out: the kernels of Liger run on a GPU")
     from benchmarks.hugging_face import build_hugging_face
 
     config = plan.config
@@ -160,7 +177,16 @@ def train_hugging_face(plan: Plan, recorder: Recorder) -> None:
         model = build_hugging_face(config)
     model.load_state_dict(build_plain(config, plan.device).state_dict())
 
+    if with_liger:
+        from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+        _apply_liger_kernel_to_instance(model=model)
+
     def loss_of(tokens: Tensor, labels: Tensor) -> Tensor:
+        if with_liger:
+            # Its loss is fused with the product before it.
+            loss: Tensor = model(tokens, labels=labels, shift_labels=labels).loss
+            return loss
         # Its own loss would shift the labels, which are shifted already.
         logits = model(tokens).logits
         return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())

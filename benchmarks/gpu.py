@@ -1,6 +1,7 @@
 """Speed of training a GPT on one GPU: this package in bf16 and FP8, plain torch, compiled, and Hugging Face's models.
 
-Needs this package, torch and lightning; the row of Hugging Face needs transformers too, and says so where it is absent.
+Needs this package, torch and lightning; rows that need more, such as transformers, Liger or FlashAttention-3, say so
+where it is absent.
 A Llama of 1.3 billion parameters, one with the width of the 8 billion Llama 3, and layers of eight experts, two a
 token, with the sizes of Mixtral 8x7B; as many layers as fit by the formula of `benchmarks/shapes.py`, the same number
 for all rows; sequences of 4096 and 8192. Ours runs under the
@@ -50,8 +51,15 @@ def rows() -> dict[str, "Row"]:
         COMPILED: partial(runs.train_plain, is_compiled=True),
         EAGER: partial(runs.train_plain, is_compiled=False),
         "Hugging Face": runs.train_hugging_face,
+        "Hugging Face, Liger": partial(runs.train_hugging_face, with_liger=True),
         OURS: runs.train_ours,
         "ours, bf16, compiled layers": partial(runs.train_ours, strategy=runs.compiled_strategy),
+        "ours, bf16, cuDNN attention": partial(
+            runs.train_ours, strategy=partial(runs.attention_strategy, library="cudnn")
+        ),
+        "ours, bf16, FlashAttention-3": partial(
+            runs.train_ours, strategy=partial(runs.attention_strategy, library="flash3")
+        ),
         "ours, bf16, recompute": partial(runs.train_ours, strategy=runs.recompute_strategy),
         "ours, fp8": partial(runs.train_ours, strategy=runs.fp8_strategy),
     }

@@ -19,6 +19,8 @@ from lightning_megatron.transformer import cost
 from tests.harness.ranks import run_on_ranks
 
 GIB = 2**30
+# Rows of libraries that run on GPUs alone.
+OF_GPUS = ("Hugging Face, Liger", "ours, bf16, cuDNN attention", "ours, bf16, FlashAttention-3")
 H100 = "NVIDIA H100 80GB HBM3"
 
 
@@ -41,6 +43,9 @@ def test_a_row_trains_as_plain_torch_does(row: str, size: str, device: str) -> N
     if row.startswith("Hugging Face"):
         pytest.importorskip("transformers")
     found, yardstick = found_on(device, row, size), found_on(device, EAGER, size)
+    if row in OF_GPUS and device == "cpu":
+        assert fault_of(row, found, yardstick).startswith("left out: ")
+        return
     assert fault_of(row, found, yardstick) == ""
     assert len(found["seconds"]) == 3
     assert min(found["seconds"]) > 0
