@@ -14,7 +14,7 @@ def main() -> None:
     parser.add_argument("--write", type=Path, help="file of the page; printed where it is left out")
     arguments = parser.parse_args()
     # Each in a process of its own: fake devices change a process for good.
-    compiled = {name: run_on_ranks(1, compiled_cost, name, init=False)[0] for name in COMPILED}
+    compiled = {name: run_on_ranks(1, compiled_cost, name, init=False, timeout=900)[0] for name in COMPILED}
     costs = {name: cost_of(case) for name, case in CASES.items()}
     for name, cost in costs.items():
         for what, found in (("copy", cost.copies), ("wait", cost.waits)):

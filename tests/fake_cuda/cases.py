@@ -16,7 +16,7 @@ from torch import Tensor
 from benchmarks.device_work import DeviceWork, Work
 from lightning_megatron.comm import rng
 from lightning_megatron.lightning_modules.data_module import HOST_ENTRIES
-from lightning_megatron.mesh import Mesh
+from lightning_megatron.mesh import AttentionKernel, Mesh, Sizes
 from lightning_megatron.models import (
     BertConfig,
     BertModel,
@@ -32,6 +32,7 @@ from lightning_megatron.moe.config import MoEConfig, RouterConfig
 from lightning_megatron.moe.token_dispatcher import ReadCounts
 from lightning_megatron.pipeline.module import PipelineModule
 from lightning_megatron.pipeline.ragged import Ragged
+from lightning_megatron.tensor.weight_gradients import WeightGradients, share
 from lightning_megatron.transformer.moe import MoELayer
 from tests.harness.fake_cuda import FakeCuda
 
@@ -178,14 +179,15 @@ def work_of(case: Case, config: Any) -> Work:
     Raises AssertionError unless loss and gradients are on the device.
     """
     with FakeCuda():
-        model = build(config)
-        batch = {name: x if name in HOST_ENTRIES else x.to("cuda") for name, x in case.batch().items()}
+        model, batch = build(config), batch_of(case)
+        # Gradients go to buckets in float32.
+        share(model, gradients := WeightGradients(lambda weight: torch.empty_like(weight, dtype=torch.float32)))
         with torch.autocast("cuda", torch.bfloat16):
             # What a model makes once it makes in its first call.
             model(**batch)
             with DeviceWork() as counted:
                 loss = model(**batch)
-        with counted:
+        with gradients.opened(), counted:
             loss.backward()
         assert loss.is_cuda
         for name, parameter in model.named_parameters():
@@ -194,12 +196,23 @@ def work_of(case: Case, config: Any) -> Work:
     return counted.work
 
 
-def build(config: Any) -> PipelineModule:
-    """The model on the fake device, ready to train; its experts get equally many tokens."""
+def batch_of(case: Case) -> Batch:
+    """The batch, on the device but for what the ready data modules keep on the host."""
+    return {name: x if name in HOST_ENTRIES else x.to("cuda") for name, x in case.batch().items()}
+
+
+def build(config: Any, attention: AttentionKernel = "fused") -> PipelineModule:
+    """The model on the fake device, ready to train as the strategy trains it under bf16-mixed: matrices are bf16, and
+    gradients float32. Its experts get equally many tokens."""
     kinds: dict[type, Any] = {GPTConfig: GPTModel, BertConfig: BertModel, T5Config: T5Model, LlavaConfig: LlavaModel}
+    mesh = Mesh.imagine(0, Sizes(world=1, attention_kernel=attention))
     # Nobody reads the numbers that would be drawn.
     with torch.device("cuda"), mock.patch.object(rng, "fill_normal_"):
-        model: PipelineModule = kinds[type(config)](config, mesh=Mesh.single(), seed=0)
+        model: PipelineModule = kinds[type(config)](config, mesh=mesh, seed=0)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.data = parameter.detach().to(torch.bfloat16)
+            parameter.grad_dtype = torch.float32
     for layer in model.modules():
         if isinstance(layer, MoELayer):
             layer.dispatcher.read = _equal_counts(layer.dispatcher.read)

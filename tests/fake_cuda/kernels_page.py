@@ -20,8 +20,9 @@ waits once a step, to learn whether gradients are finite; ranks of tp, cp, pp an
 Experts are all on the rank: where ranks share them, the host waits once more in each of their layers, to learn how many
 rows it receives.
 
-Weights are float32 and products bf16, by autocast; one rank; 8,192 tokens, in rows as long as the model takes. It is a
-model's second microbatch: what a model makes once, such as the angles of rotary positions, it made in the first. A
+Weights are as the strategy trains them under `bf16-mixed`: matrices in bf16, vectors and all gradients in float32, with
+autocast; one rank; 8,192 tokens, in rows as long as the model takes. It is a model's second microbatch: what a model
+makes once, such as the angles of rotary positions, it made in the first. A
 kernel is an operation that launches at least one, other than matrix products and fused attention; bytes are those that
 these kernels read and write. FLOPs are those of products. A layer is the difference of models of two layers and of one,
 and a call what is left of the latter: embedding, head, loss and what layers share. Attention of T5 runs in tiles, so
@@ -38,12 +39,12 @@ _HEAD = (
 _COMPILED = """
 ## Compiled layers
 
-What is left of it with `KernelConfig(compile_layers=True)`: the kernels that Inductor plans, and what these read and
-write (`tests/fake_cuda/compiled.py`). They are planned for a CPU, without code and without a run, and extrapolated from
-short batches. For a GPU Inductor can make one kernel of a softmax and of what follows it, where it plans two or three
-here: what a GPU does was not measured. A mask of dropout is no kernel of its own any more, but drawn where it is used.
-By FlexAttention (`ContextConfig(kernel="flex")`) weights of attention are dropped within its kernel, and are nowhere
-laid out; what it reads and writes is attention's, and not in the table.
+What is left of it with `KernelConfig(compile_layers=True)`: the kernels that Inductor plans for an H200, and what they
+read and write (`tests/fake_cuda/compiled.py`), without code and without a run. With them count those of operators that
+run uncompiled, such as a layer's experts, and what autograd does beside the graphs: it widens gradients of matrices to
+float32, 6 bytes an element. A mask of dropout is no kernel of its own any more, but drawn where it is used. By
+FlexAttention (`ContextConfig(kernel="flex")`) weights of attention are dropped within its kernel, and are nowhere laid
+out; what it reads and writes is attention's, and not in the table.
 """
 _COMPILED_HEAD = (
     "| model | kernels of a layer | the same compiled | GB of a layer | the same compiled |\n|---|--:|--:|--:|--:|"
@@ -67,7 +68,7 @@ def row_of(name: str, cost: Cost) -> str:
 def page_of(costs: dict[str, Cost], compiled: dict[str, CompiledCost]) -> str:
     """The page. Raises KeyError where a case is missing."""
     rows = [row_of(name, costs[name]) for name in CASES]
-    of_compiled = [compiled_row_of(name, costs[one.case or name], compiled[name]) for name, one in COMPILED.items()]
+    of_compiled = [compiled_row_of(name, costs[case], compiled[name]) for name, (case, _) in COMPILED.items()]
     return "\n".join([_INTRODUCTION, _HEAD, *rows, _COMPILED, _COMPILED_HEAD, *of_compiled, ""])
 
 

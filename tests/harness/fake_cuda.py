@@ -103,7 +103,7 @@ class FakeCuda(TorchDispatchMode):
             return func(*args, **kwargs)
         if func.overloadpacket is _ATEN.to:
             # Where autograd is not on the way it comes as it was called.
-            with _again(self):
+            with again(self):
                 return func.decompose(*args, **kwargs)
         if func is _ATEN._local_scalar_dense.default:
             return self.read(args[0]).item()
@@ -163,8 +163,8 @@ class FakeCuda(TorchDispatchMode):
 
 
 @contextmanager
-def _again(mode: TorchDispatchMode) -> Iterator[None]:
-    """A block of a mode's own dispatch in which the mode is on."""
+def again(mode: TorchDispatchMode) -> Iterator[None]:
+    """A block in which a mode is on that is on already, or was: of its own dispatch, say."""
     TorchDispatchMode.__enter__(mode)
     try:
         yield
