@@ -19,14 +19,24 @@ NO_RECOMPUTE = RecomputeConfig()
 
 def stage_bytes(run: Run, stage: Stage) -> float:
     """Bytes that a stage saves of one microbatch for backward."""
-    ends = sum(_end_bytes(run, part) for part in stage if part.layer is None)
+    return sum(_end_bytes(run, part) for part in stage if part.layer is None) + layers_bytes(run, stage)
+
+
+def layers_bytes(run: Run, stage: Stage) -> float:
+    """Bytes that the layers of a stage save of one microbatch."""
     layers = 0.0
     for group, is_recomputed in layer_groups(run.recompute, stage):
         if is_recomputed:
             layers += layer_bytes(run, group[0], run.recompute)
         else:
             layers += sum(layer_bytes(run, part, within_layers(run.recompute)) for part in group)
-    return ends + layers
+    return layers
+
+
+def largest_layer_bytes(run: Run, stage: Stage) -> float:
+    """The most that a layer of a stage saves of one microbatch, if it is not recomputed in full."""
+    layers = (part for part in stage if part.layer is not None)
+    return max((layer_bytes(run, part, within_layers(run.recompute)) for part in layers), default=0.0)
 
 
 def logit_bytes(run: Run, stage: Stage) -> float:

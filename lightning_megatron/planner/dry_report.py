@@ -47,7 +47,7 @@ def _rank_lines(one: DryRun) -> list[str]:
     lines.append(f"  peak memory      {one.peak_bytes / GIGA:10.3f} GB, in {one.peak_action}")
     lines += [f"    {kind:<22} {size / GIGA:8.3f} GB" for kind, size in one.peak_by_kind.items()]
     if one.host_bytes:
-        lines.append(f"  host memory      {one.host_bytes / GIGA:10.3f} GB, of main weights, moments and gradients")
+        lines.append(f"  host memory      {one.host_bytes / GIGA:10.3f} GB")
     total = sum(one.flops.values())
     lines.append(f"  FLOPs of a step  {total / TERA:10.1f} TFLOP ({EXECUTED})")
     lines += [f"    {kind:<22} {flops / TERA:8.1f} TFLOP" for kind, flops in one.flops.items()]

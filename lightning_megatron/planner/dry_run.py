@@ -63,7 +63,7 @@ class DryRun:
     peak_bytes: int
     peak_by_kind: Mapping[str, int]
     host_bytes: int
-    """Bytes that the rank holds in host memory from step to step, of what its optimizer steps."""
+    """The most that the rank holds in host memory: what its optimizer steps there, and offloaded activations."""
     saved_bytes: int
     """Bytes at the peak that are held between actions, beyond weights, gradients and the optimizer's."""
     peak_action: str
@@ -89,7 +89,6 @@ class _Known:
 
     trace: Trace
     stand_ins: Mapping[object, Cell]
-    host_bytes: int
     parameters: int
     trained: tuple[int, int]
     num_layers: int
@@ -133,7 +132,7 @@ class DryRuns:
             parameters=known.parameters,
             peak_bytes=sum(peak.by_kind.values()),
             peak_by_kind={kind: size for kind, size in peak.by_kind.items() if size},
-            host_bytes=known.host_bytes,
+            host_bytes=peak.host_bytes,
             saved_bytes=peak.saved_bytes,
             peak_action=peak.action,
             flops=work.flops,
@@ -246,7 +245,6 @@ class DryRuns:
         return _Known(
             trace=trace,
             stand_ins=stand_ins,
-            host_bytes=sum(tensor.untyped_storage().nbytes() for tensor in own.on_host),
             parameters=parameters,
             trained=(dense, experts),
             num_layers=len(layers or layers_of(own.module)),

@@ -20,10 +20,11 @@ from lightning_megatron.pipeline.scheduled import ScheduledCall
 from lightning_megatron.pipeline.step_hooks import Activity
 from lightning_megatron.planner.dry_rank import Rank, call, microbatches_of
 from lightning_megatron.planner.fake_process_group import FakeMailbox, Ledger
-from lightning_megatron.planner.memory_tracker import OTHERS, MemoryTracker
+from lightning_megatron.planner.memory_tracker import HOST, OTHERS, MemoryTracker
 from lightning_megatron.planner.shallow_stage import Block, ShallowStage
 from lightning_megatron.planner.step_trace import Event, Phase, Segment, Trace
 from lightning_megatron.transformer.moe import share_yield_to_peer
+from lightning_megatron.transformer.recompute import RecomputeRunner
 
 # Gradients are clipped to this norm, whatever a recipe says: the memory of clipping is negligible.
 _MAX_NORM = 1.0
@@ -66,6 +67,9 @@ class DryStep:
         for stage in kinds:
             self._alike += zip(firsts.setdefault(tuple(stage.values()), stage), stage, strict=True)
         self._shallow: list[ShallowStage] = []
+        for model in own.models.values():
+            if isinstance(model.runner, RecomputeRunner):
+                model.runner.to_host = self._to_host
         for model in own.models.values() if is_shallow else ():
             known = {module: kind for stage in kinds for module, kind in stage.items()}
             self._shallow.append(
@@ -83,6 +87,10 @@ class DryStep:
         self._held: Mapping[str, int] = {}
         self._segments: list[Segment] = []
         self._pieces: list[tuple[Segment, ...]] = []
+
+    def _to_host(self, x: Tensor) -> Tensor:
+        self._ledger.add("host", "copy", 2 * x.numel() * x.element_size(), 1.0)
+        return self._tracker.to_host(x)
 
     def take(self, program: ScheduledProgram, count: int) -> Trace:
         """Takes a step whose batches are cut into so many microbatches, of which some are in the program."""
@@ -198,7 +206,7 @@ class DryStep:
         held, peak, owned = self._tracker.held, self._tracker.take_peak(), self._tracker.owned
         change = _difference(held, self._held)
         if self._block is not None:
-            self._left[self._block] += sum(change.values())
+            self._left[self._block] += sum(change.values()) - change.get(HOST, 0)
             if self.current is not None and self.current.action.kind is not Kind.FORWARD:
                 self._past.add(self._block)
         if event != self.current:

@@ -12,7 +12,7 @@ from lightning_megatron.planner.collective_time import Group, exchange_seconds, 
 from lightning_megatron.planner.constants import Constants
 from lightning_megatron.planner.fake_process_group import Messages
 from lightning_megatron.planner.framework_profile import OURS
-from lightning_megatron.planner.hardware import Gpu
+from lightning_megatron.planner.hardware import GIGA, Gpu
 from lightning_megatron.planner.measured import RankWork
 from lightning_megatron.planner.run import RunSettings
 from lightning_megatron.planner.step_time import ROUTING, Pass, StepTime, composed
@@ -67,6 +67,9 @@ def _exposed(run: RunSettings, work: Work, gpu: Gpu, constants: Constants, *, is
         own, _, experts = axis.partition("=")
         is_exchange = kind == "all-to-all"
         if own == "pp" or (own.partition("+")[0] in _OF_WEIGHTS and not is_exchange):
+            continue
+        if own == "host":
+            waited[own] = messages.tensor_bytes / (gpu.pcie_gb_per_second * GIGA)
             continue
         name = experts if experts and is_exchange else own
         seconds = _message_seconds(kind, messages, _group_of(name, run.sizes), gpu, constants)

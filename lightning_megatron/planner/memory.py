@@ -17,7 +17,13 @@ Sources: Korthikanti et al., arXiv 2205.05198, section 4; Rajbhandari et al., ar
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
-from lightning_megatron.planner.activations import logit_bytes, recompute_bytes, stage_bytes
+from lightning_megatron.planner.activations import (
+    largest_layer_bytes,
+    layers_bytes,
+    logit_bytes,
+    recompute_bytes,
+    stage_bytes,
+)
 from lightning_megatron.planner.model_parts import ModelPart, adapter_parameters, parameters_of
 from lightning_megatron.planner.pipeline_load import saved_by_chunk
 from lightning_megatron.planner.run import Run
@@ -50,7 +56,7 @@ class Memory:
     buffers: float = 0.0
     overhead: float = 0.0
     host: float = 0.0
-    """Of main weights, moments and gradients in host memory, beside those of the device."""
+    """In host memory, beside those of the device: what an optimizer steps there, and offloaded activations."""
 
     @property
     def static(self) -> float:
@@ -81,8 +87,12 @@ def rank_memory(run: Run, rank: int) -> Memory:
     """Memory of one pipeline rank in closed form; microbatches must be equal."""
     stages = run.stages[rank]
     passed = [backward_part(stage) for stage in stages]
-    saved = zip(saved_by_chunk(run.schedule, rank), passed, strict=True)
+    saved = list(zip(saved_by_chunk(run.schedule, rank), passed, strict=True))
     activations = sum(count * stage_bytes(run, passing) for count, passing in saved)
+    offloaded = sum(count * layers_bytes(run, passing) for count, passing in saved) * run.recompute.offload
+    if run.recompute.offload:
+        # Those of a layer are there in its forward, and again in its backward.
+        activations += max(largest_layer_bytes(run, passing) for passing in passed) - offloaded
     activations += max(recompute_bytes(run, passing) for passing in passed)
     logits = max(logit_bytes(run, stage) for stage in stages)
     layers = [part.layer for stage in stages for part in stage if part.layer is not None]
@@ -92,6 +102,7 @@ def rank_memory(run: Run, rank: int) -> Memory:
     at_head = logits / 3 + matrix * run.bytes_per_element if logits else 0.0
     buffers = max(at_head - logits, largest * run.bytes_per_element - logits, 0.0) + _buffers(run, rank)
     states = _states(run, parameters_of_rank(run, rank), trained_of_rank(run, rank))
+    states["host"] += offloaded
     return with_overhead(Memory(**states, activations=activations + logits, buffers=buffers))
 
 

@@ -25,6 +25,7 @@ from torch.utils.flop_counter import flop_registry
 from lightning_megatron.planner.kernel_counts import attention_counts, other_counts, product_counts
 from lightning_megatron.planner.meta_kernels import KERNELS
 from lightning_megatron.planner.output_shapes import OutputShapes
+from lightning_megatron.transformer.recompute import to_host
 
 # CUDA's allocator allocates multiples of this.
 _BLOCK_BYTES = 512
@@ -40,6 +41,7 @@ _PRODUCTS |= {_ATEN.addmm_: flop_registry[_ATEN.addmm], _ATEN.baddbmm_: flop_reg
 _PRODUCTS |= {_ATEN._grouped_mm: lambda rows, weights, *_, **__: 2 * rows.numel() * weights.shape[-1]}
 _RESIZE = torch.ops.inductor.resize_storage_bytes_.default
 OTHERS = "activations and others"
+HOST = "host memory"
 
 
 def allocated_bytes(storage: torch.UntypedStorage) -> int:
@@ -71,7 +73,7 @@ class MemoryTracker(TorchDispatchMode):
         self._references: dict[int, weakref.ref[Any]] = {}
         self._kinds: dict[int, str] = {}
         # Storages that stand for host memory.
-        self._left_out: set[int] = set()
+        self._left_out: dict[int, int] = {}
         self._live_bytes = self._peak_bytes = 0
         # Bytes by kind that has a name, of now and of the peak: each is replaced where it changes.
         self._named: Mapping[str, int] = {}
@@ -102,23 +104,32 @@ class MemoryTracker(TorchDispatchMode):
                 self._add_named(kind, self._sizes[key])
 
     def leave_out(self, tensors: Iterable[Tensor]) -> None:
-        """Counts tensors no longer, nor what is computed of them alone: they stand for host memory."""
+        """Counts tensors as the host's and not the device's, and what is computed of them alone."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             if tensor.device.type == self._type and (key := storage._cdata) not in self._left_out:
                 if key in self._sizes:
                     self._let_go(key)
-                self._left_out.add(key)
+                self._left_out[key] = size = storage.nbytes()
+                self._add_named(HOST, size)
                 self._references[key] = weakref.ref(storage, partial(self._forget, key))
 
     def _forget(self, key: int, _: object) -> None:
-        self._left_out.remove(key)
+        self._add_named(HOST, -self._left_out.pop(key))
         del self._references[key]
 
     def _is_left_out(self, tensors: Any) -> bool:
         """Whether all of the tensors stand for host memory, but for single numbers."""
         keys = [x.untyped_storage()._cdata for x in tree_leaves(tensors) if isinstance(x, Tensor) and x.dim()]
-        return bool(keys) and self._left_out.issuperset(keys)
+        return bool(keys) and all(key in self._left_out for key in keys)
+
+    def to_host(self, x: Tensor) -> Tensor:
+        """A tensor that stands for a copy in host memory."""
+        if self._type != "meta":
+            return to_host(x)
+        held = torch.empty_like(x)
+        self.leave_out([held])
+        return held
 
     def kind_of(self, key: int) -> str:
         """The kind that a storage has been named as."""
@@ -281,7 +292,7 @@ class MemoryTracker(TorchDispatchMode):
 
 
 def _by_kind(size: int, named: Mapping[str, int]) -> dict[str, int]:
-    return {**named, OTHERS: size - sum(named.values())}
+    return {**named, OTHERS: size - sum(named.values()) + named.get(HOST, 0)}
 
 
 # --- answers of a device for meta tensors -----------------------------------------------------------------------

@@ -209,7 +209,7 @@ def _memory_lines(found: Estimate) -> list[str]:
         by_kind = "".join(f" {value / GIGA:13.2f}" for value in memory.by_kind().values())
         lines.append(f"{rank:>6} {found.layers[rank]:>7} {memory.total / GIGA:8.2f}{by_kind}")
     if host := max(memory.host for memory in found.memory):
-        lines.append(f"{'and on the host, at most':<25} {host / GIGA:8.2f} GB a rank: main weights, moments, gradients")
+        lines.append(f"{'and on the host, at most':<25} {host / GIGA:8.2f} GB a rank")
     return lines
 
 

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 from lightning_megatron.pipeline.lower import P2PBatch, Step
 from lightning_megatron.pipeline.schedule import WHOLE_STAGE, Action, Kind
 from lightning_megatron.planner.fake_process_group import MessageCounts, Messages
-from lightning_megatron.planner.memory_tracker import OTHERS
+from lightning_megatron.planner.memory_tracker import HOST, OTHERS
 
 _FORWARDS = (Kind.FORWARD, Kind.SEND_FORWARD, Kind.RECV_FORWARD)
 Phase = Literal["computed", "posted", "awaited", "released"]
@@ -65,11 +65,11 @@ class Segment:
 
     @cached_property
     def changed_bytes(self) -> int:
-        return sum(self.change.values())
+        return sum(self.change.values()) - self.change.get(HOST, 0)
 
     @cached_property
     def peak_bytes(self) -> int:
-        return sum(self.peak.values())
+        return sum(self.peak.values()) - self.peak.get(HOST, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +104,9 @@ class Peak:
     """The most that a rank holds in a step."""
 
     by_kind: Mapping[str, int]
+    """Of the device."""
+    host_bytes: int
+    """The most that is in host memory at a time, between two pieces of the step."""
     saved_bytes: int
     """Bytes without a kind that are held between two events, such as activations."""
     action: str
@@ -187,8 +190,11 @@ def peak_of(
     Each cell does what its stand-in did; None: the trace has all cells.
     """
     walk = list(_walked(trace, events, stands_for))
-    held, most, at = sum(trace.held.values()), -1, 0
+    on_host = most_on_host = trace.held.get(HOST, 0)
+    held, most, at = sum(trace.held.values()) - on_host, -1, 0
     for number, (_, _, segment) in enumerate(walk):
+        on_host += segment.change.get(HOST, 0)
+        most_on_host = max(most_on_host, on_host)
         if held + segment.peak_bytes > most:
             most, at = held + segment.peak_bytes, number
         held += segment.changed_bytes
@@ -196,9 +202,10 @@ def peak_of(
     for _, _, segment in walk[:at]:
         before.update(segment.change)
     _, event, segment = walk[at]
-    peak = {kind: before[kind] + more for kind, more in segment.peak.items()}
+    peak = {kind: before[kind] + more for kind, more in segment.peak.items() if kind != HOST}
     saved = min(max(before[OTHERS], before[OTHERS] + segment.change[OTHERS]), peak[OTHERS])
-    return Peak(by_kind=peak, saved_bytes=saved, action=segment.action if event is None else event.text(stages))
+    action = segment.action if event is None else event.text(stages)
+    return Peak(by_kind=peak, host_bytes=most_on_host, saved_bytes=saved, action=action)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,10 +223,10 @@ class Level:
 
 def levels_of(trace: Trace, events: Sequence[Event], stands_for: Mapping[Cell, Cell] | None) -> list[Level]:
     """What a rank holds in each piece of a step of these events, in order."""
-    held, found = Counter(trace.held), []
+    held, found = Counter({kind: size for kind, size in trace.held.items() if kind != HOST}), []
     for batch, event, segment in _walked(trace, events, stands_for):
-        peak = {kind: held[kind] + more for kind, more in segment.peak.items()}
-        held.update(segment.change)
+        peak = {kind: held[kind] + more for kind, more in segment.peak.items() if kind != HOST}
+        held.update({kind: more for kind, more in segment.change.items() if kind != HOST})
         found.append(Level(event=event, batch=batch, peak=peak, after=dict(held)))
     return found
 

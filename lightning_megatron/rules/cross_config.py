@@ -443,6 +443,23 @@ def _kernels(facts: Facts) -> list[str]:
     return faults
 
 
+def _offload(facts: Facts) -> list[str]:
+    if not facts.recompute.offload:
+        return []
+    faults = []
+    if facts.kernels.compile_layers:
+        faults.append(
+            "recompute offload (True) moves what autograd saves, and compile_layers of KernelConfig has a compiler "
+            "save it; leave one of them out"
+        )
+    if facts.fp8 is not None and facts.fp8.engine == "transformer_engine":
+        faults.append(
+            "recompute offload (True) moves what torch saves, and the fp8 engine 'transformer_engine' has its own way; "
+            "use the engine 'torch', or leave offload out"
+        )
+    return faults
+
+
 def _shard_size(facts: Facts) -> list[str]:
     size, sizes = facts.optimizer.shard_size, facts.sizes
     if not size or sizes.faults():
@@ -492,6 +509,7 @@ _RULES: tuple[Callable[[Facts], list[str]], ...] = (
     _fp8,
     _tp_overlap,
     _kernels,
+    _offload,
     _shard_size,
     _sharded_parameters,
 )

@@ -13,6 +13,7 @@ Loss and gradients are those of a run that saves everything, to the bit: dropout
                   moe: the expert layers                       their input
     full          full layers                                  the input of each group of layers
 
+What is saved may be in host memory until the backward (`offload`), in whatever granularity.
 Source: Korthikanti et al., arXiv 2205.05198, section 5 (selective); Chen et al., arXiv 1604.06174 (full).
 """
 
@@ -70,6 +71,9 @@ class RecomputeConfig:
     shard_saved_inputs: bool = False
     """Full granularity without sequence parallelism: whether tensor-parallel ranks share each saved input and
     all-gather it in the backward."""
+    offload: bool = False
+    """Copy what layers save for the backward to host memory in the forward, and back when the backward needs it; with
+    full granularity that is the input of each group of layers."""
 
     def __post_init__(self) -> None:
         if faults := self.faults():
@@ -96,6 +100,16 @@ class RecomputeConfig:
             faults.append("recompute parts are empty; name some, or use granularity='none'")
         if "mlp" in self.parts and "activation" in self.parts:
             faults.append("recompute part 'activation' is inside 'mlp'; leave one of them out")
+        if self.offload and self.shard_saved_inputs:
+            faults.append(
+                "recompute offload (True) and shard_saved_inputs (True) both move the saved inputs of layers; leave "
+                "one of them out"
+            )
+        if self.offload and (held := [part for part in self.recomputed_parts if part in ("norm", "activation")]):
+            faults.append(
+                f"recompute offload (True) does not move what {_listed(held)} are recomputed from; leave one of them "
+                "out"
+            )
         if self.num_layers < 1:
             faults.append(f"recompute num_layers ({self.num_layers}) must be at least 1")
         defaults = {field.name: field.default for field in fields(self)}
@@ -245,16 +259,50 @@ class RecomputeRunner:
         self._tp = tp
         self._sp = sp
         self._is_sharding = config.shard_saved_inputs and tp.size > 1 and sp.size == 1
+        self.to_host: Callable[[Tensor], Tensor] = to_host
+        """Copies a tensor to host memory."""
 
     def with_config(self, config: RecomputeConfig) -> "RecomputeRunner":
         """A runner on the same ranks that follows another configuration."""
-        return RecomputeRunner(config, tp=self._tp, sp=self._sp)
+        runner = RecomputeRunner(config, tp=self._tp, sp=self._sp)
+        runner.to_host = self.to_host
+        return runner
 
     def __call__(self, parts: Sequence[RecomputablePart], hidden: Any) -> Any:
         for indices, is_recomputed in groups_of(self._config, [part.is_layer for part in parts]):
             group = [parts[index] for index in indices]
-            hidden = self._run_recomputed(group, hidden) if is_recomputed else _run_in_turn(group, hidden)
+            run = self._run_recomputed if is_recomputed else _run_in_turn
+            is_offloaded = self._config.offload and group[0].is_layer and torch.is_grad_enabled()
+            hidden = self._run_offloaded(run, group, hidden) if is_offloaded else run(group, hidden)
         return hidden
+
+    def _run_offloaded(
+        self,
+        run: Callable[[Sequence[RecomputablePart], Any], Any],
+        group: Sequence[RecomputablePart],
+        hidden: Any,
+    ) -> Any:
+        """Runs layers whose saved activations wait in host memory; weights stay, and integers, which are few."""
+        # By their storages: autograd saves views of weights, too.
+        kept = {
+            x.untyped_storage()._cdata for part in group for x in (*part.module.parameters(), *part.module.buffers())
+        }
+        # Copies of this call, with what was copied: its name is another tensor's once it is freed.
+        copies: dict[object, tuple[Tensor, _OnHost]] = {}
+
+        def pack(saved: Tensor) -> "Tensor | _OnHost":
+            is_moved = saved.is_floating_point() and saved.numel() > 0
+            if not is_moved or saved.untyped_storage()._cdata in kept:
+                return saved
+            name = *_name_of(saved), saved.dtype, saved._version
+            if name not in copies:
+                copies[name] = saved, _OnHost(self.to_host(saved.detach()), saved.device)
+            return copies[name][1]
+
+        with saved_tensors_hooks(pack, _from_host):
+            output = run(group, hidden)
+        copies.clear()
+        return output
 
     # What is recomputed is layers, which a compiler may have compiled each.
     @torch.compiler.disable
@@ -292,6 +340,28 @@ def _run_in_turn(parts: Sequence[RecomputablePart], hidden: Any) -> Any:
     for part in parts:
         hidden = part.run(hidden)
     return hidden
+
+
+class _OnHost(NamedTuple):
+    """A saved tensor in host memory, and the device that it is of."""
+
+    copy: Tensor
+    device: torch.device
+
+
+def to_host(x: Tensor) -> Tensor:
+    """A copy in host memory, pinned beside a GPU: the host does not wait for it, which the device reads alone."""
+    held = torch.empty_like(x, device="cpu", pin_memory=x.is_cuda)
+    return held.copy_(x, non_blocking=True)
+
+
+def _from_host(saved: Tensor | _OnHost) -> Tensor:
+    if isinstance(saved, Tensor):
+        return saved
+    held = saved.copy
+    # No tensor is given to it from which its place would be taken.
+    moved = torch.empty_strided(held.size(), held.stride(), dtype=held.dtype, device=saved.device)
+    return moved.copy_(held, non_blocking=True)
 
 
 class _SavedShard(NamedTuple):

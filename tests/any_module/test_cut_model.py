@@ -311,6 +311,14 @@ def test_layers_are_recomputed_in_the_backward() -> None:
         assert wanted.keys() == found.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
+def test_what_layers_save_is_offloaded() -> None:
+    plain = run_on_ranks(2, trained, RecomputeConfig(), init=False)
+    again = run_on_ranks(2, trained, RecomputeConfig(offload=True), init=False)
+    for (num_plain, wanted), (num_again, found) in zip(plain, again, strict=True):
+        assert num_again == num_plain > 0
+        assert wanted.keys() == found.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
 def test_groups_of_layers_are_not_recomputed() -> None:
     with pytest.raises(RankFailed, match=r"recompute method \('uniform'\) with num_layers \(2\) groups layers"):
         run_on_ranks(2, trained, RecomputeConfig(granularity="full", num_layers=2), init=False)

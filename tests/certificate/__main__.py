@@ -120,6 +120,7 @@ def described(layout: Layout) -> str:
         (layout.overlap, "overlap"),
         (layout.rule.startswith("adamw"), "AdamW"),
         (layout.rule == "muon", "Muon"),
+        (layout.recompute.offload, "activations on the host"),
         (layout.recompute.granularity == "full", "recomputation of layers"),
         (layout.recompute.granularity == "selective", f"recomputation of {', '.join(layout.recompute.parts)}"),
     ]

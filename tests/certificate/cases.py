@@ -225,6 +225,7 @@ _COST = CostModel(seconds_per_token=1.0, seconds_per_square=0.4, seconds_per_sen
 # Room for so few tokens that two ranks, or four, must share the longest documents.
 _DYNAMIC = DynamicContextConfig(max_tokens_per_rank=6, cost=_COST)
 _DYNAMIC_4 = DynamicContextConfig(max_tokens_per_rank=3, cost=_COST)
+_OFFLOAD = RecomputeConfig(offload=True)
 _SELECTIVE = RecomputeConfig(granularity="selective", parts=("core_attention", "norm", "activation"))
 
 
@@ -408,6 +409,30 @@ LAYOUTS = {
     "offload ZeRO-3 hybrid dp4 clip 0.05": Layout(
         world=4, microbatches=2, params="kept", shard_size=2, offload=True, clip=0.05
     ),
+    "activations offloaded": Layout(world=1, microbatches=3, recompute=_OFFLOAD),
+    "activations offloaded, tp2+sp": Layout(world=2, tp=2, sp=True, microbatches=2, recompute=_OFFLOAD),
+    "activations offloaded, cp2": Layout(world=2, cp=2, recompute=_OFFLOAD),
+    "activations offloaded, pp2 vp2": Layout(world=2, pp=2, vp=2, microbatches=4, recompute=_OFFLOAD),
+    "activations offloaded, pp2 collective": Layout(world=2, pp=2, microbatches=3, collective=True, recompute=_OFFLOAD),
+    "activations offloaded, ZB-V pp2 tp2": Layout(
+        world=4, tp=2, pp=2, vp=2, microbatches=4, schedule="zb_v", recompute=_OFFLOAD
+    ),
+    "activations offloaded, ZeRO-3 dp2": Layout(world=2, microbatches=2, params="gathered", recompute=_OFFLOAD),
+    "activations offloaded, full, ZeRO-3 dp2 ZB-H1 pp2": Layout(
+        world=4,
+        pp=2,
+        microbatches=3,
+        schedule="zb_h1",
+        params="gathered",
+        offload=True,
+        recompute=RecomputeConfig(granularity="full", offload=True),
+    ),
+    "activations offloaded, selective, dp2": Layout(
+        world=2,
+        accumulate=2,
+        offload=True,
+        recompute=RecomputeConfig(granularity="selective", parts=("core_attention", "mlp"), offload=True),
+    ),
     "Muon": Layout(world=1, rule="muon"),
     "Muon tp2": Layout(world=2, tp=2, rule="muon"),
     "Muon pp2 vp2": Layout(world=2, pp=2, vp=2, microbatches=3, rule="muon"),
@@ -473,6 +498,9 @@ LAYOUTS = {
         world=4, pp=2, vp=2, ep=2, microbatches=4, schedule="dualpipe_v", joint=True, params="gathered", overlap=True
     ),
     "offload ZeRO-3 dp4 ep2": Layout(world=4, ep=2, microbatches=2, params="gathered", offload=True, rule="adamw"),
+    "activations offloaded, DualPipeV pp2 ep2 joint": Layout(
+        world=4, pp=2, vp=2, ep=2, microbatches=4, schedule="dualpipe_v", joint=True, recompute=_OFFLOAD
+    ),
     "Muon ZeRO dp4 ep2 overlap": Layout(world=4, ep=2, microbatches=2, distributed=True, overlap=True, rule="muon"),
     "ep2 accumulate 2": Layout(world=2, ep=2, microbatches=2, accumulate=2),
     "pp2 ep2": Layout(world=4, pp=2, ep=2, microbatches=3),

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from benchmarks.device_work import DeviceWork, Work
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.comm import rng
-from lightning_megatron.mesh import Sizes
+from lightning_megatron.mesh import Mesh, Sizes
 from lightning_megatron.models import BertConfig, GPTConfig, GPTModel, T5Config
 from lightning_megatron.moe import token_dispatcher
 from lightning_megatron.moe.config import MoEConfig, RouterConfig
@@ -21,6 +21,7 @@ from lightning_megatron.optim.config import OptimizerConfig
 from lightning_megatron.planner.dry_run import dry_run
 from lightning_megatron.planner.model_parts import SequenceLengths
 from lightning_megatron.planner.run import Run, faults_of
+from lightning_megatron.transformer.recompute import RecomputeConfig, RecomputeRunner, to_host
 from tests.harness.fake_cuda import FakeCuda
 from tests.harness.ranks import on_ranks
 from tests.harness.sample import every_nth
@@ -166,6 +167,29 @@ def step_on_host(precision: Any) -> None:
     assert any("optim/bucket.py" in where for where in directions["device"]), work.copies
     assert any("optim/host_weights.py" in where for where in directions["host"]), work.copies
     assert not any(where.startswith("copy_") for where in work.waits), work.waits
+
+
+@on_ranks(1, init=False)
+def test_offloaded_activations_wait_in_pinned_memory_and_nobody_waits_for_their_copies() -> None:
+    copies = []
+
+    def noted(x: Tensor) -> Tensor:
+        copies.append((x.numel(), held := to_host(x)))
+        assert x.is_cuda and held.is_pinned()
+        return held
+
+    with FakeCuda(), DeviceWork() as counted, mock.patch.object(rng, "fill_normal_"), torch.device("cuda"):
+        model, axis = GPTModel(replace(LLAMA, num_query_groups=4), mesh=Mesh.single(), seed=0), Mesh.single().tp
+        model.runner = RecomputeRunner(RecomputeConfig(offload=True), tp=axis, sp=axis)
+        model.runner.to_host = noted
+        tokens = torch.ones(2, 64, dtype=torch.int64)
+        model(tokens, labels=tokens).backward()
+    shapes = {parameter.numel() for parameter in model.parameters()}
+    assert len(copies) > 10 and max(size for size, _ in copies) not in shapes
+    copied = {where: number for where, number in counted.work.copies.items() if "recompute.py" in where}
+    # One there of each; some are read by several.
+    assert {where.split(" at ")[0] for where in copied} == {"device to host", "host to device"}
+    assert not any("recompute.py" in where for where in counted.work.waits), counted.work.waits
 
 
 @on_ranks(1, init=False)

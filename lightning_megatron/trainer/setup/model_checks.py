@@ -275,9 +275,10 @@ def share_recomputation(module: nn.Module, config: RecomputeConfig, mesh: Mesh) 
         # A stage may hold none of the layers in question.
         offered = set().union(*collectives.gather_objects(offered, mesh.pp))
     faults = recompute.part_faults(config, offered)
-    if config.granularity == "full" and not models:
+    asked = ("granularity ('full')",) * (config.granularity == "full") + ("offload (True)",) * config.offload
+    if asked and not models:
         faults.append(
-            f"recompute granularity ('full') needs a model of parts, and {type(module).__name__} has none; use a "
+            f"recompute {' and '.join(asked)} needs a model of parts, and {type(module).__name__} has none; use a "
             "GPTModel, or make your network a PipelineModule, for instance by PipelineModule.from_modules"
         )
     by_layers = config.method == "uniform" and config.num_layers == 1

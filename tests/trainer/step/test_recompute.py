@@ -51,6 +51,7 @@ WAYS = {
     "full": RecomputeConfig(granularity="full", shard_saved_inputs=True),
     "first": RecomputeConfig(granularity="full", method="block"),
     "by 2": RecomputeConfig(granularity="full", num_layers=2),
+    "offloaded": RecomputeConfig(offload=True),
 }
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {"num_microbatches": 3}),
