@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
+from lightning_megatron.hf import gated_decoder
 from lightning_megatron.hf.blocks import each, gate_and_up_in_rows, gate_and_up_of_each
 from lightning_megatron.hf.config_reader import NOTHING, ConfigReader, unwritten_faults
 from lightning_megatron.hf.family import ParamMapping
@@ -54,6 +55,20 @@ ROWS_TOGETHER = (
     ParamMapping("layers.{}.moe.experts.down", (f"{_TOGETHER}.experts.down_proj",)),
 )
 """Rows of files with all experts of a layer in two tensors."""
+
+QWEN_DEFAULTS = {
+    **gated_decoder.DEFAULTS,
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "num_hidden_layers": 24,
+    "max_position_embeddings": 32768,
+    "norm_topk_prob": False,
+    "output_router_logits": False,
+    "router_aux_loss_coef": 0.001,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+"""Values that transformers takes for fields which a config.json of Qwen2-MoE or Qwen3-MoE leaves out."""
 
 
 def moe_from_hf(

@@ -6,6 +6,7 @@ from lightning_megatron.hf import gated_decoder
 from lightning_megatron.hf.blocks import each
 from lightning_megatron.hf.config_reader import HARMLESS, ConfigReader
 from lightning_megatron.hf.expert_decoder import (
+    QWEN_DEFAULTS,
     ROWS_TOGETHER,
     layers_from_hf,
     layers_to_hf,
@@ -26,23 +27,14 @@ _ROWS = (
 )
 
 DEFAULTS = {
-    **gated_decoder.DEFAULTS,
-    "vocab_size": 151936,
-    "hidden_size": 2048,
+    **QWEN_DEFAULTS,
     "intermediate_size": 5632,
-    "num_hidden_layers": 24,
     "num_attention_heads": 16,
     "num_key_value_heads": 16,
-    "max_position_embeddings": 32768,
     "num_experts": 60,
     "num_experts_per_tok": 4,
     "moe_intermediate_size": 1408,
     "shared_expert_intermediate_size": 5632,
-    "norm_topk_prob": False,
-    "output_router_logits": False,
-    "router_aux_loss_coef": 0.001,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
 }
 
 

@@ -5,6 +5,7 @@ from typing import Any
 from lightning_megatron.hf import gated_decoder
 from lightning_megatron.hf.config_reader import HARMLESS, ConfigReader
 from lightning_megatron.hf.expert_decoder import (
+    QWEN_DEFAULTS,
     ROWS_TOGETHER,
     layers_from_hf,
     layers_to_hf,
@@ -16,22 +17,13 @@ from lightning_megatron.hf.expert_decoder import (
 from lightning_megatron.models.gpt import GPTConfig
 
 DEFAULTS = {
-    **gated_decoder.DEFAULTS,
-    "vocab_size": 151936,
-    "hidden_size": 2048,
+    **QWEN_DEFAULTS,
     "intermediate_size": 6144,
-    "num_hidden_layers": 24,
     "num_key_value_heads": 4,
-    "max_position_embeddings": 32768,
     "sliding_window": 4096,
     "num_experts": 128,
     "num_experts_per_tok": 8,
     "moe_intermediate_size": 768,
-    "norm_topk_prob": False,
-    "output_router_logits": False,
-    "router_aux_loss_coef": 0.001,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
 }
 
 

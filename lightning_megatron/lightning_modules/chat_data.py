@@ -14,7 +14,11 @@ from lightning_megatron.data import (
     load_tokenizer,
     prepare_chats,
 )
-from lightning_megatron.lightning_modules.conversation_data import ConversationDataConfig, ConversationDataModule
+from lightning_megatron.lightning_modules.conversation_data import (
+    ConversationDataConfig,
+    ConversationDataModule,
+    tokenizer_faults,
+)
 from lightning_megatron.lightning_modules.data_module import Samples, as_configuration_error
 from lightning_megatron.lightning_modules.loaders import Collate
 
@@ -45,12 +49,7 @@ class ChatDataModule(ConversationDataModule):
         self.template: ChatTemplate | None = None
 
     def _tokenizer_faults(self) -> list[str]:
-        try:
-            load_tokenizer(self.config.tokenizer)
-            load_chat_template(self.config.tokenizer)
-        except ValueError as error:
-            return [str(error)]
-        return []
+        return tokenizer_faults(self.config.tokenizer)
 
     def _prepare(self) -> tuple[Samples | None, Samples | None]:
         self.tokenizer = load_tokenizer(self.config.tokenizer)

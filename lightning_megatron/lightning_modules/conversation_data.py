@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 from lightning_megatron.config_dataclass import config_dataclass
-from lightning_megatron.data import Tokenizer, load_rows, split_documents
+from lightning_megatron.data import Tokenizer, load_chat_template, load_rows, load_tokenizer, split_documents
 from lightning_megatron.data.packed_rows import IGNORE_INDEX, NO_SEGMENT
 from lightning_megatron.lightning_modules.text_data import TextDataConfig, TextDataModule
 
@@ -69,3 +69,13 @@ class ConversationDataModule(TextDataModule):
         """The value of each entry of a batch after the end of a sample."""
         padding = {"tokens": tokenizer.end_of_text, "labels": IGNORE_INDEX, "loss_mask": 0}
         return {**padding, "segments": NO_SEGMENT} if self.config.packing == "documents" else padding
+
+
+def tokenizer_faults(path: str) -> list[str]:
+    """What is wrong with the tokenizer, or with the chat template, of a Hugging Face model's directory."""
+    try:
+        load_tokenizer(path)
+        load_chat_template(path)
+    except ValueError as error:
+        return [str(error)]
+    return []

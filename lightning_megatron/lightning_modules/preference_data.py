@@ -22,7 +22,11 @@ from lightning_megatron.data import (
 from lightning_megatron.data.collate import Sample
 from lightning_megatron.data.packed_rows import IGNORE_INDEX
 from lightning_megatron.data.preference_samples import ANSWERS, REFERENCES
-from lightning_megatron.lightning_modules.conversation_data import ConversationDataConfig, ConversationDataModule
+from lightning_megatron.lightning_modules.conversation_data import (
+    ConversationDataConfig,
+    ConversationDataModule,
+    tokenizer_faults,
+)
 from lightning_megatron.lightning_modules.data_module import ParallelDataModule, Samples
 from lightning_megatron.lightning_modules.loaders import Collate
 from lightning_megatron.trainer.config import ConfigurationError
@@ -69,12 +73,7 @@ class PreferenceDataModule(ConversationDataModule):
         return faults
 
     def _tokenizer_faults(self) -> list[str]:
-        try:
-            load_tokenizer(self.config.tokenizer)
-            load_chat_template(self.config.tokenizer)
-        except ValueError as error:
-            return [str(error)]
-        return []
+        return tokenizer_faults(self.config.tokenizer)
 
     def setup(self, stage: str) -> None:
         # Not by prompts, as text is predicted from.

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_megatron.lightning_modules import ChatDataConfig, ChatDataModule
 from tests.data.chats import HEADERS, write_rows, write_tokenizer
 
 ANSWERS = {"What is two and two?": "Four.", "Who is there?": "It is me.", "Where is the cat?": "On the mat."}
@@ -39,3 +40,15 @@ def write_chats(path: Path, copies: int = 20) -> Path:
         for question, answer in ANSWERS.items()
     ]
     return write_rows(path, rows * copies)
+
+
+def chat_data(folder: Path, **options: Any) -> ChatDataModule:
+    """Batches of four of the conversations in `chats.jsonl` of a folder, with the tokenizer in its folder `tiny`."""
+    defaults: dict[str, Any] = {
+        "tokenizer": str(folder / "tiny"),
+        "path": str(folder / "chats.jsonl"),
+        "sequence_length": 64,
+        "global_batch_size": 4,
+        "cache_directory": str(folder / "cache"),
+    }
+    return ChatDataModule(ChatDataConfig(**(defaults | options)))

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from lightning_megatron import ConfigurationError
-from lightning_megatron.lightning_modules import AdamWConfig, ChatDataConfig, ChatDataModule, DistillModule
+from lightning_megatron.lightning_modules import AdamWConfig, ChatDataModule, DistillModule
 from lightning_megatron.testing import certify
 from tests.harness.sample import every_nth
-from tests.lightning_modules.pretrained import write_chats, write_model
+from tests.lightning_modules.pretrained import chat_data, write_chats, write_model
 from tests.trainer.layouts import PLAIN, QUIET, make_trainer
 
 pytestmark = pytest.mark.filterwarnings(QUIET)
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings(QUIET)
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path: Path = tmp_path_factory.mktemp("distill")
-    write_model(path / "student")
+    write_model(path / "tiny")
     write_model(path / "teacher", hidden_size=48, num_hidden_layers=3)
     write_model(path / "larger", vocab_size=320)
     write_chats(path / "chats.jsonl", copies=8)
@@ -28,22 +28,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def data(folder: Path, **options: Any) -> ChatDataModule:
-    return ChatDataModule(
-        ChatDataConfig(
-            tokenizer=str(folder / "student"),
-            path=str(folder / "chats.jsonl"),
-            sequence_length=64,
-            global_batch_size=4,
-            validation_fraction=0.0,
-            cache_directory=str(folder / "cache"),
-            **options,
-        )
-    )
+    return chat_data(folder, validation_fraction=0.0, **options)
 
 
 def module(folder: Path, teacher: str = "teacher", **options: Any) -> DistillModule:
     settings = {"temperature": 2.0, "label_fraction": 0.25} | options
-    return DistillModule(str(folder / "student"), str(folder / teacher), AdamWConfig(lr=1e-2), **settings)
+    return DistillModule(str(folder / "tiny"), str(folder / teacher), AdamWConfig(lr=1e-2), **settings)
 
 
 def test_the_loss_is_the_published_one(folder: Path) -> None:
@@ -54,7 +44,7 @@ def test_the_loss_is_the_published_one(folder: Path) -> None:
     made = module(folder)
     made.configure_model()
     models = [
-        transformers.AutoModelForCausalLM.from_pretrained(str(folder / one)).double() for one in ("student", "teacher")
+        transformers.AutoModelForCausalLM.from_pretrained(str(folder / one)).double() for one in ("tiny", "teacher")
     ]
     total, count = 0.0, 0
     with torch.no_grad():

@@ -13,7 +13,6 @@ from lightning_megatron import ConfigurationError
 from lightning_megatron.lightning_modules import (
     AdamWConfig,
     CausalModule,
-    ChatDataConfig,
     ChatDataModule,
     GenerationConfig,
     GPTModule,
@@ -21,7 +20,7 @@ from lightning_megatron.lightning_modules import (
 from lightning_megatron.lightning_modules.sample_text import SampleText
 from lightning_megatron.models import GPTConfig
 from tests.harness.ranks import run_on_ranks
-from tests.lightning_modules.pretrained import write_chats, write_model
+from tests.lightning_modules.pretrained import chat_data, write_chats, write_model
 from tests.trainer.layouts import PLAIN, QUIET, Layout, make_trainer
 
 pytestmark = pytest.mark.filterwarnings(QUIET)
@@ -38,16 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def data(folder: Path, **options: Any) -> ChatDataModule:
-    return ChatDataModule(
-        ChatDataConfig(
-            tokenizer=str(folder / "tiny"),
-            path=str(folder / "chats.jsonl"),
-            sequence_length=64,
-            global_batch_size=2,
-            cache_directory=str(folder / "cache"),
-            **options,
-        )
-    )
+    return chat_data(folder, global_batch_size=2, **options)
 
 
 def gpt() -> GPTModule:
