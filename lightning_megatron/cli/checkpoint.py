@@ -25,9 +25,9 @@ from lightning_megatron.checkpoint.summary import Summary, summary_of, tensors_o
 from lightning_megatron.checkpoint.verify import verify
 from lightning_megatron.cli.amounts import byte_text, num_text
 from lightning_megatron.cli.commands import add_command
-from lightning_megatron.cli.progress import progress_bar
 from lightning_megatron.cli.target import require_writable
 from lightning_megatron.cli.usage import UsageError
+from lightning_megatron.progress import progress_bar
 
 _FAULTS_FOUND = 1
 

@@ -17,7 +17,6 @@ import torch
 from lightning_megatron.checkpoint import is_checkpoint
 from lightning_megatron.checkpoint.folder import is_remote, store_errors_as_os_errors
 from lightning_megatron.cli.commands import add_command
-from lightning_megatron.cli.progress import progress_bar
 from lightning_megatron.cli.target import require_writable
 from lightning_megatron.cli.usage import UsageError
 from lightning_megatron.hf.convert import Converted, to_checkpoint, to_folder
@@ -25,6 +24,7 @@ from lightning_megatron.hf.folder import on_disk, read_config
 from lightning_megatron.hf.shards import MAX_SHARD_BYTES
 from lightning_megatron.hf.weights import folder_of_run, in_checkpoint, in_folder, moe_config
 from lightning_megatron.hub import CONFIG_FILES, model_folder
+from lightning_megatron.progress import progress_bar
 from lightning_megatron.text_files import read_table
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
@@ -188,15 +188,17 @@ def _convert_unchanged(options: argparse.Namespace, model_from: str) -> Converte
     from lightning_megatron.hf.convert_unchanged import unchanged_to_folder
 
     _require_writable(options.target)
-    return unchanged_to_folder(
-        options.source,
-        options.target,
-        model_from=model_from,
-        submodule=options.submodule,
-        dtype=None if options.dtype is None else _DTYPES[options.dtype],
-        max_shard_bytes=options.max_shard_bytes,
-        tokenizer_from=options.tokenizer_from,
-    )
+    with progress_bar("converting", "tensors") as watch:
+        return unchanged_to_folder(
+            options.source,
+            options.target,
+            model_from=model_from,
+            submodule=options.submodule,
+            dtype=None if options.dtype is None else _DTYPES[options.dtype],
+            max_shard_bytes=options.max_shard_bytes,
+            tokenizer_from=options.tokenizer_from,
+            watch=watch,
+        )
 
 
 def _require_writable(target: str) -> None:

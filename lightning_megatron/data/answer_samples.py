@@ -30,6 +30,7 @@ from lightning_megatron.data.packed_rows import IGNORE_INDEX, join_entries
 from lightning_megatron.data.packing import Numbers, pack_pairs
 from lightning_megatron.data.sources import corpus_fingerprint
 from lightning_megatron.data.tokenizer import Tokenizer
+from lightning_megatron.progress import watched_ranges
 
 if TYPE_CHECKING:
     from lightning_megatron.data.sources import Documents
@@ -162,8 +163,8 @@ def prepare_answers(
         return path
     samples: list[tuple[list[int], list[int]]] = []
     num_cut = num_dropped = 0
-    for first in range(0, len(rows), _ROWS):
-        batch = [rows[i] for i in range(first, min(first + _ROWS, len(rows)))]
+    for own in watched_ranges(len(rows), _ROWS, what="tokenizing", unit="rows"):
+        batch = [rows[i] for i in own]
         questions = [question for row in batch for question in questions_of(kind, row, template)]
         prompts = _ended([question.prompt for question in questions], tokenizer)
         for read, answer in zip(prompts, _ended([question.answer for question in questions], tokenizer), strict=True):

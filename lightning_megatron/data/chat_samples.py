@@ -24,6 +24,7 @@ from lightning_megatron.data.packed_rows import IGNORE_INDEX, join_samples
 from lightning_megatron.data.packing import Numbers, pack_lengths, row_of
 from lightning_megatron.data.sources import corpus_fingerprint
 from lightning_megatron.data.tokenizer import Tokenizer
+from lightning_megatron.progress import watched_ranges
 
 if TYPE_CHECKING:
     from lightning_megatron.data.sources import Documents
@@ -144,9 +145,8 @@ def prepare_chats(
         return path
     samples: list[MarkedTokens] = []
     num_cut = num_dropped = 0
-    for first in range(0, len(rows), batch_size):
-        batch = [rows[i] for i in range(first, min(first + batch_size, len(rows)))]
-        for encoded in encode(batch):
+    for own in watched_ranges(len(rows), batch_size, what="tokenizing", unit="rows"):
+        for encoded in encode([rows[i] for i in own]):
             sample = cut_sample(encoded, sequence_length + 1)
             if not any(sample.is_marked[1:]):
                 num_dropped += 1

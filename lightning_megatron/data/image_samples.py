@@ -39,6 +39,7 @@ from lightning_megatron.data.images import (
 from lightning_megatron.data.packing import row_of
 from lightning_megatron.data.sources import corpus_fingerprint, plain_rows
 from lightning_megatron.data.tokenizer import Tokenizer
+from lightning_megatron.progress import watched_ranges
 
 if TYPE_CHECKING:
     from lightning_megatron.data.sources import Documents
@@ -172,9 +173,9 @@ def prepare_image_chats(
     of_samples: list[list[str | list[int]]] = []
     left_out: list[str] = []
     num_cut = num_dropped = 0
-    for first in range(0, len(rows), batch_size):
-        some = plain_rows(rows, first, min(first + batch_size, len(rows)))
-        numbered = [(i, _conversation(row, i)) for i, row in enumerate(some, first)]
+    for own in watched_ranges(len(rows), batch_size, what="tokenizing", unit="rows"):
+        some = plain_rows(rows, own.start, own.stop)
+        numbered = [(i, _conversation(row, i)) for i, row in enumerate(some, own.start)]
         readable = _readable(numbered, None if images is None else Path(images), left_out, unreadable)
         written = encode_conversations([one for _, one in readable], tokenizer, template, features_per_image)
         for (number, conversation), encoded in zip(readable, written, strict=True):

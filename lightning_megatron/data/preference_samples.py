@@ -25,6 +25,7 @@ from lightning_megatron.data.chat_samples import MarkedSamples, RowCounts, cut_s
 from lightning_megatron.data.chat_template import ChatTemplate
 from lightning_megatron.data.sources import corpus_fingerprint
 from lightning_megatron.data.tokenizer import Tokenizer
+from lightning_megatron.progress import watched_ranges
 
 if TYPE_CHECKING:
     from lightning_megatron.data.sources import Documents
@@ -102,10 +103,10 @@ def prepare_preferences(
     samples: list[MarkedTokens] = []
     kept: list[int] = []
     num_cut = 0
-    for first in range(0, len(rows), _ROWS):
-        batch = [rows[i] for i in range(first, min(first + _ROWS, len(rows)))]
+    for own in watched_ranges(len(rows), _ROWS, what="tokenizing", unit="rows"):
+        batch = [rows[i] for i in own]
         answers = [_encoded(batch, name, tokenizer, template) for name in ANSWERS]
-        for number, pair in enumerate(zip(*answers, strict=True), first):
+        for number, pair in enumerate(zip(*answers, strict=True), own.start):
             cut = [cut_sample(answer, sequence_length + 1) for answer in pair]
             if all(any(answer.is_marked[1:]) for answer in cut):
                 num_cut += any(len(one.ids) < len(whole.ids) for one, whole in zip(cut, pair, strict=True))

@@ -32,6 +32,7 @@ from lightning_megatron.data.megatron_files import MegatronCorpus, megatron_path
 from lightning_megatron.data.processes import Report, run_jobs
 from lightning_megatron.data.sources import corpus_bytes, corpus_fingerprint, save_token_rows
 from lightning_megatron.data.tokenizer import Tokenizer
+from lightning_megatron.progress import progress_bar
 
 if TYPE_CHECKING:
     from lightning_megatron.data.sources import Documents
@@ -79,7 +80,16 @@ def prepare_corpus(
         cores = len(os.sched_getaffinity(0))
         workers = cores if corpus_bytes(documents) >= _BYTES_FOR_PROCESSES else 0
         keep = partial(write_counts, prefix)
-        counts = write_tokens(documents, tokenizer, prefix, form=form, num_workers=workers, finish=keep)
+        with progress_bar("tokenizing", "documents") as watch:
+            counts = write_tokens(
+                documents,
+                tokenizer,
+                prefix,
+                form=form,
+                num_workers=workers,
+                watch=lambda counts: watch(counts.num_documents, len(documents)),
+                finish=keep,
+            )
         if line := counts.left_out():
             logger.log(logging.WARNING if counts.num_bad else logging.INFO, "%s: %s", prefix, line)
     return prefix

@@ -47,8 +47,8 @@ Watch = Callable[[int, int], None]
 """What is called during a conversion: with how many tensors are read, and of how many."""
 
 
-def _unwatched(num_done: int, num_all: int) -> None:
-    pass
+def unwatched(num_done: int, num_all: int) -> None:
+    """Does nothing; nobody waits for the conversion."""
 
 
 def to_checkpoint(
@@ -56,7 +56,7 @@ def to_checkpoint(
     target: str | os.PathLike[str],
     *,
     dtype: torch.dtype | None = None,
-    watch: Watch = _unwatched,
+    watch: Watch = unwatched,
 ) -> Converted:
     """Writes a model as checkpoint `target`, for a LightningModule that calls it `model`.
 
@@ -118,7 +118,7 @@ def to_folder(
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     tokenizer_from: str | os.PathLike[str] | None = None,
-    watch: Watch = _unwatched,
+    watch: Watch = unwatched,
 ) -> Converted:
     """Writes a model as folder `target`, which transformers loads.
 

@@ -10,6 +10,7 @@ import os
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from lightning_megatron import checkpoint
 from lightning_megatron.checkpoint import TensorEntry
 from lightning_megatron.checkpoint.summary import read_own_meta
 from lightning_megatron.hf.adapters import add_adapters
-from lightning_megatron.hf.convert import Converted
+from lightning_megatron.hf.convert import Converted, Watch, unwatched
 from lightning_megatron.hf.converted_weights import sources_of
 from lightning_megatron.hf.folder import INDEX, SINGLE, WeightFiles, on_disk, read_config, safetensors
 from lightning_megatron.hf.meta_model import meta_model
@@ -34,6 +35,8 @@ from lightning_megatron.mesh import Mesh
 
 # What a module may make of a configuration, beside what the configuration itself names.
 _AUTO_CLASSES = ("AutoModelForCausalLM", "AutoModel")
+# Of the tensors, so that somebody who waits sees how many are read; each looks at the checkpoint's index anew.
+_NUM_READS = 20
 _IN_ADAPTERS = ".lora_A."
 
 
@@ -53,7 +56,9 @@ class _Saved:
     def where(self) -> str:
         return f"submodule {self.prefix.removesuffix('.')!r} of checkpoint {self.path}"
 
-    def read(self, names: Mapping[str, str], dtype: torch.dtype | None, scratch: str) -> dict[str, Tensor]:
+    def read(
+        self, names: Mapping[str, str], dtype: torch.dtype | None, scratch: str, watch: Watch
+    ) -> dict[str, Tensor]:
         """Tensors by the names that are given for their names here, in memory that is mapped from files."""
         found = {}
         for number, (name, saved) in enumerate(names.items()):
@@ -65,7 +70,11 @@ class _Saved:
             flat = torch.from_file(file, shared=True, size=size, dtype=own) if size else empty
             found[name] = flat.view(entry.shape)
         pieces = {self.prefix + names[name]: tensor for name, tensor in found.items()}
-        checkpoint.load(self.path, pieces, world=Mesh.single().world, among=lambda other: False)
+        size = -(-len(pieces) // _NUM_READS)
+        for first in range(0, len(pieces), size):
+            some = dict(islice(pieces.items(), first, first + size))
+            checkpoint.load(self.path, some, world=Mesh.single().world, among=lambda other: False)
+            watch(first + len(some), len(pieces))
         return found
 
 
@@ -79,6 +88,7 @@ def unchanged_to_folder(
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     tokenizer_from: str | os.PathLike[str] | None = None,
+    watch: Watch = unwatched,
 ) -> Converted:
     """Writes a model of transformers in a checkpoint as `hf.save_pretrained` would have done in the run.
 
@@ -99,7 +109,7 @@ def unchanged_to_folder(
     parent = os.path.dirname(os.path.abspath(out))
     os.makedirs(parent, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=parent) as scratch:
-        full = saved.read(names, dtype, scratch)
+        full = saved.read(names, dtype, scratch, watch)
         # For the model's dtype, and for its ties.
         model.load_state_dict(full, strict=False, assign=True)
         if not has_adapters(model):

@@ -83,7 +83,11 @@ def test_it_is_what_the_run_itself_saved(model_type: str, precision: str, tmp_pa
     folder = written(tmp_path / "theirs", model_type)
     run_on_ranks(4, train, TP2_PP2, folder, tmp_path, None, precision, init=False)
     assert folder_of_run(tmp_path / "last.ckpt") == str(folder)
-    done = unchanged_to_folder(tmp_path / "last.ckpt", tmp_path / "out", model_from=folder)
+    seen: list[tuple[int, int]] = []
+    done = unchanged_to_folder(
+        tmp_path / "last.ckpt", tmp_path / "out", model_from=folder, watch=lambda *counts: seen.append(counts)
+    )
+    assert len(seen) > 5 and seen[-1][0] == seen[-1][1] and seen == sorted(set(seen))
     assert files_of(tmp_path / "out") == files_of(tmp_path / "run")
     # Neither a draft nor what weights went through is left.
     assert sorted(os.listdir(tmp_path)) == ["last.ckpt", "out", "run", "theirs"]

@@ -25,3 +25,12 @@ def progress_bar(what: str, unit: str) -> Iterator[Callable[[int, int], None]]:
             bar.update(num_done - bar.n)
 
         yield watch
+
+
+def watched_ranges(num_all: int, size: int, *, what: str, unit: str) -> Iterator[range]:
+    """Ranges of `size` numbers each, the last of the rest, from 0 to before `num_all`; a bar shows what is done."""
+    with progress_bar(what, unit) as watch:
+        for first in range(0, num_all, size):
+            own = range(first, min(first + size, num_all))
+            yield own
+            watch(own.stop, num_all)
