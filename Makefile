@@ -40,7 +40,7 @@ docs: $(DOCS_VENV)/.ready
 	$(DOCS_VENV)/bin/python docs/site/build.py build/docs
 	@echo "open build/docs/html/index.html"
 
-# What is published, in dist/: the sources, and the wheel that is built from them.
+# What is published, in dist/: the wheel, and the sources.
 wheel: $(VENV)/.ready
 	rm -rf dist
 	$(BIN)/python -m hatchling build -d dist
