@@ -45,6 +45,15 @@ class _Parser(argparse.ArgumentParser):
             hints += [f"did you mean --{one}?" for one in nearest[:1]]
         return hints
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            nearest = get_close_matches(str(value), [str(choice) for choice in action.choices or ()], n=1)
+            if nearest:
+                error.message = f"invalid choice: {value!r}; did you mean {nearest[0]}?"
+            raise
+
     def error(self, message: str) -> NoReturn:
         raise UsageError([f"{message}; see {self.prog} --help"])
 

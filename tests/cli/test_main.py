@@ -71,7 +71,7 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     ("args", "words"),
     [
         ((), ("COMMAND", "required")),
-        (("shedule",), ("shedule", "'schedule'")),
+        (("shedule",), ("invalid choice: 'shedule'; did you mean schedule?",)),
         (("--vers",), ("COMMAND", "required")),
         (("schedule",), ("--pp", "--microbatches", "required", "lightning-megatron schedule --help")),
         ((*SCHEDULE, "--vp", "two"), ("--vp", "'two'")),
