@@ -189,7 +189,7 @@ class DataParallelComm:
 
     def _show_weights(self, when: HookTime) -> None:
         if self._parts is not None and when in self._hooks_read:
-            self._parts.gather_all()
+            self._parts.show_all()
 
     def begin_graph(self, *, reaches: bool = False) -> Graph | None:
         """A forward is about to run that one backward will go through; `reaches` says that its input takes

@@ -29,19 +29,23 @@ from lightning_megatron.host_memory import wait_for_copies
 from lightning_megatron.optim.bucket import Bucket, ModelParam
 from lightning_megatron.optim.gradients import Gradients, ParamShard
 from lightning_megatron.optim.host_weights import HostWeights, offloaded
-from lightning_megatron.optim.sharded_params import ShardedParams, take_over
+from lightning_megatron.optim.sharded_params import ShardedParams, mark_of, take_over, written_beside
 
 
 class MasterWeights:
     """The master weights of one rank's buckets, which replace the parameters in `optimizers`.
 
     Parameters get the low dtype of their bucket. With shards their data moves into one flat tensor a bucket, which is
-    all-gathered in place.
+    all-gathered in place. With `is_watched` hooks of a user's run between steps, which may write to the parameters, and
+    not to master weights of another dtype beside them.
     """
 
     @torch.no_grad()
-    def __init__(self, gradients: Gradients, optimizers: Iterable[Optimizer]) -> None:
+    def __init__(self, gradients: Gradients, optimizers: Iterable[Optimizer], *, is_watched: bool = False) -> None:
         self._gradients = gradients
+        self._is_watched = is_watched
+        # Marks of master weights of another dtype than their parameters, as those were cast from them.
+        self._marks: dict[ParamShard, Tensor] = {}
         self._flat: dict[Bucket, Tensor] = {}
         # The parameters' data: views of the flat tensors where shards are gathered.
         self._param_views: dict[nn.Parameter, Tensor] = {}
@@ -68,6 +72,20 @@ class MasterWeights:
         self._buckets = {param.parameter: bucket for bucket in gradients.buckets for param in bucket.members}
         for optimizer in self._optimizers:
             self._replace_params(optimizer)
+        self._note()
+
+    def _note(self) -> None:
+        if self._is_watched:
+            shards = [one for one in self._copied_shards() if self._own_part(one).dtype != one.tensor.dtype]
+            self._marks = {shard: mark_of(shard.tensor) for shard in shards}
+
+    def _require_noted(self) -> None:
+        """Raises RuntimeError for master weights that somebody wrote to, and not to their parameters."""
+        if self._marks and not torch.equal(
+            torch.stack([mark_of(shard.tensor) for shard in self._marks]), torch.stack(list(self._marks.values()))
+        ):
+            wrong = [one.param.name for one, mark in self._marks.items() if not torch.equal(mark_of(one.tensor), mark)]
+            raise written_beside(wrong)
 
     def _convert(self, bucket: Bucket) -> Iterator[ParamShard]:
         own_dtype = self._dtypes[bucket] = bucket.members[0].parameter.dtype
@@ -152,9 +170,10 @@ class MasterWeights:
 
     def require_all(self) -> None:
         """Raises RuntimeError where an optimizer got a parameter after training began: it would step 16 bits."""
+        frozen = {param.parameter for one in self._frozen for param in one.flat.members}
         for optimizer in self._optimizers:
             for number, group in enumerate(optimizer.param_groups):
-                if any(parameter in self._buckets for parameter in group["params"]):
+                if any(parameter in self._buckets or parameter in frozen for parameter in group["params"]):
                     raise RuntimeError(
                         f"param group {number} of {type(optimizer).__name__} got a parameter after training began, "
                         "which master weights cannot take in; give it to the optimizer in configure_optimizers, or use "
@@ -166,6 +185,7 @@ class MasterWeights:
     @torch.no_grad()
     def take_changed_params(self) -> None:
         """Takes over parameters that were changed since the last step, as by a callback that averages or clips."""
+        self._require_noted()
         for parameter in self._param_views:
             self._move_data(parameter)
         for one in self.sharded:
@@ -176,6 +196,7 @@ class MasterWeights:
             now = self._own_part(shard)
             if now.dtype != shard.tensor.dtype:
                 take_over(shard.tensor, now)
+        self._note()
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor]) -> None:
@@ -187,6 +208,9 @@ class MasterWeights:
         wait_for_copies(self._gradients.device)
         for host in self._on_host.values():
             host.send()
+        self._note()
+        for one in self.sharded:
+            one.note_load()
 
     @torch.no_grad()
     def update_params(self) -> None:
@@ -201,6 +225,7 @@ class MasterWeights:
                 self._on_host[bucket].send()
             if bucket in self._flat and bucket.shards.size > 1:
                 self._in_flight[bucket] = collectives.all_gather_(self._flat[bucket], bucket.shards, wait=False)
+        self._note()
 
     def wait(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Waits for the gathered values of `parameters`, or of all."""
@@ -290,10 +315,20 @@ def _stepped(param: ModelParam, part: Tensor, *, is_full: bool) -> nn.Parameter:
     """The master weights of a part of a parameter, or of all of it."""
     # Of this very type: torch has its fast kernels for no subclass.
     tensor = nn.Parameter(part)
+    # A gradient comes here by the sum over ranks, and not by autograd.
+    tensor.register_post_accumulate_grad_hook(_refuse_gradient)
     if is_full:
         # Optimizers that read whole matrices put them together by it.
         tensor.shard = param.shard  # type: ignore[attr-defined]
     return tensor
+
+
+def _refuse_gradient(stepped: Tensor) -> None:
+    raise RuntimeError(
+        f"a backward made a gradient of a weight {tuple(stepped.shape)} in the param_groups of an optimizer: those are "
+        "master weights, or the part of a rank, of which a loss has another value on each rank, and their gradients "
+        "are summed over no ranks; compute the loss from the module's own parameters (self.parameters())"
+    )
 
 
 def _address_of(x: Tensor) -> tuple[int, int]:

@@ -131,7 +131,7 @@ class PartGathers:
             self._frees_all = not self._has_all
             if is_training:
                 self.take_changed()
-            self.gather_all()
+            self.show_all()
         elif is_training:
             self.let_all_go()
         for one in self._parts.outside:
@@ -160,6 +160,12 @@ class PartGathers:
             self._gather(one, _ALL)
         for one in self._all:
             one.wait()
+
+    def show_all(self) -> None:
+        """Gathers all parameters for code of a user's, which may write to them, until `begin`."""
+        self.gather_all()
+        for one in self._all:
+            one.note()
 
     def let_all_go(self) -> None:
         """Takes over what readers changed of the parameters that `gather_all` gathered, and frees those."""
@@ -252,7 +258,17 @@ class PartGathers:
     def _follow(self, part: PartName, outputs: Iterable[Tensor]) -> None:
         """Has the nodes of what the part returned tell when its backward begins."""
         # A part may hand on what it was given: the hooks of nodes that it has not made come too late, and do nothing.
-        graph, made = self._graph, [node for tensor in outputs if (node := tensor.grad_fn) is not None]
+        graph, found = self._graph, list(outputs)
+        # A write in place to a view, as to the output of a linear of [B, T, H], takes the view's node out of the graph,
+        # and leaves that of its base.
+        found += [base for tensor in found if (base := tensor._base) is not None]
+        made = [node for tensor in found if (node := tensor.grad_fn) is not None]
+        if not found and self._is_trained(part):
+            raise RuntimeError(
+                f"{'.'.join(part)} returned no tensor, or a value in which none is found: with OptimizerConfig("
+                'kind="distributed_parameters") its weights are gathered anew for the backward of what it returned; '
+                'have it return tensors, or tuples, lists and dicts of them, or use kind "distributed_gradients"'
+            )
         # A part without gradients on this rank, such as one for images, may have them on another.
         graph.reaches |= bool(made) or self._is_trained(part)
         if not graph.reaches:

@@ -7,7 +7,7 @@ reads what this rank does not have, and a write fails at once or at the end of t
 Source: Rajbhandari et al., arXiv 1910.02054, section 5.3 (ZeRO, stage 3); Zhao et al., arXiv 2304.11277, section 4.2.
 """
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -45,8 +45,19 @@ class ShardedParams:
             self._absent[parameter] = self.stand_ins[index].expand(parameter.shape)
         self._holders: set[Hashable] = set()
         self._pending: collectives.Pending | None = None
+        # Mark of the shard that hooks saw gathered.
+        self._mark: Tensor | None = None
         self._is_gathered = True
         self._free()
+
+    def note(self) -> None:
+        """Code of a user's comes next, which may write to the gathered parameters, and not to the shard."""
+        self._mark = mark_of(self.shard)
+
+    def note_load(self) -> None:
+        """A checkpoint was loaded into the shard."""
+        if self._mark is not None:
+            self.note()
 
     def hold(self, holder: Hashable) -> bool:
         """Starts to gather the parameters, unless they are there or on their way; returns whether it does. Collective
@@ -95,6 +106,7 @@ class ShardedParams:
         if self._pending is not None:
             self._pending.wait()
             self._pending = None
+        self._mark = None
         for parameter, absent in self._absent.items():
             parameter.data = absent
         _resize(self.gathered, 0)
@@ -105,6 +117,9 @@ class ShardedParams:
         """Takes over parameters that were changed while they were gathered, as by a callback that clips."""
         if not self._is_gathered or self._pending is not None:
             return
+        is_noted = self._mark is not None
+        if self._mark is not None and not torch.equal(mark_of(self.shard), self._mark):
+            raise written_beside([param.name for param in self.flat.members])
         for parameter, view in self._views.items():
             if _is_elsewhere(parameter, view):
                 # As by `parameter.data = ...`.
@@ -112,6 +127,8 @@ class ShardedParams:
                 parameter.data = view
         now = collectives.shard_slice(self.gathered, self.flat.shards)
         take_over(self.shard, now)
+        if is_noted:
+            self.note()
 
     def written_names(self) -> list[str]:
         """Names of parameters that were written to while they were absent."""
@@ -156,6 +173,23 @@ def written_while_absent(names: Iterable[str]) -> RuntimeError:
         f"{', '.join(names)} was written to where it is not gathered: with OptimizerConfig("
         'kind="distributed_parameters") a rank has a weight while its part of the model runs; write to it in a hook '
         'between steps, or use kind "distributed_gradients"'
+    )
+
+
+def mark_of(weights: Tensor) -> Tensor:
+    """A number [] that is another one once the weights are written to."""
+    if not weights.numel():
+        return torch.zeros((), dtype=torch.int64, device=weights.device)
+    return torch.hash_tensor(weights.detach()).view(torch.int64)
+
+
+def written_beside(names: Sequence[str]) -> RuntimeError:
+    """The error for master weights of these parameters that somebody wrote to, which the parameters would undo."""
+    more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+    return RuntimeError(
+        f"weights in the param_groups of an optimizer were changed between its steps, that of {names[0]}{more}: they "
+        "are master weights, or the part of a rank, and what counts between steps are the module's own parameters. "
+        'Change those (self.parameters()), or use OptimizerConfig(kind="replicated") with precision 32-true'
     )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
@@ -127,7 +127,32 @@ class ReadsOfASkippedStep(Fits):
         self.note()
 
 
+class WritesInPlaceToOutputs(Fits):
+    """Changes in place what its layers return, which is a view of what their linears computed."""
+
+    def loss(self, batch: Tensor) -> Tensor:
+        x = self.net.tokens(batch) + self.net.places
+        for block in self.net.blocks:
+            block.forward = block.down.forward
+            x = x + F.relu_(block(F.pad(x, (0, 3 * networks.WIDTH))))
+        return F.cross_entropy(self.net.head(self.net.norm(x))[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
+
+
+class ReadsByItsOwnName(Fits):
+    """Reads matrices of its layers, which have names that it gave them, where NaN would not show."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        for block in self.net.blocks:
+            block.mixes = nn.ParameterList([torch.linspace(-1, 1, 256).view(16, 16).double()])
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.loss(batch) + sum(F.relu(block.mixes[0]).sum() for block in self.net.blocks)
+
+
 CASES: list[type[Fits]] = [
+    WritesInPlaceToOutputs,
+    ReadsByItsOwnName,
     AssignsData,
     WritesInStep,
     WritesInLayer,
@@ -231,6 +256,60 @@ class ScalesRows(Fits):
         self.net.tokens.max_norm = 0.5
 
 
+class WritesToGroups(Fits):
+    """Decays the weights that it finds in its optimizer."""
+
+    @torch.no_grad()
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for group in optimizer.param_groups:
+            for one in group["params"]:
+                one.data.mul_(0.9)
+
+
+class WritesToGroupsLate(WritesToGroups):
+    """Decays after the step."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        """Nothing."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        super().on_before_optimizer_step(self.trainer.optimizers[0])
+
+
+class PenalisesGroups(Fits):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        weights = [one for group in self.trainer.optimizers[0].param_groups for one in group["params"]]
+        return self.loss(batch) + sum(one.square().sum() for one in weights)
+
+
+class Unfreezes(Fits):
+    """Gives its optimizer later what was frozen."""
+
+    def configure_optimizers(self) -> Any:
+        self.net.blocks.requires_grad_(False)
+        return torch.optim.AdamW([one for one in self.parameters() if one.requires_grad], lr=0.01)
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.net.blocks.requires_grad_(True)
+        self.trainer.optimizers[0].add_param_group({"params": list(self.net.blocks.parameters())})
+
+
+class Held:
+    def __init__(self, hidden: Tensor) -> None:
+        self.hidden = hidden
+
+
+class ReturnsObjects(Fits):
+    """Has layers whose output is an object of a class of its own."""
+
+    def loss(self, batch: Tensor) -> Tensor:
+        x = self.net.tokens(batch) + self.net.places
+        for block in self.net.blocks:
+            block.forward = lambda x, down=block.down: Held(down(F.pad(x, (0, 3 * networks.WIDTH))))
+            x = block(x).hidden
+        return self.net.head(x).square().mean()
+
+
 class Fails(Fits):
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         raise ValueError("its own")
@@ -255,6 +334,37 @@ def refused() -> list[str]:
     module = Fails()
     said += [errors(lambda: make_trainer(layout).fit(module, loader(4))) for _ in range(2)]
     return said
+
+
+REFUSED: dict[type[Fits], str] = {
+    WritesToGroups: "param_groups of an optimizer were changed between its steps, that of net.",
+    WritesToGroupsLate: "param_groups of an optimizer were changed between its steps, that of net.",
+    PenalisesGroups: "in the param_groups of an optimizer: those are master weights, or the part of a rank",
+    Unfreezes: "param group 1 of AdamW got a parameter after training began",
+    ReturnsObjects: "net.blocks.0 returned no tensor, or a value in which none is found",
+}
+
+
+def fit_refused(case: type[Fits], kind: Any, precision: str) -> str:
+    layout = Layout(world=2, optimizer=OptimizerConfig(kind=kind))
+    return errors(lambda: fit_tiny(make_trainer(layout, max_epochs=1, precision=precision), case()))
+
+
+def fit_tiny(trainer: Any, module: Fits) -> None:
+    warnings.filterwarnings("ignore", ".* may read weights")
+    trainer.fit(module, loader(4))
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_weights_of_an_optimizer_and_outputs_without_tensors_are_refused(case: type[Fits]) -> None:
+    for said in run_on_ranks(2, fit_refused, case, "distributed_parameters", "64-true", init=False):
+        assert REFUSED[case] in said
+
+
+@pytest.mark.parametrize("case", [WritesToGroups, PenalisesGroups])
+def test_master_weights_that_somebody_writes_or_penalises_are_refused(case: type[Fits]) -> None:
+    for said in run_on_ranks(2, fit_refused, case, "replicated", "bf16-mixed", init=False):
+        assert REFUSED[case].partition(",")[0] in said
 
 
 def test_writes_to_absent_weights_and_ranks_that_part_ways_are_refused() -> None:

@@ -76,15 +76,17 @@ def make_data_parallel_comm(
     )
     master_weights, hook_gradients, sharded = None, None, None
     if has_master_weights(config, plugin):
-        master_weights = MasterWeights(gradients, stepping)
-        is_read = gradient_hooks(module, stepping) or late_gradient_readers(module, stepping)
+        early, late = gradient_hooks(module, stepping), late_gradient_readers(module, stepping)
+        master_weights = MasterWeights(gradients, stepping, is_watched=bool(early or weight_hooks(module)))
+        is_read = early or late
         hook_gradients = HookGradients(gradients) if is_read else None
         if master_weights.sharded:
             sharded = ModelParts.of(
                 master_weights.sharded, parts.parameters, parts.stages, parts.lasts, layers=parts.layers
             )
     choose_kernels(stepping, device, steps_on_host=config.cpu_offload)
-    hooks_read = weight_readers(module, stepping) if sharded is not None and config.gather_for_hooks else ()
+    names = _names_of_weights(module, [one for own in parts.parameters.values() for one in own])
+    hooks_read = weight_readers(module, stepping, names) if sharded is not None and config.gather_for_hooks else ()
     dp_comm = DataParallelComm(gradients, master_weights, parts.parameters, hook_gradients, sharded, hooks_read)
     if config.overlap_param_gather or sharded is not None:
         dp_comm.remove_hooks = parts.hook(dp_comm)
@@ -139,9 +141,19 @@ def weight_hooks(module: pl.LightningModule) -> list[str]:
     return _users(module, (*hooks, "optimizer_step"), (*hooks, "on_before_optimizer_step"))
 
 
-def weight_readers(module: pl.LightningModule, optimizers: Sequence[Optimizer]) -> list[HookTime]:
-    """When a user's code in hooks of the module, of callbacks or of optimizers may read weights, or steps name some; a
-    warning tells what that costs."""
+def _names_of_weights(module: nn.Module, parameters: Iterable[nn.Parameter]) -> set[str]:
+    """Names by which code finds these parameters: their attributes, and methods that return them."""
+    names, wanted = set(_WEIGHTS), set(parameters)
+    for child in module.modules():
+        names |= {key for key, one in child._parameters.items() if one in wanted}
+        lists = (key for key, one in child._modules.items() if isinstance(one, (nn.ParameterList, nn.ParameterDict)))
+        names |= {key for key in lists if not wanted.isdisjoint(child.get_submodule(key).parameters())}
+    return names
+
+
+def weight_readers(module: pl.LightningModule, optimizers: Sequence[Optimizer], names: Set[str]) -> list[HookTime]:
+    """When a user's code in hooks of the module, of callbacks or of optimizers may read weights, or steps name one of
+    `names`; a warning tells what that costs."""
     early = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping", "optimizer_step")
     loops = ("train_batch", "train_epoch", "train", "fit", "validation", "validation_epoch", "validation_batch")
     between = [f"on_{loop}_{end}" for loop in loops for end in ("start", "end")]
@@ -151,12 +163,12 @@ def weight_readers(module: pl.LightningModule, optimizers: Sequence[Optimizer]) 
     found: dict[HookTime, list[str]] = {"early": _users(module, early, early), "late": _users(module, late, late)}
     found["training"] = _users_of_all(module, within)
     # Much is done in these hooks that reads no weight.
-    found["training"] += _naming_weights(module, ("training_step", "backward", "optimizer_zero_grad"))
+    found["training"] += _naming_weights(module, ("training_step", "backward", "optimizer_zero_grad"), names)
     found["early"] += [name for name in found["training"] if not name.endswith(".training_step")]
     transfers = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
     modes = [f"on_{loop}_model_{mode}" for loop in ("validation", "test") for mode in ("eval", "train", "zero_grad")]
-    found["late"] += _naming_weights(module, (*transfers, "lr_scheduler_step", *modes))
-    found["evaluation"] = _naming_weights(module, ("validation_step", "test_step", "predict_step"))
+    found["late"] += _naming_weights(module, (*transfers, "lr_scheduler_step", *modes), names)
+    found["evaluation"] = _naming_weights(module, ("validation_step", "test_step", "predict_step"), names)
     for one in optimizers:
         kind = type(one).__name__
         found["early"] += [f"{kind}.step_pre_hook"] * bool(one._optimizer_step_pre_hooks)
@@ -176,13 +188,13 @@ def _users_of_all(module: pl.LightningModule, names: Sequence[str]) -> list[str]
     return [f"{type(owner).__name__}.{name}" for owner in owners for name in _users_of(owner, names)]
 
 
-def _naming_weights(module: pl.LightningModule, names: Sequence[str]) -> list[str]:
-    """Which of these methods a user has written in the module, with code that names weights."""
+def _naming_weights(module: pl.LightningModule, methods: Sequence[str], names: Set[str]) -> list[str]:
+    """Which of these methods a user has written in the module, with code that names one of `names`."""
     skipped = _LIBRARIES | {"torch"}
     return [
         f"{type(module).__name__}.{name}"
-        for name in _users_of(module, names)
-        if _names_any(_WEIGHTS, getattr(module, name), module, skipped)
+        for name in _users_of(module, methods)
+        if _names_any(names, getattr(module, name), module, skipped)
     ]
 
 
