@@ -167,7 +167,9 @@ class CutModel(PipelineModule):
         try:
             output = _plain_call(self._whole, _CUT, args, self._options | kwargs)
         except _StageEnd:
-            return self._payload
+            # Not kept: a module with tensors of a graph could not be copied after a run.
+            payload, self._payload = self._payload, {}
+            return payload
         except CutError:
             raise
         except Exception as error:

@@ -275,16 +275,16 @@ def cut_linears(
         if isinstance(module, nn.Embedding):
             embedding = RowwiseEmbedding(module, tp)
             embedding.weight = slices.setdefault(module.weight, embedding.weight)
-            _put(network, module, embedding)
+            put_everywhere(network, module, embedding)
             continue
         assert isinstance(module, nn.Linear)
         if style == "mla_kv_a_proj":
-            _put(network, module, LatentLinear(module, tp, _rotary_size(owner)))
+            put_everywhere(network, module, LatentLinear(module, tp, _rotary_size(owner)))
         else:
             kind = RowwiseLinear if style in BY_INPUTS else ColwiseLinear
             cut = kind(module, tp, style)
             cut.weight = slices.setdefault(module.weight, cut.weight)
-            _put(network, module, cut)
+            put_everywhere(network, module, cut)
             if isinstance(cut, ColwiseLinear):
                 # The adapters' own inputs come between those of one parent.
                 key = name if ".lora_B." in name else parent
@@ -309,7 +309,7 @@ def pattern_of(name: str) -> str:
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
 
-def _put(network: nn.Module, whole: nn.Module, cut: nn.Module) -> None:
+def put_everywhere(network: nn.Module, whole: nn.Module, cut: nn.Module) -> None:
     """Puts the cut module into every place of the whole one."""
     for owner in list(network.modules()):
         for name, child in owner._modules.items():

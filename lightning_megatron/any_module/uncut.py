@@ -29,32 +29,56 @@ class _Weight:
     """A parameter or buffer without its values; `names` are all that it has."""
 
     is_parameter: bool
-    requires_grad: bool
     names: list[str]
 
 
 class _Before:
     """One module: its class, its attributes and children by identity, and its weights without values."""
 
-    def __init__(self, module: nn.Module, weights: dict[str, dict[str, _Weight | None]]) -> None:
-        self.module, self.kind, self.weights = module, type(module), weights
+    def __init__(self, name: str, module: nn.Module, weights: dict[str, dict[str, _Weight | None]]) -> None:
+        self.name, self.module, self.weights = name, module, weights
+        self.kind: type[nn.Module] | None = type(module)
         self.attributes, self.children = _attributes(module), dict[str, Any](module._modules)
 
     def keep_changes(self) -> None:
         """Forgets what is as it was: what a user sets during a run stays."""
+        self.kind = None if self.kind is type(self.module) else self.kind
         self.attributes = _changed(self.attributes, _attributes(self.module))
         self.children = _changed(self.children, self.module._modules)
 
-    def restore(self, full: Mapping[str, Tensor], made: dict[int, Tensor]) -> None:
-        self.module.__class__ = self.kind
+    def restore(self, full: Mapping[str, Tensor], now: "Now", made: dict[int, Tensor]) -> None:
+        if self.kind is not None:
+            self.module.__class__ = self.kind
         _put_back(vars(self.module), self.attributes)
         _put_back(self.module._modules, self.children)
         for table, weights in self.weights.items():
             held = vars(self.module)[table]
-            given = {key: _value(one, full, made) for key, one in weights.items() if one is not None}
-            found = {key: one for key, one in given.items() if one is not None}
-            # In their order: optimizers and files go by it.
-            vars(self.module)[table] = {**dict.fromkeys(weights), **held, **found}
+            given = {key: _value(one, full, now, made) for key, one in weights.items() if one is not None}
+            none = {key: None for key, one in weights.items() if one is None}
+            found = {**none, **held, **{key: one for key, one in given.items() if one is not None}}
+            # In their order: optimizers and files go by it. A user may have taken some out.
+            order = [key for key in {**dict.fromkeys(weights), **held} if key in found]
+            vars(self.module)[table] = {key: found[key] for key in order}
+        self.module.training = now.are_training.get(self.name, self.module.training)
+
+
+@dataclass
+class Now:
+    """What users may have set since the cut, of all ranks."""
+
+    are_trained: dict[str, bool]
+    """Whether a parameter requires gradients, by its first name."""
+    are_training: dict[str, bool]
+    """The mode of each module by its name, also of modules that stand for others."""
+
+    @staticmethod
+    def merged(own: "Iterable[Now]") -> "Now":
+        """What is known on some rank."""
+        merged = Now({}, {})
+        for one in own:
+            merged.are_trained |= one.are_trained
+            merged.are_training |= one.are_training
+        return merged
 
 
 class Uncut:
@@ -70,7 +94,7 @@ class Uncut:
                 table: {key: self._noted(f"{start}{key}", one, found) for key, one in vars(child)[table].items()}
                 for table in _WEIGHTS
             }
-            self._modules.append(_Before(child, weights))
+            self._modules.append(_Before(prefix, child, weights))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Uncut":
         # A copy of a module has modules of its own, of which this knows nothing.
@@ -82,7 +106,7 @@ class Uncut:
     def _noted(self, name: str, one: Tensor | None, found: dict[int, _Weight]) -> _Weight | None:
         if one is None:
             return None
-        new = _Weight(isinstance(one, nn.Parameter), one.requires_grad, [])
+        new = _Weight(isinstance(one, nn.Parameter), [])
         weight = self._weights[name] = found.setdefault(id(one), new)
         weight.names.append(name)
         return weight
@@ -101,12 +125,18 @@ class Uncut:
         named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
         return {self._weights[name].names[0]: one for name, one in named if name in self._weights and not one.is_meta}
 
+    def now(self, module: nn.Module) -> Now:
+        """What this rank knows of what users may have set."""
+        trained = {name: one.requires_grad for name, one in self.parts(module).items()}
+        return Now(trained, {name: child.training for name, child in module.named_modules()})
+
     def names(self) -> set[str]:
         """First names of all weights and buffers."""
         return {weight.names[0] for weight in self._weights.values()}
 
-    def restore(self, module: nn.Module, full: Mapping[str, Tensor]) -> None:
+    def restore(self, module: nn.Module, full: Mapping[str, Tensor], now: Now) -> None:
         """Makes the networks what they were, with whole weights by their first names; others stay as they are."""
+        held = dict(module.named_modules())
         for child in list(module.modules()):
             cut = cut_of(child)
             if isinstance(cut, CutModel):
@@ -114,7 +144,12 @@ class Uncut:
             _drop_own_hooks(child)
         made: dict[int, Tensor] = {}
         for before in self._modules:
-            before.restore(full, made)
+            stand_in = held.get(before.name)
+            if stand_in is not None and stand_in is not before.module:
+                # Hooks that a user has set on it since; a module with hooks is not cut.
+                for table in (*_HOOKS, *_HOOK_KINDS):
+                    vars(before.module)[table] = vars(stand_in)[table]
+            before.restore(full, now, made)
 
 
 def is_whole(weight: Tensor) -> bool:
@@ -122,12 +157,13 @@ def is_whole(weight: Tensor) -> bool:
     return not isinstance(weight, ShardedParameter) and not weight.is_meta
 
 
-def _value(weight: _Weight, full: Mapping[str, Tensor], made: dict[int, Tensor]) -> Tensor | None:
+def _value(weight: _Weight, full: Mapping[str, Tensor], now: Now, made: dict[int, Tensor]) -> Tensor | None:
     values = full.get(weight.names[0])
     if values is None:
         return None
     if id(weight) not in made:
-        made[id(weight)] = nn.Parameter(values, weight.requires_grad) if weight.is_parameter else values
+        is_trained = now.are_trained[weight.names[0]]
+        made[id(weight)] = nn.Parameter(values, is_trained) if weight.is_parameter else values
     return made[id(weight)]
 
 

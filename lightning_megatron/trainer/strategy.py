@@ -610,7 +610,7 @@ class MegatronStrategy(ParallelStrategy):
         Every rank calls it after a run (`trainer.fit(...)`), and holds the whole of each network then, with its own
         classes, forward and modules: it can be called, saved by its own methods and fitted on another layout. The
         optimizers of that run know the weights of ranks, so a checkpoint with their states is saved before. Raises
-        RuntimeError within a run, and where no network was cut.
+        RuntimeError within a run, where no network was cut, and where a fit that failed has left weights in shards.
         """
         module = self._require_module()
         if self._run is not None:
@@ -618,6 +618,7 @@ class MegatronStrategy(ParallelStrategy):
                 "restore_networks() was called within a run, whose ranks train parts of the networks; call it once "
                 "the Trainer's fit, validate, test or predict has returned"
             )
+        optimizer_checks.require_values(module, self._saver.world)
         pipelined_models.restore_networks(module, self._saver.world)
         self._last_fit.are_networks_restored = True
 

@@ -58,7 +58,8 @@ def structure(module: nn.Module) -> list[Any]:
         weights = [(key, type(one), one.requires_grad) for key, one in child._parameters.items() if one is not None]
         hooks = [len(one) for key, one in held.items() if key.endswith(("_hooks", "_kwargs", "_called"))]
         numbers = {key: value for key, value in held.items() if isinstance(value, (int, float, str))}
-        found.append((name, type(child), keys, weights, list(child._buffers), hooks, {} if of_lightning else numbers))
+        kind = (type(child).__name__, child.training)
+        found.append((name, kind, keys, weights, list(child._buffers), hooks, {} if of_lightning else numbers))
     return found
 
 
@@ -106,12 +107,13 @@ def test_a_model_of_transformers_is_what_it_was(model_type: str) -> None:
 
 
 class TrainsChain(L.LightningModule):
-    """A chain of layers, of which an `nn.Sequential` is one network, beside a head of its own."""
+    """A chain of layers, of which an `nn.Sequential` is one network, with two names, beside a head of its own."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(5)
         self.net = nn.Sequential(*[nn.Linear(networks.WIDTH, networks.WIDTH) for _ in range(4)])
+        self.also = self.net
         self.head = nn.Linear(networks.WIDTH, networks.WIDTH)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -127,12 +129,17 @@ class TrainsPlanned(networks.TrainsOverTensor):
 
     def on_fit_start(self) -> None:
         self.net.blocks[0].seen = 1
+        self.net.blocks[1].up.register_forward_hook(lambda *_: None)
+        self.net.blocks[2].requires_grad_(False)
+        nn.utils.parametrizations.weight_norm(self.net.head)
+        self.net.norm = nn.Sequential(self.net.norm)
         self.net.head.register_forward_hook(lambda module, args, output: 2 * output)
 
 
 def own_network(kind: type[L.LightningModule], layout: Layout, restores: bool) -> tuple[list[Any], Any, Any]:
     module = kind()
     strategy: Any = fitted(module, layout).strategy
+    module.eval()
     if restores:
         strategy.restore_networks()
     weights = {name: one.detach().clone() for name, one in module.named_parameters()}
@@ -181,6 +188,39 @@ def test_a_checkpoint_with_optimizers_is_saved_before(tmp_path: Any) -> None:
     whole = dict(networks.TrainsOverTensor.network().named_parameters())
     entries = read_entries(str(tmp_path / "weights.ckpt"))
     assert {name: entries[f"net.{name}"].shape for name in whole} == {n: tuple(one.shape) for n, one in whole.items()}
+
+
+class FailsSharded(networks.TrainsOverTensor):
+    """Fails in its second step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx:
+            raise ValueError("its own")
+        return super().training_step(batch, batch_idx)
+
+
+def restored_too_late() -> None:
+    layout = Layout(world=4, tp=2, optimizer=OptimizerConfig(kind="distributed_parameters"))
+    module, trainer = FailsSharded(), make_trainer(layout)
+    with pytest.raises(ValueError, match="its own"):
+        trainer.fit(module, networks.loader(4))
+    strategy: Any = trainer.strategy
+    with pytest.raises(RuntimeError, match="have no values: a fit that sharded them failed"):
+        strategy.restore_networks()
+
+
+def restored_copy() -> None:
+    module = networks.TrainsOverTensor()
+    fitted(module, Layout(world=2, pp=2, microbatches=2))
+    copied = copy.deepcopy(module)
+    trainer: Any = fitted(copied, Layout(world=2, pp=2, microbatches=2))
+    with pytest.raises(RuntimeError, match="or copied as one, is read whole from a checkpoint"):
+        trainer.strategy.restore_networks()
+
+
+def test_weights_that_nobody_has_and_copies_are_not_restored() -> None:
+    run_on_ranks(4, restored_too_late, init=False)
+    run_on_ranks(2, restored_copy, init=False)
 
 
 def test_within_a_run_nothing_is_restored() -> None:

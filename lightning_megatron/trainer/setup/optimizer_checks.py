@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_megatron.comm import collectives
-from lightning_megatron.mesh import Mesh
+from lightning_megatron.mesh import Axis, Mesh
 from lightning_megatron.optim.config import OptimizerConfig
 from lightning_megatron.optim.sharded_params import absent_names
 from lightning_megatron.optim.update_scope import update_scope_of
@@ -23,9 +23,13 @@ _SEPARABLE = (
 )
 
 
-def require_values(module: pl.LightningModule) -> None:
-    """Raises RuntimeError for a module whose weights a fit that failed has left in shards."""
-    if absent := absent_names(module.named_parameters()):
+def require_values(module: pl.LightningModule, world: Axis | None = None) -> None:
+    """Raises RuntimeError for a module whose weights a fit that failed has left in shards, here or on a rank of
+    `world`."""
+    absent = absent_names(module.named_parameters())
+    if world is not None:
+        absent = collectives.merge_objects(absent, world, lambda names: sorted(set[str]().union(*names)))
+    if absent:
         raise RuntimeError(
             f"{', '.join(absent)} have no values: a fit that sharded them failed, and each rank kept its shards alone "
             '(OptimizerConfig(kind="distributed_parameters")); load a checkpoint into a new module'

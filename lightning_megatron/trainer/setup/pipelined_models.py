@@ -20,8 +20,8 @@ from lightning_megatron.any_module.cut_model import CutModel
 from lightning_megatron.any_module.dtensor_weights import dtensor_faults, take_dtensors
 from lightning_megatron.any_module.pipelined_modules import pipelined_modules
 from lightning_megatron.any_module.plan import ModelPlan
-from lightning_megatron.any_module.tensor_styles import cut_by, cut_linears, has_hooks
-from lightning_megatron.any_module.uncut import Uncut, is_whole, note_uncut, take_uncut
+from lightning_megatron.any_module.tensor_styles import cut_by, cut_linears, has_hooks, put_everywhere
+from lightning_megatron.any_module.uncut import Now, Uncut, is_whole, note_uncut, take_uncut
 from lightning_megatron.checkpoint import Piece
 from lightning_megatron.checkpoint.gather import gather_on_all_ranks
 from lightning_megatron.comm import collectives
@@ -109,10 +109,11 @@ def _cut_by_plan(module: pl.LightningModule, mesh: Mesh, plan: ModelPlan) -> boo
         return is_cut
     chains = _chains(module, mesh.pp.size) if mesh.pp.size > 1 else {}
     if len(chains) == 1 and not plan.layers:
-        [(name, chain)] = chains.items()
+        [chain] = chains.values()
         # Not named_children(): it leaves out the second name of a module that is in the chain twice.
         parts = {key: child for key, child in chain._modules.items() if child is not None}
-        setattr(module, name, PipelineModule.from_modules(parts, mesh=mesh))
+        # The module may have it by a second name.
+        put_everywhere(module, chain, PipelineModule.from_modules(parts, mesh=mesh))
         return True
     if len(layered) == 1:
         [(name, (layers, ends))] = layered.items()
@@ -146,20 +147,24 @@ def _cut_by_plan(module: pl.LightningModule, mesh: Mesh, plan: ModelPlan) -> boo
 def restore_networks(module: nn.Module, world: Axis) -> None:
     """Makes the networks of a module what they were before `cut_plain_networks`, as `MegatronStrategy.restore_networks`
     says. Collective over the world; raises RuntimeError on all ranks where nothing was cut."""
-    cuts = take_uncut(module)
+    # A copy of a cut module knows nothing of what that was.
+    cuts = [uncut for uncut in take_uncut(module) if uncut.names()]
     if not cuts:
         raise RuntimeError(
             f"no network of {type(module).__name__} was cut for ranks by the strategy, so there is none to restore; a "
-            "model that was built as the part of a rank (GPTModel, DTensors) is read whole from a checkpoint"
+            "model that was built as the part of a rank (GPTModel, DTensors), or copied as one, is read whole from a "
+            "checkpoint"
         )
     for uncut in cuts:
         parts = uncut.parts(module)
         cut = {name for name in uncut.names() if name not in parts or not is_whole(parts[name])}
-        wanted = collectives.merge_objects(cut, world, lambda names: set[str]().union(*names))
+        now = collectives.merge_objects(uncut.now(module), world, Now.merged)
+        # A user may have taken some out during the run, on all ranks.
+        wanted = now.are_trained.keys() & collectives.merge_objects(cut, world, lambda names: set[str]().union(*names))
         pieces = {name: Piece.all_like(one, one) for name, one in parts.items() if name in wanted}
         full = gather_on_all_ranks(pieces, world)
         assert full.keys() == wanted, f"no rank has {sorted(wanted - full.keys())}"
-        uncut.restore(module, full)
+        uncut.restore(module, full, now)
 
 
 def attends_by_name(network: nn.Module, layers: Iterable[str]) -> bool:
