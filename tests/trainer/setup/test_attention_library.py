@@ -5,17 +5,22 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
+import lightning as L
 import pytest
 import torch
 from torch.nn.attention import current_flash_attention_impl
 
-from lightning_megatron import KernelConfig
+from lightning_megatron import ConfigurationError, KernelConfig, MegatronStrategy
+from lightning_megatron.models import GPTConfig, GPTModel
 from lightning_megatron.precision.kernels import AttentionLibrary
+from lightning_megatron.trainer.setup import checks
 from lightning_megatron.trainer.setup.attention_library import attention_by, attention_faults
 from tests.harness.ranks import on_ranks
+from tests.trainer.layouts import PLAIN, make_trainer
 
 GPU = torch.device("cuda", 0)
 CUDNN = 3
+SMALL = GPTConfig(num_layers=1, hidden_size=16, num_attention_heads=2, vocab_size=32, max_sequence_length=8)
 
 
 @pytest.mark.parametrize(
@@ -50,6 +55,42 @@ def test_cudnn_comes_first_inside_of_its_block_alone() -> None:
     with attention_by("cudnn"):
         assert torch._C._get_sdp_priority_order()[0] == CUDNN != before[0]
     assert torch._C._get_sdp_priority_order() == before
+
+
+class Watched(L.LightningModule):
+    """A model that notes which kernel of attention comes first in each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first: list[int] = []
+
+    def configure_model(self) -> None:
+        self.model = GPTModel(SMALL)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        self.first.append(torch._C._get_sdp_priority_order()[0])
+        loss: torch.Tensor = self.model(batch, labels=batch)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@on_ranks(1, init=False)
+def test_the_choice_is_refused_on_a_cpu_and_ends_with_the_run_elsewhere() -> None:
+    before, loader = torch._C._get_sdp_priority_order(), torch.utils.data.DataLoader(torch.ones(2, 8).long())
+    for is_taken in (False, True):
+        strategy, module = MegatronStrategy(kernels=KernelConfig(attention="cudnn")), Watched()
+        trainer = make_trainer(PLAIN, strategy=strategy, max_epochs=1, limit_val_batches=0)
+        if not is_taken:
+            with pytest.raises(ConfigurationError, match=r"attention \('cudnn'\) runs on CUDA, and this run is on cpu"):
+                trainer.fit(module, loader)
+            continue
+        # Torch takes its own kernel on a CPU, whichever comes first.
+        with mock.patch.object(checks, "attention_faults", return_value=[]):
+            trainer.fit(module, loader)
+        assert module.first == [CUDNN, CUDNN]
+        assert torch._C._get_sdp_priority_order() == before
 
 
 # The two operators of FlashAttention-3 that torch calls. Source: `hopper/flash_api.cpp`, TORCH_LIBRARY(flash_attn_3).
