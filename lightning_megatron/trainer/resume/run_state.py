@@ -55,6 +55,11 @@ def save_into(
         checkpoint[KEY], checkpoint["loops"]["fit_loop"] = resume_state.saved, resume_state.loops
         return
     checkpoint[KEY] = snapshot(trainer, mesh, world)
+    if not checkpoint[KEY]["is_at_end"]:
+        # In on_train_epoch_end of an epoch that max_steps cuts short Lightning has counted it as trained on.
+        epochs = checkpoint["loops"]["fit_loop"]["epoch_progress"]
+        for counter in (epochs["total"], epochs["current"]):
+            counter["processed"] = counter["completed"]
     loop_state = checkpoint["loops"]["fit_loop"]["state_dict"]
     # Plain Lightning counts the states of loaders that have one of their own, and writes no key where none has.
     if states := [state for state in loop_state.pop("combined_loader", []) if state]:
@@ -314,7 +319,8 @@ def wrap(
 
 def _current_epoch(trainer: pl.Trainer) -> int:
     progress: Any = trainer.fit_loop.epoch_progress.current
-    return int(progress.processed)
+    # Not those that are processed: in on_train_epoch_end of one that max_steps cuts short, the rest is yet to come.
+    return int(progress.completed)
 
 
 def _readers(trainer: pl.Trainer) -> list[Reader]:

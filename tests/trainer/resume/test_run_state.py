@@ -5,12 +5,15 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_megatron.trainer.resume import rng_state, run_state
 from tests.harness.ranks import run_on_ranks
 from tests.harness.sample import WHOLE, every_nth
-from tests.trainer.layouts import QUIET, Layout
+from tests.trainer.layouts import QUIET, Layout, make_trainer
+from tests.trainer.modules import Data, Small
 from tests.trainer.resumed_runs import LOADERS, difference, run
 
 pytestmark = [
@@ -190,3 +193,34 @@ def mixed_up(folder: Path) -> list[str]:
 def test_a_checkpoint_within_an_optimizer_step_is_warned_of(tmp_path: Path) -> None:
     [shown] = run_on_ranks(1, mixed_up, tmp_path, init=False)
     assert len(shown) == 1 and "after 3 batches" in shown[0]
+
+
+class Seen(L.Callback):
+    """Notes the batches of training by the sum of their rows."""
+
+    def __init__(self) -> None:
+        self.sums: list[float] = []
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self.sums.append(float(batch[0].sum()))
+
+
+def seen_by(folder: Path, max_steps: int, ckpt_path: str | None) -> list[float]:
+    seen, saves = Seen(), ModelCheckpoint(folder, filename="{step}")
+    trainer = make_trainer(Layout(), max_steps=max_steps, enable_checkpointing=True, callbacks=[seen, saves])
+    trainer.fit(Small(), Data(), ckpt_path=ckpt_path)
+    return seen.sums
+
+
+def cut_short(folder: Path) -> tuple[list[float], list[float]]:
+    first = seen_by(folder / "first", 2, None)
+    rest = seen_by(folder / "rest", 6, str(folder / "first" / "step=2.ckpt"))
+    return first + rest, seen_by(folder / "whole", 6, None)
+
+
+@pytest.mark.filterwarnings("ignore:The dirpath has changed from:UserWarning")
+def test_what_was_saved_at_the_end_of_a_run_that_max_steps_cut_short_goes_on_within_its_epoch(tmp_path: Path) -> None:
+    [(found, wanted)] = run_on_ranks(1, cut_short, tmp_path, init=False)
+    assert len(set(wanted)) == 4 and found == wanted
