@@ -6,7 +6,7 @@ of samples, and chunks share what a rank saves of a microbatch.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any, Protocol
 
 from lightning_megatron.planner.constants import Constants
@@ -70,7 +70,7 @@ class FewSamples:
                 memory = self._measured(few).memory[rank]
                 # A rank saves fewer microbatches where there are fewer.
                 saved = memory.activations * num_saved / sum(saved_by_chunk(few.schedule, rank))
-                each = _sum(each, replace(memory, activations=0.0 if is_full else saved), share)
+                each += replace(memory, activations=0.0 if is_full else saved).times(share)
             found[rank] = with_overhead(replace(each, buffers=0.0) if is_full else each)
         return found
 
@@ -107,10 +107,6 @@ class FewSamples:
         if isinstance(found, UnmeasuredError):
             raise found
         return found
-
-
-def _sum(one: Memory, other: Memory, times: int) -> Memory:
-    return Memory(**{kind.name: getattr(one, kind.name) + times * getattr(other, kind.name) for kind in fields(Memory)})
 
 
 def _sum_of_works(works: Iterable[tuple[int, Work]]) -> Work:

@@ -73,6 +73,14 @@ class Memory:
         """Bytes at the peak, as the device counts them."""
         return self.allocated + self.overhead
 
+    def __add__(self, other: "Memory") -> "Memory":
+        own = self.by_kind()
+        return Memory(**{kind: own[kind] + size for kind, size in other.by_kind().items()})
+
+    def times(self, share: float) -> "Memory":
+        """So many times the bytes of every kind."""
+        return Memory(**{kind: share * size for kind, size in self.by_kind().items()})
+
     def by_kind(self) -> dict[str, float]:
         """Bytes of the device by the names of the fields."""
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "host"}

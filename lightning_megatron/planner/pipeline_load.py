@@ -21,10 +21,14 @@ from lightning_megatron.pipeline.schedule_spec import Schedule
 from lightning_megatron.pipeline.simulate import Costs
 
 
-@lru_cache(maxsize=65536)
 def saved_by_chunk(schedule: Schedule, rank: int) -> tuple[int, ...]:
     """Number of microbatches of each chunk that a rank saves for backward, when it first saves the most."""
-    actions = _steady_order(_steady(schedule))[rank]
+    return _saved_by_chunk(_steady(schedule), rank)
+
+
+@lru_cache(maxsize=65536)
+def _saved_by_chunk(steady: Schedule, rank: int) -> tuple[int, ...]:
+    actions = _steady_order(steady)[rank]
     chunks = {stage: chunk for chunk, stage in enumerate(sorted({action.stage for action in actions}))}
     saved, most = [0] * len(chunks), (0,) * len(chunks)
     for action in actions:

@@ -7,13 +7,13 @@ used for its own number of stages. Full recomputation is tried where nothing els
 rules of the strategy.
 
 The closed form of memory drops what is hopeless, times order the rest, and layouts are measured from the fastest on
-until as many fit as are shown. Of a model that is not the package's fewer sizes are tried, and what is expected of them
-is measured too (`forecast`).
+until as many fit as are shown. What did not fit tells of layouts that differ in their chunks alone. Of a model that is
+not the package's fewer sizes are tried, and what is expected of them is measured too (`forecast`).
 """
 
 import heapq
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count, product
 
@@ -37,6 +37,8 @@ _LEAST_TOKENS = 4096
 _MOST_TENSOR = 8
 # A layout is measured unless its closed form is above the memory by more than this: it may be 8% too high.
 _SLACK = 1.1
+# Layouts that differ in their chunks alone are off by the same share, within this.
+_SLACK_OF_CHUNKS = 1.02
 _EVEN = StageLayout()
 _BY_COST = StageLayout(balance="cost")
 
@@ -129,7 +131,8 @@ def search(
         confirmed += queue.confirmed(alike)
     found = Found(confirmed=tuple(confirmed), others=queue.unmeasured(), rejected=tuple(queue.rejected))
     for one in () if confirmed else found.nearest(1):
-        # The closed form is not the last word where nothing fits.
+        # What is expected is not the last word where nothing fits.
+        queue = _Queue(gpu, memory_bytes, free_recompute, measure, size)
         if is_enough := queue.confirmed([_Pending(0.0, 0, one.run, one.needed_bytes)]):
             rejected = tuple(other for other in found.rejected if other is not one)
             found = replace(found, confirmed=tuple(is_enough), rejected=rejected)
@@ -161,6 +164,8 @@ class _Queue:
         )
         self._pending: list[_Pending] = []
         self._orders = count()
+        # Of layouts that did not fit: measured over expected memory, whatever their chunks.
+        self._shares: dict[Hashable, float] = {}
         self.rejected: list[Rejected] = []
 
     def add(self, run: RunSettings) -> None:
@@ -184,8 +189,14 @@ class _Queue:
         return sorted(alike, key=lambda one: one.closed_form)
 
     def confirmed(self, alike: list[_Pending]) -> list[Confirmed]:
-        """The first of the layouts that fits as measured, if any; what is measured before it is rejected."""
+        """The first of the layouts that fits as measured, if any; what is measured before it is rejected, and so are
+        layouts like one that did not fit."""
+        most = _SLACK_OF_CHUNKS * self._memory_bytes
         for index, one in enumerate(alike):
+            if (share := self._shares.get(_without_chunks(one.run), 0.0)) * one.closed_form > most:
+                rank, expected = self._fullest(one.run)
+                self._give_up(one.run, rank, expected.times(share))
+                continue
             try:
                 found = estimate(one.run, self._gpu, self._constants, measure=self._measure, size=self._size)
             except UnmeasuredError as error:
@@ -195,6 +206,7 @@ class _Queue:
                 rest = [other for other in alike[index + 1 :] if self._fits(other)]
                 return [Confirmed(estimate=found, alike=tuple(other.run for other in rest))]
             rank = max(range(len(found.memory)), key=lambda rank: found.memory[rank].total)
+            self._shares[_without_chunks(one.run)] = found.peak_bytes / one.closed_form
             self._give_up(one.run, rank, found.memory[rank])
         return []
 
@@ -338,6 +350,12 @@ def _with_layout(run: Run, sizes: Sizes, micro: int) -> Run:
         group_size=0,
         is_overlapped=False,
     )
+
+
+def _without_chunks(run: RunSettings) -> Hashable:
+    """All that a search changes of a layout but its chunks."""
+    sizes = run.sizes
+    return sizes.tp, sizes.cp, sizes.pp, sizes.ep, sizes.etp, run.micro_batch_size, run.recompute
 
 
 def _kind(rejected: Rejected) -> str:

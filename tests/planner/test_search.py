@@ -153,6 +153,26 @@ def test_where_nothing_fits_in_closed_form_the_nearest_layout_is_measured() -> N
     assert not search(run, H100, memory_bytes=1 * GIGA, measure=half_of_the_closed_form).confirmed
 
 
+def test_what_did_not_fit_tells_of_layouts_with_other_chunks() -> None:
+    tried: list[Run] = []
+
+    def needed_bytes(run: Run) -> float:
+        return 1.3 * max(memory.total for memory in memory_of(run))
+
+    def measure(run: Run) -> Measured:
+        tried.append(run)
+        return Measured(memory=(Memory(weights=needed_bytes(run)),) * run.sizes.pp, flops=None)
+
+    def without_chunks(run: Run) -> tuple[object, ...]:
+        return replace(run.sizes, vp=1, stage_layout=StageLayout()), run.micro_batch_size, run.recompute
+
+    run, most = run_of("llama3_8b", 8), 80 * GIGA
+    search(run, H100, memory_bytes=most, num_confirmed=5, measure=measure)
+    missed = [without_chunks(one) for one in tried if needed_bytes(one) > 1.02 * most]
+    assert len(missed) == len(set(missed)) > 1
+    assert sum(without_chunks(one) in missed for one in candidates(run, H100)) > 2 * len(missed)
+
+
 def test_layouts_that_the_closed_form_takes_for_smaller_are_no_last_word_on_more_gpus() -> None:
     measured_runs: list[Run] = []
 
