@@ -32,6 +32,7 @@ _BLOCK_BYTES = 512
 _ATEN = torch.ops.aten
 # The host computes no more integers than positions of a long sample.
 _MOST_NUMBERS = 1 << 20
+_WHOLE = frozenset({torch.bool, torch.int32, torch.int64})
 _PRODUCTS = {
     packet: flop_registry[packet]
     for packet in (_ATEN.mm, _ATEN.addmm, _ATEN.bmm, _ATEN.baddbmm, _ATEN._scaled_mm, _ATEN.convolution)
@@ -213,6 +214,11 @@ class MemoryTracker(TorchDispatchMode):
 
     # --- operations -------------------------------------------------------------------------------------------------
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing that runs here is compiled, and to tell torch so at each operation takes a tenth of a dry run."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -259,7 +265,7 @@ class MemoryTracker(TorchDispatchMode):
 
     def _note_numbers(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
         """Saves integers and booleans that the host knows, until they change."""
-        if not output.is_meta:
+        if not output.is_meta or not _is_whole(output):
             return
         key = output.untyped_storage()._cdata
         if func._schema.is_mutable:
@@ -270,7 +276,7 @@ class MemoryTracker(TorchDispatchMode):
 
     def _computed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor | None:
         """What an operation returns on the host; None where that takes what the host does not know."""
-        if not _is_whole(output) or output.numel() > _MOST_NUMBERS:
+        if output.numel() > _MOST_NUMBERS:
             return None
         given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
         if not given and func.overloadpacket is not _ATEN.arange:
@@ -304,7 +310,7 @@ _Numbers = Callable[[Tensor], Tensor | None]
 
 def _is_whole(x: Tensor) -> bool:
     """Whether a tensor has integers or booleans."""
-    return x.dtype in (torch.bool, torch.int32, torch.int64)
+    return x.dtype in _WHOLE
 
 
 def _copied(args: _Arguments, kwargs: _Named) -> tuple[Tensor] | None:

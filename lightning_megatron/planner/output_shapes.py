@@ -67,7 +67,7 @@ def _are_meta(written: Tensor | list[Tensor]) -> bool:
 def _key_of(argument: Any) -> Any:
     """All of an argument that an output's shape goes by."""
     if isinstance(argument, Tensor):
-        return _Shape(tuple(argument.shape), argument.stride(), argument.dtype), argument.device.type
+        return argument.shape, argument.stride(), argument.dtype, argument.device.type
     if isinstance(argument, (list, tuple)):
         return tuple(map(_key_of, argument))
     # 1 == True == 1.0
