@@ -174,6 +174,9 @@ class GPTModel(LanguageModel):
             state["hidden"], auxiliary = module(state["hidden"], context.tokens, context.routed)
         elif name == "final_norm":
             state["hidden"] = module(state["hidden"])
+            for further in (f"mtp.{number}" for number in range(len(context.next_tokens))):
+                # Here, since the head may be on another stage.
+                state[further] = self.get_submodule(f"{further}.norm")(state[further])
         else:
             state["hidden"] = module(state["hidden"], context.tokens)
         if name == "embedding":
@@ -210,8 +213,7 @@ class GPTModel(LanguageModel):
         weight = self.get_parameter("embedding.tokens.weight" if self.config.tie_embeddings else "head.weight")
         auxiliary = state.get("auxiliary")
         for number, following in enumerate(context.next_tokens):
-            norm = self.get_submodule(f"mtp.{number}.norm")
-            losses_T, _ = head.losses(norm(state[f"mtp.{number}"]), weight, following.targets, context.tokens)
+            losses_T, _ = head.losses(state[f"mtp.{number}"], weight, following.targets, context.tokens)
             term = (losses_T * following.targets.weights_T.to(losses_T.dtype)).sum()
             term = term * (self.config.mtp_loss_weight / self.config.num_mtp_layers)
             auxiliary = term if auxiliary is None else auxiliary + term.to(auxiliary.dtype)
@@ -311,7 +313,8 @@ def gpt_parts(config: GPTConfig, mesh: Mesh) -> list[Part]:
             name="head",
             build=partial(LanguageModelHead, config, tp=tp, sp=sp),
             symbol="L",
-            cost=cost.head_flops(config, num_tokens=sequence),
+            # Of each layer that predicts a further token, too.
+            cost=cost.head_flops(config, num_tokens=sequence * (1 + config.num_mtp_layers)),
             shares={"embedding.tokens": token_embedding} if config.tie_embeddings else {},
         ),
     ]

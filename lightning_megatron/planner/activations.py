@@ -84,7 +84,11 @@ def _end_bytes(run: Run, part: ModelPart) -> float:
         # Ids, the dropout mask, and the input of a BERT's norm.
         tokens = run.micro_batch_size * part.embedded_tokens / run.sizes.cp
         is_normed = isinstance(run.model, BertConfig) and run.model.embedding_norm
-        return tokens * (8 + hidden / run.sp * ((run.model.hidden_dropout > 0) + is_normed * width))
+        kept = (run.model.hidden_dropout > 0) + is_normed * width
+        if part.products:
+            # Inputs of two norms and of what joins them, without dropout.
+            kept = 4 * width
+        return tokens * (8 + hidden / run.sp * kept)
     if part.products:
         return sum(
             run.micro_batch_size * product.tokens * (product.inputs + product.outputs) * width

@@ -445,7 +445,9 @@ def _part_outputs(run: Run, model: PipelineModule, mesh: Mesh, device: torch.dev
         microbatch = Microbatch(batch=_make_batch(run, run.micro_batch_size, device), num_copies=mesh.cp.size)
     _set_group(model, microbatch)
     with call_context(run, device):
-        hidden, context = model.prepare(**microbatch.batch)
+        with torch.enable_grad():
+            # Layers that predict further tokens do so in training alone.
+            hidden, context = model.prepare(**microbatch.batch)
         for name in model.part_names[:-1]:
             kind = (name.rpartition(".")[0], type(model.get_submodule(name)), TensorMeta.of(hidden))
             if kind not in known:

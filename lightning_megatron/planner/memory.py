@@ -194,7 +194,7 @@ def _counted(run: Run, rank: int, is_counted: Callable[[ModelPart], bool]) -> tu
     has_matrix, needs_matrix = False, False
     for stage in run.stages[rank]:
         for part, count in stage.items():
-            has_matrix |= part.matrices > 0
+            has_matrix |= part.matrices > 0 and part.embedded_tokens > 0
             needs_matrix |= part.shared_matrices > 0 and is_counted(part)
             own = adapter_parameters(part, run.sizes), 0
             if is_counted(part):

@@ -214,7 +214,7 @@ class ModelPart:
     @property
     def is_layer(self) -> bool:
         """Whether full recomputation covers the part: a layer of a stack, or one of a tower that runs at all."""
-        return self.layer is not None and self.layer.repeats > 0
+        return self.layer is not None and self.layer.repeats > 0 and not self.is_joined
 
 
 def shared_over_context(part: ModelPart, images: int, micro_batch: int, cp: int) -> ModelPart:
@@ -351,11 +351,26 @@ def own_attention_flops(layer: Layer, streams: int, *, counts_all_pairs: bool = 
 def _gpt(model: GPTConfig, lengths: SequenceLengths) -> tuple[ModelPart, ...]:
     hidden = model.hidden_size
     positions = model.max_sequence_length * hidden if model.position == "learned" else 0
+    norm, sequence = cost.norm_parameters(model), lengths.sequence
+    layers = _layers(model, sequence, is_causal=True, has_bounds=lengths.are_packed, documents=lengths.documents)
+    # Further tokens are predicted from hidden states and the embedding's, by a layer like the last and the head.
+    joint = Product(tokens=sequence, inputs=2 * hidden, outputs=hidden)
+    further = (
+        ModelPart(
+            symbol="",
+            shared_matrices=1,
+            replicated=joint.inputs * joint.outputs + 3 * norm,
+            products=(joint,),
+            embedded_tokens=sequence,
+        ),
+        replace(layers[-1], symbol="", is_joined=True),
+    )
     return (
-        ModelPart(symbol="E", matrices=1, replicated=positions, embedded_tokens=lengths.sequence),
-        *_layers(model, lengths.sequence, is_causal=True, has_bounds=lengths.are_packed, documents=lengths.documents),
-        ModelPart(symbol="", replicated=cost.norm_parameters(model)),
-        _head(model, lengths.sequence),
+        ModelPart(symbol="E", matrices=1, replicated=positions, embedded_tokens=sequence),
+        *layers,
+        *further * model.num_mtp_layers,
+        ModelPart(symbol="", replicated=norm),
+        _head(model, sequence * (1 + model.num_mtp_layers)),
     )
 
 

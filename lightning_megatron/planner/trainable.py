@@ -131,4 +131,6 @@ def _after_first_adapter(parts: Iterable[ModelPart]) -> Iterable[ModelPart]:
     is_needed = False
     for part in parts:
         is_needed |= bool(part.adapters)
-        yield replace(part, passes_gradient=is_needed and not part.embedded_tokens)
+        # Layers that predict further tokens embed some, and read hidden states besides.
+        reads_ids_alone = part.embedded_tokens and not part.products
+        yield replace(part, passes_gradient=is_needed and not reads_ids_alone)

@@ -10,7 +10,7 @@ import torch
 
 from lightning_megatron import hf
 from lightning_megatron.comm import collectives
-from lightning_megatron.mesh import Mesh, Sizes
+from lightning_megatron.mesh import Mesh, Sizes, StageLayout
 from lightning_megatron.models import BertConfig, GPTConfig, GPTModel
 from lightning_megatron.pipeline.registry import placement_of
 from lightning_megatron.pipeline.schedule_spec import Schedule
@@ -130,6 +130,17 @@ def test_a_schedule_makes_the_loss_and_the_gradients_of_one_device(name: str, tp
     found = run_on_threads(sizes.world, stepped, sizes, schedule, config)
     assert abs(sum(result["loss"] for result in found[::tp]) - loss.item()) < TOLERANCE
     assert largest_difference(summed([result["grads"] for result in found[::tp]]), expected) < TOLERANCE
+
+
+def test_the_head_may_be_on_a_stage_of_its_own() -> None:
+    schedule, config = SCHEDULES["pp2"], VARIANTS["two more, dropout"]
+    model = model_of(config)
+    model.draws.step = 5
+    model(*batch_of(2 * schedule.microbatches, 13)).backward()
+    layers = "t" * config.num_layers
+    sizes = Sizes(world=2, pp=2, stage_layout=StageLayout(text=f"E{layers}|L"))
+    found = run_on_threads(2, stepped, sizes, schedule, config)
+    assert largest_difference(summed([one["grads"] for one in found]), unsplit_gradients(model)) < TOLERANCE
 
 
 class TrainsFurther(Trains):

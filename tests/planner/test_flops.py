@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lightning_megatron.mesh import Mesh, Sizes
 from lightning_megatron.models import GPTConfig, GPTModel, LlavaConfig
 from lightning_megatron.models.vision import VisionConfig
+from lightning_megatron.planner.dry_run import dry_run
 from lightning_megatron.planner.flops import (
     BY_PARAMETERS,
     HARDWARE,
@@ -18,9 +19,11 @@ from lightning_megatron.planner.flops import (
     MODEL,
     batch_flops,
     recomputed_flops,
+    step_flops,
 )
 from lightning_megatron.planner.model_parts import SequenceLengths, model_parts_of, part_flops
-from lightning_megatron.transformer import recompute
+from lightning_megatron.planner.run import Run
+from lightning_megatron.transformer import cost, recompute
 from lightning_megatron.transformer.recompute import RecomputeConfig
 
 ROWS, SEQUENCE = 2, 12
@@ -113,3 +116,10 @@ def test_attention_in_one_kernel_is_not_recomputed_and_a_vision_tower_is() -> No
     recomputed_parts = sum(part_flops(part, llava, batch=1) for part in tower)
     assert recomputed_flops(with_images, 1, full) == recomputed_flops(without, 1, full) + recomputed_parts
     assert recomputed_flops(with_images, 1, mlp) > recomputed_flops(without, 1, mlp)
+
+
+def test_layers_that_predict_further_multiply_as_they_are_counted() -> None:
+    config, lengths = replace(CONFIG, num_mtp_layers=2), SequenceLengths(sequence=SEQUENCE)
+    run = Run(model=config, lengths=lengths, sizes=Sizes(), global_batch_size=2 * ROWS)
+    assert step_flops(run) == cost.training_flops(config, batch=2 * ROWS, sequence=SEQUENCE)
+    assert sum(dry_run(run, 0).flops.values()) == step_flops(run)

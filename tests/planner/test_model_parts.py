@@ -38,6 +38,7 @@ _VISION = VisionConfig(num_layers=3, hidden_size=24, num_attention_heads=2, imag
 MODELS: dict[str, Model] = {
     "gpt": GPTConfig(**_BASE),  # type: ignore[arg-type]
     "llama with experts": GPTConfig(**_BASE, **_LLAMA),  # type: ignore[arg-type]
+    "llama that predicts further": GPTConfig(**_BASE, **_LLAMA, num_mtp_layers=2),  # type: ignore[arg-type]
     "bert": BertConfig(**_BASE),  # type: ignore[arg-type]
     "megatron's bert": BertConfig(**_BASE, norm_placement="pre", embedding_norm=False),  # type: ignore[arg-type]
     "t5": T5Config(**_BASE),  # type: ignore[arg-type]
