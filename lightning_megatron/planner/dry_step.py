@@ -57,7 +57,12 @@ class DryStep:
         turns = _Turns(own.device, tracker, self)
         share_yield_to_peer(own.module, turns.yield_to_peer)
         mailbox = FakeMailbox(
-            own.mesh.pp, meta_of, own.device, ledger, lambda message: self.go_on(self._event("posted", message))
+            own.mesh.pp,
+            meta_of,
+            own.device,
+            ledger,
+            posting=lambda message: self.go_on(self._event("posted", message)),
+            releasing=lambda message: self.go_on(self._event("released", message)),
         )
         self._runtime = Runtime(own.mesh.pp, mailbox, turns)
         self._runtime.step_hook = self

@@ -168,7 +168,8 @@ def _name_groups(mesh: Mesh) -> None:
 class FakeMailbox(Mailbox):
     """Pipeline neighbours; `meta_of` describes the tensors that a stage sends to the next for a microbatch.
 
-    `posting` is called before each message is posted.
+    `posting` is called before each message is posted, and `releasing` before what is left of sent ones is freed at the
+    end of a plan.
 
     Buffers are allocated when a receive is posted, as in every step but a run's first.
     """
@@ -180,9 +181,10 @@ class FakeMailbox(Mailbox):
         device: torch.device,
         ledger: Ledger,
         posting: Callable[[Action], None],
+        releasing: Callable[[Action], None],
     ) -> None:
         super().__init__(axis, {}, device)
-        self._meta_of, self._ledger, self._posting = meta_of, ledger, posting
+        self._meta_of, self._ledger, self._posting, self._releasing = meta_of, ledger, posting, releasing
         self._buffers: dict[Hashable, tuple[TensorMeta, Tensor]] = {}
         self._posted: dict[Hashable, Tensor] = {}
 
@@ -213,5 +215,8 @@ class FakeMailbox(Mailbox):
         del self._posted[key]
 
     def finish(self) -> None:
-        self._posted.clear()
+        for key in list(self._posted):
+            assert isinstance(key, Action)
+            self._releasing(key)
+            self.release(key)
         assert not self._buffers, "a message was received and never waited for"

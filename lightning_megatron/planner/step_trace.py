@@ -19,6 +19,7 @@ from lightning_megatron.planner.fake_process_group import MessageCounts, Message
 from lightning_megatron.planner.memory_tracker import HOST, OTHERS
 
 _FORWARDS = (Kind.FORWARD, Kind.SEND_FORWARD, Kind.RECV_FORWARD)
+_SENDS = (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
 Phase = Literal["computed", "posted", "awaited", "released"]
 _TEXTS = {
     Kind.FORWARD: "the forward",
@@ -128,7 +129,10 @@ def events_of(steps: Sequence[Step], stages: Sequence[int]) -> list[Event]:
             found += events("released", *step.released)
         else:
             found += events("computed", step)
-    return found
+    # What is sent last is freed when the plan has ended.
+    sent = [one.action for one in found if one.phase == "posted" and one.action.kind in _SENDS]
+    released = {one.action for one in found if one.phase == "released"}
+    return found + [Event("released", one) for one in sent if one not in released]
 
 
 Cell = tuple[int, int]
