@@ -58,8 +58,11 @@ def structure(module: nn.Module) -> list[Any]:
         weights = [(key, type(one), one.requires_grad) for key, one in child._parameters.items() if one is not None]
         hooks = [len(one) for key, one in held.items() if key.endswith(("_hooks", "_kwargs", "_called"))]
         numbers = {key: value for key, value in held.items() if isinstance(value, (int, float, str))}
-        kind = (type(child).__name__, child.training)
-        found.append((name, kind, keys, weights, list(child._buffers), hooks, {} if of_lightning else numbers))
+        # A parametrized module has a class of its own, made from the one before.
+        kind = type(child).__mro__[int(hasattr(child, "parametrizations"))]
+        found.append(
+            (name, kind, child.training, keys, weights, list(child._buffers), hooks, {} if of_lightning else numbers)
+        )
     return found
 
 
@@ -160,7 +163,8 @@ def test_a_network_of_ones_own_is_what_it_was(kind: type[L.LightningModule], lay
     [(shape, weights, loss)] = run_on_ranks(1, own_network, kind, PLAIN, False, init=False)
     for found in run_on_ranks(layout.world, own_network, kind, layout, True, init=False):
         assert found[0] == shape
-        torch.testing.assert_close(found[1:], (weights, loss), rtol=1e-10, atol=1e-12)
+        # The gradient of a key's bias is zero but for rounding, which Adam scales up to a part of a step of 1e-3.
+        torch.testing.assert_close(found[1:], (weights, loss), rtol=1e-10, atol=1e-10)
 
 
 def saved_after(folder: str) -> None:
