@@ -19,8 +19,8 @@ FAULTS = (
     # Tensor parallelism.
     Fault(
         "tensor/linear.py",
-        "grad_TO.sum(0, dtype=weight.dtype).view(weight.shape[:-1])",
-        "grad_TO.mean(0, dtype=weight.dtype).view(weight.shape[:-1])",
+        "grad_TO.sum(0, dtype=ctx.bias_dtype).view(weight.shape[:-1])",
+        "grad_TO.mean(0, dtype=ctx.bias_dtype).view(weight.shape[:-1])",
         ("tensor/test_linear.py",),
     ),
     Fault(
@@ -510,8 +510,8 @@ FAULTS = (
     ),
     Fault(
         "trainer/setup/optimizers.py",
-        "gradient_hooks(module, stepping) or late_gradient_readers(module, stepping)",
-        "gradient_hooks(module, stepping)",
+        "is_read = early or late",
+        "is_read = early",
         ("trainer/step/test_step_checks.py",),
     ),
     Fault(
