@@ -72,9 +72,10 @@ class MasterWeights:
         self._buckets = {param.parameter: bucket for bucket in gradients.buckets for param in bucket.members}
         for optimizer in self._optimizers:
             self._replace_params(optimizer)
-        self._note()
+        self.note()
 
-    def _note(self) -> None:
+    def note(self) -> None:
+        """Master weights and parameters agree: what is written to either from now on is a hook's."""
         if self._is_watched:
             shards = [one for one in self._copied_shards() if self._own_part(one).dtype != one.tensor.dtype]
             self._marks = {shard: mark_of(shard.tensor) for shard in shards}
@@ -196,7 +197,7 @@ class MasterWeights:
             now = self._own_part(shard)
             if now.dtype != shard.tensor.dtype:
                 take_over(shard.tensor, now)
-        self._note()
+        self.note()
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor]) -> None:
@@ -208,7 +209,7 @@ class MasterWeights:
         wait_for_copies(self._gradients.device)
         for host in self._on_host.values():
             host.send()
-        self._note()
+        self.note()
         for one in self.sharded:
             one.note_load()
 
@@ -225,7 +226,7 @@ class MasterWeights:
                 self._on_host[bucket].send()
             if bucket in self._flat and bucket.shards.size > 1:
                 self._in_flight[bucket] = collectives.all_gather_(self._flat[bucket], bucket.shards, wait=False)
-        self._note()
+        self.note()
 
     def wait(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Waits for the gathered values of `parameters`, or of all."""

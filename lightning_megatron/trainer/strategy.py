@@ -976,6 +976,9 @@ class MegatronStrategy(ParallelStrategy):
         saved = checkpoint["optimizer_states"]
         if isinstance(saved, SavedOptimizers) and isinstance(saved.source, LocalState):
             saved.source.load_optimizers(saved.rests, module, self.optimizers, self._master_slots)
+            if self._dp_comm is not None and self._dp_comm.master_weights is not None:
+                # They were loaded, too.
+                self._dp_comm.master_weights.note()
             return
         checkpoint_dict.load_optimizers(checkpoint, module, self.optimizers, self._master_slots, self.mesh, world)
 
