@@ -351,7 +351,8 @@ class _OnHost(NamedTuple):
 
 def to_host(x: Tensor) -> Tensor:
     """A copy in host memory, pinned beside a GPU: the host does not wait for it, which the device reads alone."""
-    held = torch.empty_like(x, device="cpu", pin_memory=x.is_cuda)
+    strides = torch.empty_like(x, device="meta").stride()
+    held = torch.empty_strided(x.size(), strides, dtype=x.dtype, device="cpu", pin_memory=x.is_cuda)
     return held.copy_(x, non_blocking=True)
 
 

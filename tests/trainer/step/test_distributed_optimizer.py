@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from lightning_megatron import ConfigurationError, MegatronStrategy
 from lightning_megatron.optim.config import OptimizerConfig
-from lightning_megatron.optim.muon import Muon
+from lightning_megatron.optim.muon import Muon, muon_groups
 from tests.harness.ranks import run_on_ranks
 from tests.harness.sample import diagonal, every_nth
 from tests.trainer.fits import weights
@@ -280,7 +280,7 @@ class StepsMatrices(Small):
     """Steps by an optimizer of whole matrices."""
 
     def configure_optimizers(self) -> Any:
-        return Muon(self.parameters())
+        return Muon(muon_groups(self.named_parameters(), weight_decay=0.1))
 
 
 def refusals() -> dict[str, str]:
