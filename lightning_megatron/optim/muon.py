@@ -12,6 +12,7 @@ apart. Sources: Jordan, kellerjordan.github.io/posts/muon; Liu et al., arXiv 250
 """
 
 import math
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -122,6 +123,14 @@ class Muon(Optimizer):
         if faults := _faults(defaults):
             raise ValueError("\n".join(faults))
         super().__init__(params, defaults)
+        by_head = [group for group in self.param_groups if group["use_muon"] and group["fused_heads"] == "heads"]
+        parameters = [parameter for group in by_head for parameter in group["params"]]
+        if parameters and not any(_has_heads(shard_of(parameter)) for parameter in parameters):
+            warnings.warn(
+                "Muon's fused_heads ('heads') does nothing here: none of its matrices holds fused queries, keys and "
+                "values, as the attention of this package's models does; leave it out",
+                stacklevel=2,
+            )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group. Raises ValueError with all errors of its settings, and for a parameter that is no matrix."""
@@ -330,7 +339,7 @@ def _orthogonal(weight: Tensor, shard: Shard, group: dict[str, Any]) -> Tensor:
     result = torch.empty_like(weight)
     by_head = group["fused_heads"] == "heads"
     for source, target in zip(_matrices(weight, shard), _matrices(result, shard), strict=True):
-        is_by_head = by_head and shard.fused is not None and len(shard.fused.shape) == _DIMS_OF_HEADS
+        is_by_head = by_head and _has_heads(shard)
         stack = source.flatten(0, -3) if is_by_head else source.flatten(1, -2)
         low = stack if stack.dtype == torch.float64 else stack.to(_NS_DTYPES[group["ns_dtype"]])
         orthogonal = newton_schulz(low, group["ns_steps"], group["ns_coefficients"], group["eps"])
@@ -339,6 +348,11 @@ def _orthogonal(weight: Tensor, shard: Shard, group: dict[str, Any]) -> Tensor:
         scale = math.sqrt(max(1.0, rows / columns)) if is_original else 0.2 * math.sqrt(max(rows, columns))
         target.copy_(orthogonal.mul_(scale).view(source.shape))
     return result
+
+
+def _has_heads(shard: Shard) -> bool:
+    """Whether a weight is fused queries, keys and values of heads."""
+    return shard.fused is not None and len(shard.fused.shape) == _DIMS_OF_HEADS
 
 
 def _matrices(weight: Tensor, shard: Shard) -> Iterator[Tensor]:

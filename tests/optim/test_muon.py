@@ -1,5 +1,6 @@
 """Muon on weights that axes cut, beside Muon on whole ones, and beside torch's."""
 
+import warnings
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from lightning_megatron.mesh import Mesh, Sizes
+from lightning_megatron.models import GPTConfig, GPTModel
 from lightning_megatron.optim import muon
 from lightning_megatron.optim.muon import Muon, muon_groups, spread
 from lightning_megatron.sharding import Fused, Initial, shard_of, shard_parameter
@@ -238,3 +240,15 @@ def test_a_group_that_comes_later_is_checked() -> None:
     assert "is no matrix" in str(error.value)
     optimizer.add_param_group({"params": vector, "use_muon": False})
     assert len(optimizer.param_groups) == 2
+
+
+def test_heads_that_no_weight_has_are_told() -> None:
+    # As in a model of transformers, whose projections are apart.
+    apart = torch.nn.Linear(4, 4).weight
+    with pytest.warns(UserWarning, match=r"fused_heads \('heads'\) does nothing here"):
+        Muon([apart], fused_heads="heads")
+    model = GPTModel(GPTConfig(num_layers=1, hidden_size=8, num_attention_heads=2, vocab_size=8, max_sequence_length=4))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Muon([apart])
+        Muon(muon_groups(model.named_parameters(), weight_decay=0.1), fused_heads="heads")
