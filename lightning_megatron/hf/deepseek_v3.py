@@ -50,6 +50,8 @@ _ROWS = (
     ParamMapping("layers.{}.moe.shared.down.weight", (f"{_SHARED}.down_proj.weight",)),
     *gated_decoder.ROWS,
 )
+# Of transformers' norms of latents, whatever rms_norm_eps says.
+_LATENT_EPSILON = 1e-6
 _LATENT = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _ROUTER = {"num_groups": "n_group", "group_topk": "topk_group", "topk_scaling_factor": "routed_scaling_factor"}
 
@@ -103,7 +105,7 @@ def config_from_hf(reader: ConfigReader) -> dict[str, Any]:
     )
     sizes = {name: reader.take(name) for name in _LATENT}
     try:
-        latent = LatentConfig(q_lora_rank=reader.take("q_lora_rank", 0), **sizes)
+        latent = LatentConfig(q_lora_rank=reader.take("q_lora_rank", 0), norm_epsilon=_LATENT_EPSILON, **sizes)
     except ValueError as error:
         reader.faults += str(error).splitlines()
         latent = None
@@ -113,11 +115,10 @@ def config_from_hf(reader: ConfigReader) -> dict[str, Any]:
     return {**fields, "latent": latent, "num_query_groups": 0, "head_dim": 0, **moe}
 
 
-# Values that the package has one way for; transformers takes 1e-6 for norms of latents whatever the field says.
+# Values that the package has one way for.
 _REQUIRED: dict[str, tuple[Any, ...]] = {
     "attention_bias": (False,),
     "rope_interleave": (True,),
-    "rms_norm_eps": (1e-6,),
     "scoring_func": ("sigmoid",),
     "topk_method": ("noaux_tc",),
     "moe_layer_freq": (1,),
@@ -162,7 +163,7 @@ def config_to_hf(config: GPTConfig) -> dict[str, Any]:
 
 def rules(config: GPTConfig) -> list[str]:
     """Rules of this family that a configuration breaks, one sentence each."""
-    found = gated_decoder.rules(config, own_rope=("mscale_all_dim",), norm_epsilon=1e-6)
+    found = gated_decoder.rules(config, own_rope=("mscale_all_dim",))
     found += moe_faults(
         config,
         score_function=("sigmoid",),
@@ -175,6 +176,8 @@ def rules(config: GPTConfig) -> list[str]:
     )
     if config.latent is None:
         found.append("latent (None) must be there: its attention is to latents")
+    elif config.latent.norm_epsilon != _LATENT_EPSILON:
+        found.append(f"latent norm_epsilon ({config.latent.norm_epsilon}) must be {_LATENT_EPSILON}")
     if config.moe is None:
         return found
     width, shared = config.moe.ffn_hidden_size or config.ffn_hidden_size, config.moe.shared_expert_intermediate_size

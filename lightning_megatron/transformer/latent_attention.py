@@ -59,7 +59,7 @@ class LatentAttention(Attention):
         )
         if latent.q_lora_rank:
             self.query_down = SharedLinear(hidden, latent.q_lora_rank, tp=tp, sp=sp, initial=initial)
-            self.query_norm = RMSNorm(latent.q_lora_rank, eps=config.norm_epsilon, tp=tp, sp=sp)
+            self.query_norm = RMSNorm(latent.q_lora_rank, eps=latent.norm_epsilon, tp=tp, sp=sp)
             self.query_up = queries
         else:
             self.query = queries
@@ -67,7 +67,7 @@ class LatentAttention(Attention):
         self.key_value_down = SharedLinear(
             hidden, sum(sizes), tp=tp, sp=sp, initial=initial, fused=Fused(shape=(sum(sizes),), dim=0, sizes=sizes)
         )
-        self.key_value_norm = RMSNorm(latent.kv_lora_rank, eps=config.norm_epsilon, tp=tp, sp=sp)
+        self.key_value_norm = RMSNorm(latent.kv_lora_rank, eps=latent.norm_epsilon, tp=tp, sp=sp)
         self.key_value_up = ColumnParallelLinear(
             latent.kv_lora_rank,
             heads * sum(per_head),

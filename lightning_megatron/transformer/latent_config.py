@@ -23,6 +23,8 @@ class LatentConfig:
     """Features that are rotated; those of keys are shared by all heads."""
     v_head_dim: int
     """Features of a head's values."""
+    norm_epsilon: float = 1e-6
+    """Epsilon of the norms of latents. 1e-6 in DeepSeek's code and in transformers, whatever that of layers is."""
 
     def __post_init__(self) -> None:
         if faults := self.faults():
@@ -34,8 +36,10 @@ class LatentConfig:
         faults = [
             f"{field.name} ({size}) must be at least {least.get(field.name, 1)}"
             for field in fields(self)
-            if (size := getattr(self, field.name)) < least.get(field.name, 1)
+            if field.type is int and (size := getattr(self, field.name)) < least.get(field.name, 1)
         ]
+        if not self.norm_epsilon > 0:
+            faults.append(f"latent norm_epsilon ({self.norm_epsilon}) must be above 0")
         if self.qk_rope_head_dim % 2:
             faults.append(
                 f"qk_rope_head_dim ({self.qk_rope_head_dim}) must be even, because features are rotated in pairs"
