@@ -11,6 +11,7 @@ import logging
 import os
 import sys
 import time
+import warnings
 from argparse import ArgumentError
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import is_dataclass
@@ -20,6 +21,7 @@ import lightning as L
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.plugins.precision import TransformerEnginePrecision
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_megatron.checkpoint import is_checkpoint, read_meta
 from lightning_megatron.cli.bounded_yaml import BOUNDED_YAML, require_readable_configs
@@ -28,8 +30,10 @@ from lightning_megatron.cli.option_errors import STRATEGY, about_option, error_l
 from lightning_megatron.cli.recipe_optimizer import OPTIMIZER, SCHEDULER, add_optimizer_options, use_optimizer
 from lightning_megatron.cli.short_run import shorten_warmup
 from lightning_megatron.cli.usage import USAGE_ERROR, UsageError, mistake_of, shortened
+from lightning_megatron.cli.written_files import written_files
 from lightning_megatron.lightning_modules import AdamWConfig
 from lightning_megatron.lightning_modules.data_module import config_of
+from lightning_megatron.lightning_modules.final_checkpoint import FinalCheckpoint
 from lightning_megatron.mesh import Sizes
 from lightning_megatron.precision.fp8 import Fp8Config, engine_faults
 from lightning_megatron.rules.limits import MOST_PROCESSES, limit_faults, model_limit_faults, shown
@@ -44,6 +48,9 @@ _PARSER = {"exit_on_error": False, "allow_abbrev": False, "parser_mode": BOUNDED
 _MOST_SEED = 2**32 - 1
 # Lightning's logger, and the mark of what it recommends in each run.
 _TIPS_OF, _TIP = "lightning.pytorch.utilities.rank_zero", "Tip: For seamless cloud"
+# Options of modules that read their first weights from folders.
+_FOLDERS = ("path", "language", "vision")
+_OF_LIGHTNING = r"`isinstance\(treespec, LeafSpec\)` is deprecated"
 # Seconds that the rank which reports an error gets to end before the others do.
 _SECONDS_TO_REPORT = 10.0
 
@@ -69,7 +76,7 @@ class RecipeCLI(LightningCLI):
         given = self._given = list(sys.argv[1:] if args is None else args)
         self._subcommand = given[0] if given and given[0] in LightningCLI.subcommands() else None
         self._links, self._made_links = links, made_links or {}
-        self._callbacks = callbacks
+        self._callbacks: dict[str, type[L.Callback]] = {"final_checkpoint": FinalCheckpoint, **callbacks}
         self._data_config = config_of(data)
         # Classes that the options of a run configure.
         self._owners: dict[str, Callable[..., Any]] = {
@@ -140,12 +147,26 @@ class RecipeCLI(LightningCLI):
         super()._set_seed()
 
     def before_instantiate_classes(self) -> None:
+        if self.subcommand in ("validate", "test", "predict") and self._has_new_weights():
+            rank_zero_warn(
+                f"{self.subcommand} without --ckpt_path runs a model with new weights, which has learnt nothing; give "
+                "the checkpoint of a run, as runs/toy/version_0/checkpoints/step=200.ckpt is one"
+            )
         if self.subcommand != "fit" or self._get(self.config, OPTIMIZER):
             return
         optimizer = inspect.signature(self._owners["model"]).parameters.get("optimizer")
         settings = self._get(self.config, "model.optimizer")
         if settings is not None and optimizer is not None and optimizer.annotation is AdamWConfig:
             shorten_warmup(settings, self._get(self.config, "trainer.max_steps"), self._given)
+
+    def _has_new_weights(self) -> bool:
+        """Whether no option names weights to begin with."""
+        folders = () if self._get(self.config, "model.from_scratch") else _FOLDERS
+        return not any(self._get(self.config, name) for name in ("ckpt_path", *(f"model.{name}" for name in folders)))
+
+    def after_fit(self) -> None:
+        for line in written_files(self.trainer):
+            rank_zero_info(line)
 
     def instantiate_classes(self) -> None:
         try:
@@ -243,6 +264,8 @@ def run_recipe(
     of the user's.
     """
     logging.getLogger(_TIPS_OF).addFilter(_is_no_tip)
+    # Lightning says it to itself, once a process.
+    warnings.filterwarnings("ignore", _OF_LIGHTNING, FutureWarning)
     _exit_on_mistake(
         lambda: RecipeCLI(module, data, links=links, made_links=made_links, callbacks=callbacks, args=args)
     )

@@ -1,6 +1,7 @@
 """A run that the command line makes shorter than the configuration's warm-up starts, and says what it changed."""
 
 import logging
+import re
 from pathlib import Path
 
 import pytest
@@ -102,3 +103,5 @@ def test_a_base_configuration_is_tried_by_two_steps(tmp_path: Path) -> None:
     assert ended.returncode == 0, ended.stderr
     assert ended.stderr.count(TOLD) == 1
     assert "`max_steps=2` reached" in ended.stderr
+    [saved] = re.findall(r"^Checkpoint: (.*step=2\.ckpt)$", ended.stderr, re.MULTILINE)
+    assert (tmp_path / saved).is_dir()

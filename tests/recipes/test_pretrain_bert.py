@@ -10,6 +10,8 @@ from tests.recipes.test_pretrain_gpt import TINY, losses
 
 BERT = TINY.replace("name: tiny", "name: bert").replace("16", "24")
 
+NEW_WEIGHTS = "predict without --ckpt_path runs a model with new weights"
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -49,6 +51,7 @@ def test_a_run_of_two_processes_is_resumed_on_another_layout_and_fills_gaps(fold
     assert filled.returncode == 0, filled.stderr
     assert "--- text 0 ---\nThe cat" in filled.stdout and "on a mat." in filled.stdout
     assert not any(token in filled.stdout for token in ("[CLS]", "[SEP]", "[MASK]"))
+    assert NEW_WEIGHTS not in filled.stderr
 
 
 @pytest.mark.slow
@@ -57,3 +60,5 @@ def test_prompts_without_a_gap_are_reported_and_end_without_a_traceback(folder: 
     assert ended.returncode == 2, ended.stderr
     assert "Traceback" not in ended.stdout + ended.stderr
     assert ended.stderr.count("has no [MASK]") == 2
+    # Nor is there a checkpoint.
+    assert NEW_WEIGHTS in ended.stderr
