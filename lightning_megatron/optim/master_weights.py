@@ -29,7 +29,8 @@ from lightning_megatron.host_memory import wait_for_copies
 from lightning_megatron.optim.bucket import Bucket, ModelParam
 from lightning_megatron.optim.gradients import Gradients, ParamShard
 from lightning_megatron.optim.host_weights import HostWeights, offloaded
-from lightning_megatron.optim.sharded_params import ShardedParams, mark_of, take_over, written_beside
+from lightning_megatron.optim.reductions import fingerprint
+from lightning_megatron.optim.sharded_params import ShardedParams, take_over, written_beside
 
 
 class MasterWeights:
@@ -78,14 +79,13 @@ class MasterWeights:
         """Master weights and parameters agree: what is written to either from now on is a hook's."""
         if self._is_watched:
             shards = [one for one in self._copied_shards() if self._own_part(one).dtype != one.tensor.dtype]
-            self._marks = {shard: mark_of(shard.tensor) for shard in shards}
+            self._marks = {shard: fingerprint(shard.tensor.detach()) for shard in shards}
 
     def _require_noted(self) -> None:
         """Raises RuntimeError for master weights that somebody wrote to, and not to their parameters."""
-        if self._marks and not torch.equal(
-            torch.stack([mark_of(shard.tensor) for shard in self._marks]), torch.stack(list(self._marks.values()))
-        ):
-            wrong = [one.param.name for one, mark in self._marks.items() if not torch.equal(mark_of(one.tensor), mark)]
+        now = {shard: fingerprint(shard.tensor.detach()) for shard in self._marks}
+        if now and not torch.equal(torch.stack(list(now.values())), torch.stack(list(self._marks.values()))):
+            wrong = [shard.param.name for shard, mark in self._marks.items() if not torch.equal(now[shard], mark)]
             raise written_beside(wrong)
 
     def _convert(self, bucket: Bucket) -> Iterator[ParamShard]:

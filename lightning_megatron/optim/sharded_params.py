@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_megatron.comm import collectives
 from lightning_megatron.optim.bucket import FlatParams
+from lightning_megatron.optim.reductions import fingerprint
 
 
 class ShardedParams:
@@ -52,7 +53,7 @@ class ShardedParams:
 
     def note(self) -> None:
         """Code of a user's comes next, which may write to the gathered parameters, and not to the shard."""
-        self._mark = mark_of(self.shard)
+        self._mark = fingerprint(self.shard)
 
     def note_load(self) -> None:
         """A checkpoint was loaded into the shard."""
@@ -118,7 +119,7 @@ class ShardedParams:
         if not self._is_gathered or self._pending is not None:
             return
         is_noted = self._mark is not None
-        if self._mark is not None and not torch.equal(mark_of(self.shard), self._mark):
+        if self._mark is not None and not torch.equal(fingerprint(self.shard), self._mark):
             raise written_beside([param.name for param in self.flat.members])
         for parameter, view in self._views.items():
             if _is_elsewhere(parameter, view):
@@ -174,13 +175,6 @@ def written_while_absent(names: Iterable[str]) -> RuntimeError:
         'kind="distributed_parameters") a rank has a weight while its part of the model runs; write to it in a hook '
         'between steps, or use kind "distributed_gradients"'
     )
-
-
-def mark_of(weights: Tensor) -> Tensor:
-    """A number [] that is another one once the weights are written to."""
-    if not weights.numel():
-        return torch.zeros((), dtype=torch.int64, device=weights.device)
-    return torch.hash_tensor(weights.detach()).view(torch.int64)
 
 
 def written_beside(names: Sequence[str]) -> RuntimeError:
