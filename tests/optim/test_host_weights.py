@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from lightning_megatron.optim.bucket_layout import bucket_layouts
 from lightning_megatron.optim.config import OptimizerConfig
@@ -12,6 +13,7 @@ from lightning_megatron.optim.host_weights import offloaded
 from lightning_megatron.planner.dry_run import dry_run
 from lightning_megatron.planner.hardware import gpu_of
 from lightning_megatron.planner.memory import rank_memory
+from lightning_megatron.planner.memory_tracker import HOST, OTHERS, MemoryTracker
 from lightning_megatron.planner.step_time import step_time
 from lightning_megatron.testing import certify
 from tests.any_module import networks
@@ -82,3 +84,14 @@ def test_a_dry_run_and_the_closed_form_tell_what_the_device_and_what_the_host_ho
     # 30 bytes of a step, and 6 that are copied, at the bandwidths of host memory and of PCIe.
     assert seconds[2] == pytest.approx(own * (30 / 20e9 + 6 / 32e9), rel=0.01)
     assert seconds[1] == pytest.approx((seconds[0] + seconds[2]) / 2)
+
+
+def test_what_the_host_computes_of_its_own_takes_no_memory_of_the_device() -> None:
+    with MemoryTracker(torch.device("meta")) as tracker:
+        on_host, on_device = (torch.zeros(1000, device="meta") for _ in range(2))
+        tracker.leave_out([on_host])
+        root, both = on_host.sqrt(), on_host + on_device
+    # The device's in blocks of 512 bytes.
+    assert tracker.held == {HOST: 2 * 4000, OTHERS: 2 * 4096}
+    del root, both
+    assert tracker.held == {HOST: 4000, OTHERS: 4096}
