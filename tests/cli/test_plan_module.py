@@ -21,8 +21,11 @@ from lightning_megatron.planner.measured import measured
 from lightning_megatron.planner.model_parts import SequenceLengths
 from lightning_megatron.planner.run import Run, RunSettings
 from lightning_megatron.planner.search import few_candidates
-from tests.cli.test_dry_module import RECIPE, SMALL
+from tests.cli import test_dry_module
+from tests.cli.test_dry_module import RECIPE
 
+# Enough layers for two chunks on each of two ranks.
+SMALL = {**test_dry_module.SMALL, "num_hidden_layers": 4}
 LLAMA = LlamaConfig(**SMALL, tie_word_embeddings=False)
 EXPERTS = MixtralConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2)
 WIDE = {"hidden_size": 1024, "head_dim": 256, "intermediate_size": 2752, "max_position_embeddings": 2048}

@@ -84,7 +84,7 @@ def test_a_link_that_leads_nowhere_is_not_followed(folder: Path) -> None:
         (("copy", "tyo", "."), ("there is no recipe 'tyo'; did you mean toy?",)),
         (("copy", "toy", "file"), ("FOLDER (file) cannot be written: Not a directory",)),
         (("copy", "toy"), ("required: FOLDER", "lightning-megatron recipes copy --help")),
-        (("cpy", "toy", "."), ("'cpy'", "'copy'", "lightning-megatron recipes --help")),
+        (("cpy", "toy", "."), ("'cpy'", "did you mean copy?", "lightning-megatron recipes --help")),
         (("--jsn",), ("--jsn", "did you mean --json?")),
     ],
 )

@@ -93,7 +93,7 @@ def test_the_choice_is_refused_on_a_cpu_and_ends_with_the_run_elsewhere() -> Non
         assert torch._C._get_sdp_priority_order() == before
 
 
-# The two operators of FlashAttention-3 that torch calls. Source: `hopper/flash_api.cpp`, TORCH_LIBRARY(flash_attn_3).
+# The two operators of FlashAttention-3 that torch calls. Source: `hopper/flash_api_stable.cpp`, STABLE_TORCH_LIBRARY.
 FORWARD = (
     "fwd(Tensor q, Tensor k, Tensor v, Tensor(k_new!)? k_new=None, Tensor(v_new!)? v_new=None, Tensor? q_v=None, "
     "Tensor(out!)? out=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? cu_seqlens_k_new=None, "
@@ -110,7 +110,8 @@ BACKWARD = (
     "Tensor(dk!)? dk=None, Tensor(dv!)? dv=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, "
     "Tensor? seqused_q=None, Tensor? seqused_k=None, int? max_seqlen_q=None, int? max_seqlen_k=None, "
     "float? softmax_scale=None, bool is_causal=False, int window_size_left=-1, int window_size_right=-1, "
-    "float softcap=0.0, bool deterministic=False, int sm_margin=0) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+    "float softcap=0.0, bool deterministic=False, int sm_margin=0) "
+    "-> (Tensor(dq!), Tensor(dk!), Tensor(dv!), Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 
 
