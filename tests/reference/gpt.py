@@ -157,8 +157,8 @@ class ReferenceGPT:
             y = y + self.weights[f"{name}.bias"].flatten()
         return y
 
-    def norm(self, x: Tensor, name: str) -> Tensor:
-        weight, epsilon = self.weights[f"{name}.weight"], self.config.norm_epsilon
+    def norm(self, x: Tensor, name: str, epsilon: float = 0.0) -> Tensor:
+        weight, epsilon = self.weights[f"{name}.weight"], epsilon or self.config.norm_epsilon
         if self.config.normalization == "layernorm":
             return F.layer_norm(x, x.shape[-1:], weight, self.weights[f"{name}.bias"], epsilon)
         if self.config.normalization == "zero_centered_rmsnorm":
@@ -177,12 +177,13 @@ class ReferenceGPT:
         assert latent is not None
         plain, turned, size = latent.qk_nope_head_dim, latent.qk_rope_head_dim, latent.v_head_dim
         if latent.q_lora_rank:
-            queries = self.norm(self.linear(x, f"{name}.query_down"), f"{name}.query_norm")
+            queries = self.norm(self.linear(x, f"{name}.query_down"), f"{name}.query_norm", latent.norm_epsilon)
             queries = self.linear(queries, f"{name}.query_up")
         else:
             queries = self.linear(x, f"{name}.query")
         down = self.linear(x, f"{name}.key_value_down")
-        up = self.linear(self.norm(down[..., : latent.kv_lora_rank], f"{name}.key_value_norm"), f"{name}.key_value_up")
+        kept = self.norm(down[..., : latent.kv_lora_rank], f"{name}.key_value_norm", latent.norm_epsilon)
+        up = self.linear(kept, f"{name}.key_value_up")
         shared = self.rotate(down[..., latent.kv_lora_rank :], window)
         stretched = 1.0
         if config.rope_scaling is not None and config.rope_scaling.mscale_all_dim:
