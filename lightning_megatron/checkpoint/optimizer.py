@@ -25,7 +25,7 @@ Rest = dict[str, Any]
 
 # Keys of a param group that an optimizer on another mesh, or stepping elsewhere, has by itself: kernels among them.
 _KERNELS = ("foreach", "fused")
-_LOCAL_KEYS = ("params", "param_names", *_KERNELS)
+_LOCAL_KEYS = ("params", "param_names")
 
 
 def pieces_of_optimizer(
