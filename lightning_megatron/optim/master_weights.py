@@ -37,8 +37,8 @@ class MasterWeights:
     """The master weights of one rank's buckets, which replace the parameters in `optimizers`.
 
     Parameters get the low dtype of their bucket. With shards their data moves into one flat tensor a bucket, which is
-    all-gathered in place. With `is_watched` hooks of a user's run between steps, which may write to the parameters, and
-    not to master weights of another dtype beside them.
+    all-gathered in place. With `is_watched` code of a user's runs between steps that may write to master weights of
+    another dtype beside their parameters, which is refused.
     """
 
     @torch.no_grad()

@@ -772,7 +772,7 @@ def sampled_half_layouts() -> list[str]:
 
 
 # What a step does with gradients that are whole. Their norm, which clipping goes by, is a quantity of each cell.
-OF_OPTIMIZERS = {"rule", "clip", "accumulate", "distributed", "overlap", "dp above 1"}
+OF_OPTIMIZERS = {"rule", "clip", "accumulate", "distributed", "overlap", "offload", "dp above 1"}
 
 
 def _pairs(cell: tuple[str, Cell]) -> list[Hashable]:
@@ -781,9 +781,9 @@ def _pairs(cell: tuple[str, Cell]) -> list[Hashable]:
     sizes = {axis: getattr(layout, axis) for axis in AXES}
     # Muon puts whole matrices together of what ranks hold of them.
     reads_parts = layout.rule == "muon"
-    all_but_optimizers = {
-        name: value for name, value in settings.items() if name != "clip" and (name != "rule" or reads_parts)
-    }
+    # Where a saved tensor waits is nothing to what computed it.
+    met_apart = {"clip", "offload", "activations offloaded", *(() if reads_parts else ("rule",))}
+    all_but_optimizers = {name: value for name, value in settings.items() if name not in met_apart}
     optimizers = {name: value for name, value in settings.items() if name in OF_OPTIMIZERS}
     met = [*pairs_of(all_but_optimizers), *pairs_of(optimizers)]
     return [*met, *settings.items(), *sizes.items(), variant, precision]
@@ -800,12 +800,14 @@ def _settings_of(layout: Layout) -> dict[str, Hashable]:
     settings |= {
         name: value
         for name, value in own.items()
-        if value != getattr(ONE_DEVICE, name) and name not in ("world", "microbatches", *sizes)
+        if value != getattr(ONE_DEVICE, name) and name not in ("world", "microbatches", "recompute", *sizes)
     }
     if layout.microbatches > 1:
         settings["microbatches"] = "uneven" if layout.microbatches % layout.pp else "even"
-    if layout.recompute != ONE_DEVICE.recompute:
+    if layout.recompute.granularity != "none":
         settings["recompute"] = layout.recompute.granularity
+    if layout.recompute.offload:
+        settings["activations offloaded"] = True
     if layout.dynamic is not None:
         settings["dynamic"] = True
     return settings

@@ -1,6 +1,6 @@
 """Tokens and FLOPs per second of training, of the whole global batch, in the progress bar and the logger."""
 
-from time import perf_counter
+from time import get_clock_info, perf_counter
 from typing import Any, Protocol, runtime_checkable
 
 import lightning as L
@@ -138,8 +138,8 @@ class ThroughputMonitor(L.Callback):
     def _measured(self, trainer: L.Trainer) -> dict[str, float]:
         """The numbers of the span that ends."""
         self._stop_clock(trainer)
-        # Clocks and batches differ between ranks; what is logged must not.
-        seconds = trainer.strategy.broadcast(self._seconds)
+        # Clocks and batches differ between ranks; what is logged must not. That of a virtual machine may stand still.
+        seconds = max(trainer.strategy.broadcast(self._seconds), get_clock_info("perf_counter").resolution)
         own = torch.tensor(
             [self._num_tokens, self._num_flops, self._num_recomputed_flops],
             dtype=torch.float64,

@@ -77,7 +77,7 @@ def make_data_parallel_comm(
     master_weights, hook_gradients, sharded = None, None, None
     if has_master_weights(config, plugin):
         early, late = gradient_hooks(module, stepping), late_gradient_readers(module, stepping)
-        master_weights = MasterWeights(gradients, stepping, is_watched=bool(early or weight_hooks(module)))
+        master_weights = MasterWeights(gradients, stepping, is_watched=names_groups(module, stepping))
         is_read = early or late
         hook_gradients = HookGradients(gradients) if is_read else None
         if master_weights.sharded:
@@ -132,6 +132,19 @@ def late_gradient_readers(module: pl.LightningModule, optimizers: Iterable[Optim
         for one in optimizers
         if any(_names_any(_READERS, hook, module, _OWN) for hook in one._optimizer_step_post_hooks.values())
     ]
+
+
+def names_groups(module: pl.LightningModule, optimizers: Iterable[Optimizer]) -> bool:
+    """Whether a user's code between optimizer steps names the groups of an optimizer, to whose weights it may write."""
+    loops = [f"on_{loop}_{end}" for loop in ("train_batch", "train_epoch", "validation") for end in ("start", "end")]
+    gradients = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping", "on_before_zero_grad")
+    hooks = ("training_step", "backward", "optimizer_step", "lr_scheduler_step", *gradients, *loops)
+    owners = (module, *module.trainer.callbacks)  # type: ignore[attr-defined]
+    code = [(getattr(owner, name), owner) for owner in owners for name in _users_of(owner, hooks)]
+    for one in optimizers:
+        of_steps = (*one._optimizer_step_pre_hooks.values(), *one._optimizer_step_post_hooks.values())
+        code += [(hook, module) for hook in of_steps]
+    return any(_names_any({"param_groups"}, hook, owner, _LIBRARIES | {"torch"}) for hook, owner in code)
 
 
 def weight_hooks(module: pl.LightningModule) -> list[str]:
