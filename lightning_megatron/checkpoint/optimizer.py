@@ -23,9 +23,10 @@ from lightning_megatron.sharding import shard_of
 Rest = dict[str, Any]
 """{"groups": [{"params": [name, ...], hyperparameter: value, ...}, ...], "state": {name: {state key: plain value}}}"""
 
-# Keys of a param group that an optimizer on another mesh, or stepping elsewhere, has by itself: kernels among them.
-_KERNELS = ("foreach", "fused")
+# Keys of a param group that an optimizer on another mesh has by itself.
 _LOCAL_KEYS = ("params", "param_names")
+# Those by which torch chooses the kernels of a step.
+_KERNELS = ("foreach", "fused")
 
 
 def pieces_of_optimizer(
@@ -40,6 +41,8 @@ def pieces_of_optimizer(
     rest: Rest = {"groups": [], "state": {}}
     for group, slots in _groups(optimizer, names):
         hyperparameters = {key: value for key, value in group.items() if key not in _LOCAL_KEYS}
+        # What the strategy chose for where it steps is nothing to another run.
+        hyperparameters |= {key: optimizer.defaults[key] for key in _KERNELS if key in group}
         rest["groups"].append({"params": [slot.name for slot in slots], **hyperparameters})
         for stepped, slot in zip(group["params"], slots, strict=True):
             for key, value in optimizer.state.get(stepped, {}).items():

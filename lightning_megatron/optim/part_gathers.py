@@ -259,8 +259,7 @@ class PartGathers:
         """Has the nodes of what the part returned tell when its backward begins."""
         # A part may hand on what it was given: the hooks of nodes that it has not made come too late, and do nothing.
         graph, found = self._graph, list(outputs)
-        # A write in place to a view, as to the output of a linear of [B, T, H], takes the view's node out of the graph,
-        # and leaves that of its base.
+        # The output of a linear of [B, T, H] is a view: a write in place takes its node out of the graph.
         found += [base for tensor in found if (base := tensor._base) is not None]
         made = [node for tensor in found if (node := tensor.grad_fn) is not None]
         if not found and self._is_trained(part):

@@ -105,7 +105,7 @@ class Peak:
     """The most that a rank holds in a step."""
 
     by_kind: Mapping[str, int]
-    """Of the device."""
+    """Bytes that the device holds at the peak, by kind."""
     host_bytes: int
     """The most that is in host memory at a time, between two pieces of the step."""
     saved_bytes: int

@@ -189,11 +189,7 @@ def content_of(path: Path) -> Content:
     load(path, tensors, world=Mesh.single().world)
     found = read_meta(path)
     # Ranks meet names in another order: those of a stage first.
-    # Which kernels step belongs to where a run steps, and each run has its own.
-    groups = [
-        {**group, "params": set(group["params"]), "foreach": None, "fused": None}
-        for group in found["optimizers"][0]["groups"]
-    ]
+    groups = [{**group, "params": set(group["params"])} for group in found["optimizers"][0]["groups"]]
     meta = {key: found[key] for key in ("global_step", "lr_schedulers")}
     return Content(tensors, meta | {"groups": groups, "state": found["optimizers"][0]["state"]})
 
