@@ -24,7 +24,7 @@ from tests.harness.ranks import run_on_ranks
 from tests.harness.sample import every_nth
 from tests.harness.threads import new_group, run_on_threads
 from tests.precision import engine_stub
-from tests.trainer.setup.test_fp8_layers import CURRENT, DELAYED, FP8_ROUNDING, MXFP8, TOLERANCE, trainer_of
+from tests.trainer.setup.test_fp8_layers import CURRENT, DELAYED, FP8_ROUNDING, MXFP8, SAME_CASTS, TOLERANCE, trainer_of
 
 # A rank has one head of keys, whose rows tiles of 32 divide.
 WIDE = {"head_dim": 64}
@@ -158,7 +158,7 @@ def built(sizes: dict[str, int]) -> Llama:
 
 # The same numbers are cast. Over tp float32 sums in another order move a few of them over the edge between two values
 # of float8; from then on weights go the ways of their rounding, and losses and the first gradients tell.
-GRADIENTS = {name: FP8_ROUNDING[1 if "tp2" in name else 2] for name in LAYOUTS}
+GRADIENTS = {name: FP8_ROUNDING if "tp2" in name else SAME_CASTS for name in LAYOUTS}
 
 
 @pytest.mark.matrix
@@ -172,10 +172,10 @@ def test_an_unchanged_model_trains_in_fp8_on_any_layout_as_on_one_device(name: s
             moved = wanted.furthest("first", initial)
             assert own.furthest("first", wanted.first) < GRADIENTS[name] * moved
             if "tp2" not in name:
-                assert own.furthest("last", wanted.last) < FP8_ROUNDING[2] * wanted.furthest("last", initial)
+                assert own.furthest("last", wanted.last) < SAME_CASTS * wanted.furthest("last", initial)
             # They are FP8's numbers and not the plain ones.
             assert max(abs(a - b) for a, b in zip(own.losses, plain.losses, strict=True)) > 2 * TOLERANCE
-            assert wanted.furthest("first", plain.first) > FP8_ROUNDING[1] * moved
+            assert wanted.furthest("first", plain.first) > FP8_ROUNDING * moved
             assert set(own.linears) <= set(wanted.linears) and own.linears
         for unscaled in ("plain", "wide"):
             assert found[unscaled].losses == pytest.approx(on_one[unscaled].losses, abs=1e-5)
