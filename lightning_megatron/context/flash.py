@@ -161,9 +161,10 @@ def _plan(step: AttentionStep, queries: Tensor, keys: Tensor) -> tuple[list[_Cal
         calls = [
             _make_call(one.blocks, bounds, queries, keys) for bounds, several in pending.items() for one in several
         ]
-        step.cache[name] = calls, replace(step, blocks=tuple(masked))
-    plan: tuple[list[_Call], AttentionStep] = step.cache[name]
-    return plan
+        step.cache[name] = calls, tuple(masked)
+    calls, rest = step.cache[name]
+    # Steps share the cache: in it, a step would hold itself, and its masks until cycles are looked for.
+    return calls, replace(step, blocks=rest)
 
 
 def _bounded(block: AttentionBlock, step: AttentionStep) -> Iterator[tuple[AttentionBlock, Bounds | None]]:
