@@ -390,10 +390,6 @@ def _attention(first: int, causal: int, times: int = 1, flops: Any = _by_head) -
 
 
 _ATTENTION: dict[Any, Callable[[_Arguments, _Named], float]] = {
-    _ATEN._scaled_dot_product_flash_attention: _attention(0, 4),
-    _ATEN._scaled_dot_product_flash_attention_backward: _attention(1, 11, 2),
-    _ATEN._scaled_dot_product_efficient_attention: _attention(0, 6),
-    _ATEN._scaled_dot_product_efficient_attention_backward: _attention(1, 11, 2),
     _ATEN._scaled_dot_product_flash_attention_for_cpu: _attention(0, 4),
     _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _attention(1, 7, 2),
     _ATEN._efficient_attention_forward: _attention(0, 9, 1, _by_token),

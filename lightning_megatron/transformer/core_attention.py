@@ -9,10 +9,10 @@ B batch, A query heads here, G key-value groups here, S sequence, D head size.
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_megatron.context.context_layout import MaskSpec
-from lightning_megatron.transformer.fused_attention import fused_attention
 from lightning_megatron.transformer.sliding_window import Masks, sliding_window_attention
 
 
@@ -35,4 +35,7 @@ class TorchCoreAttention:
     def __call__(self, queries: Tensor, keys: Tensor, values: Tensor, masks: Masks) -> Tensor:
         if 0 < self.mask_spec.window < queries.shape[2]:
             return sliding_window_attention(queries, keys, values, self.mask_spec.window, masks, scale=self.scale)
-        return fused_attention(queries, keys, values, is_causal=self.mask_spec.is_causal, scale=self.scale)
+        is_grouped = keys.shape[1] != queries.shape[1]
+        return F.scaled_dot_product_attention(
+            queries, keys, values, is_causal=self.mask_spec.is_causal, scale=self.scale, enable_gqa=is_grouped
+        )

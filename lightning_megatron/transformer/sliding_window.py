@@ -10,8 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_megatron.transformer.fused_attention import fused_attention
-
 Masks = dict[tuple[object, ...], Tensor]
 
 
@@ -35,10 +33,10 @@ def sliding_window_attention(
     sequence = queries.shape[2]
     if sequence <= 2 * window:
         mask = _shared(masks, sequence, sequence, window, queries)
-        return fused_attention(queries, keys, values, mask=mask, scale=scale)
+        return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
     # Copies: views would keep all tokens alive besides the blocks.
     begin = [x[:, :, :window].clone() for x in (queries, keys, values)]
-    first = fused_attention(begin[0], begin[1], begin[2], is_causal=True, scale=scale)
+    first = F.scaled_dot_product_attention(begin[0], begin[1], begin[2], is_causal=True, scale=scale)
     padding = -sequence % window
     # Padding after the last token: no real query sees it.
     queries, keys, values = (F.pad(x, (0, 0, 0, padding)) for x in (queries, keys, values))
@@ -48,7 +46,7 @@ def sliding_window_attention(
     # Blocks are samples of a batch.
     folded = [x.transpose(1, 2).flatten(0, 1) for x in (blocks, *pairs)]
     mask = _shared(masks, window, 2 * window, window, queries)
-    rest = fused_attention(folded[0], folded[1], folded[2], mask=mask, scale=scale)
+    rest = F.scaled_dot_product_attention(folded[0], folded[1], folded[2], attn_mask=mask, scale=scale)
     rest = rest.unflatten(0, (queries.shape[0], -1)).transpose(1, 2).flatten(2, 3)
     return torch.cat([first, rest[:, :, : sequence - window]], dim=2)
 
