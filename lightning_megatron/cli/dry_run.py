@@ -14,7 +14,7 @@ from lightning_megatron.any_module.cut_error import CutError
 from lightning_megatron.cli.commands import add_command
 from lightning_megatron.cli.plan_dynamic import with_balanced_batch
 from lightning_megatron.cli.plan_file import planned_file, trains_unchanged
-from lightning_megatron.cli.plan_layout import OF_RECIPE, explained, notes_on_layout
+from lightning_megatron.cli.plan_layout import ALIKE, OF_RECIPE, explained, notes_on_layout
 from lightning_megatron.cli.plan_request import PlanRequest, R
 from lightning_megatron.cli.plan_run import (
     add_model_options,
@@ -92,9 +92,7 @@ def run_dry_run(options: argparse.Namespace) -> None:
         raise UsageError([f"--rank ({options.rank}) must be from 0 to world size - 1 ({world - 1})"])
     ranks = shown_ranks(run) if options.rank is None else (options.rank,)
     if options.explain and run.balanced is not None:
-        raise UsageError(
-            ["--explain takes microbatches that are alike, and those of dynamic_context differ; leave it out"]
-        )
+        raise UsageError([ALIKE])
     try:
         with _telling(trained):
             found = [dry_run(run, rank, full_model=trained) for rank in ranks]

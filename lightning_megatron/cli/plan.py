@@ -9,7 +9,7 @@ import math
 import os
 import re
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from lightning_megatron.cli.commands import add_command
 from lightning_megatron.cli.picture import add_out, out_faults, write_picture
 from lightning_megatron.cli.plan_dynamic import with_balanced_batch
 from lightning_megatron.cli.plan_file import planned_file, trains_unchanged
-from lightning_megatron.cli.plan_layout import OF_RECIPE, explained, notes_on_layout
+from lightning_megatron.cli.plan_layout import ALIKE, OF_RECIPE, explained, notes_on_layout
 from lightning_megatron.cli.plan_picture import can_be_drawn, plan_panels
 from lightning_megatron.cli.plan_request import PlanRequest
 from lightning_megatron.cli.plan_run import (
@@ -30,8 +30,10 @@ from lightning_megatron.cli.plan_run import (
 from lightning_megatron.cli.target import require_writable
 from lightning_megatron.cli.usage import UsageError
 from lightning_megatron.planner.comparison import comparison_text
+from lightning_megatron.planner.dry_report import held_lines
 from lightning_megatron.planner.estimate import Estimate, estimate
 from lightning_megatron.planner.hardware import GIGA, Gpu, gpu_of
+from lightning_megatron.planner.held_tensors import HeldTensors
 from lightning_megatron.planner.measured import Measure, UnmeasuredError
 from lightning_megatron.planner.model_size import ModelSize
 from lightning_megatron.planner.plan_cache import PlanCache
@@ -96,6 +98,12 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         metavar="CONFIG",
         help="print CONFIG beside this one, each on its own layout or on --layout",
     )
+    output.add_argument(
+        "--explain",
+        action="store_true",
+        help="print activations and others at the peak of the fullest rank of the layout, or of the best, by the "
+        "module and the line of code that made them; with --json weights, gradients and moments too",
+    )
     output.add_argument("--json", action="store_true", help="print everything as JSON")
     output.add_argument(
         "--cache", type=Path, metavar="FOLDER", help="of measurements (default: ~/.cache/lightning_megatron/plans)"
@@ -131,7 +139,7 @@ def run_plan(options: argparse.Namespace) -> None:
 def _unused(options: argparse.Namespace) -> list[str]:
     """Errors about options that another one leaves without effect."""
     if options.compare is not None:
-        given = {"--top": options.top, "--out": options.out}
+        given = {"--top": options.top, "--out": options.out, "--explain": options.explain or None}
         return [
             f"{name} ({value}) has no effect with --compare, which prints a table of two runs; leave one out"
             for name, value in given.items()
@@ -202,12 +210,12 @@ def _explain(
     found, notes = estimated(options, gpu, request, measure, size)
     if options.out is not None:
         _draw(found, request, options.out)
+    held = _held(found, request, options)
     if options.json:
-        print(json.dumps(_record(found, notes, options)))
+        print(json.dumps(_record(found, notes, options) | _held_record(held)))
     else:
-        print(
-            "\n".join([model_text(found.run, found.size), *notes, "", estimate_text(found, num_tokens=options.tokens)])
-        )
+        text = [estimate_text(found, num_tokens=options.tokens), *_held_text(found, held)]
+        print("\n".join([model_text(found.run, found.size), *notes, "", *text]))
 
 
 def _record(found: Estimate, notes: list[str], options: argparse.Namespace) -> dict[str, Any]:
@@ -278,6 +286,7 @@ def _search(
         notes.append(_SHARED_SEQUENCES)
     if options.out is not None:
         _draw(best, request, options.out)
+    held = _held(best, request, options)
     if options.json:
         record = model_record(run, best.size) | {
             "layouts": [
@@ -288,15 +297,12 @@ def _search(
             "fell_out": found.reasons(),
             "rejected": [rejected_record(one) for one in found.rejected],
             "notes": notes,
+            **_held_record(held),
         }
         print(json.dumps(record))
     else:
-        text = found_text(found, gpu.name)
-        print(
-            "\n".join(
-                [model_text(run, best.size), *notes, "", text, "", estimate_text(best, num_tokens=options.tokens)]
-            )
-        )
+        text = [found_text(found, gpu.name), "", estimate_text(best, num_tokens=options.tokens)]
+        print("\n".join([model_text(run, best.size), *notes, "", *text, *_held_text(best, held)]))
 
 
 def _notes(request: PlanRequest[Any], gpu: Gpu, layout: str | None) -> list[str]:
@@ -313,6 +319,23 @@ def _notes(request: PlanRequest[Any], gpu: Gpu, layout: str | None) -> list[str]
             "16-mixed"
         )
     return notes if layout == OF_RECIPE else notes + notes_on_layout(request, layout)
+
+
+def _held(found: Estimate, request: PlanRequest[Any], options: argparse.Namespace) -> list[HeldTensors] | None:
+    """What the fullest rank holds at its peak, where that is asked for."""
+    if not options.explain:
+        return None
+    if found.run.balanced is not None:
+        raise UsageError([ALIKE])
+    return request.held_of(found.run, found.fullest)
+
+
+def _held_text(found: Estimate, held: list[HeldTensors] | None) -> list[str]:
+    return [] if held is None else ["", f"on rank {found.fullest} of the pipeline:", *held_lines(held)]
+
+
+def _held_record(held: list[HeldTensors] | None) -> dict[str, Any]:
+    return {} if held is None else {"held_at_peak": [asdict(one) for one in held]}
 
 
 def _draw(found: Estimate, request: PlanRequest[Any], path: Path) -> None:

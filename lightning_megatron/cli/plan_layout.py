@@ -15,6 +15,9 @@ from lightning_megatron.transformer.recompute import RecomputeConfig
 OF_RECIPE = "recipe"
 """Word for the recipe's own layout, stages or schedule."""
 
+ALIKE = "--explain takes microbatches that are alike, and those of dynamic_context differ; leave it out"
+"""Error about lines of code that are asked for where microbatches differ."""
+
 _SIZES = ("tp", "pp", "vp", "cp", "ep", "etp")
 _WORDS = {
     "recompute": ("none", "selective", "full"),

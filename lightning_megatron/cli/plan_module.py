@@ -10,7 +10,15 @@ from lightning_megatron.cli.module_run import read_module_run
 from lightning_megatron.cli.plan_request import PlanRequest
 from lightning_megatron.cli.usage import UsageError
 from lightning_megatron.mesh import Sizes
-from lightning_megatron.planner.measured import Measure, Measured, UnmeasuredError, measured, measured_levels
+from lightning_megatron.planner.held_tensors import HeldTensors
+from lightning_megatron.planner.measured import (
+    Measure,
+    Measured,
+    UnmeasuredError,
+    measured,
+    measured_held,
+    measured_levels,
+)
 from lightning_megatron.planner.model_size import ModelSize
 from lightning_megatron.planner.plan_cache import PlanCache
 from lightning_megatron.planner.run import RunSettings
@@ -42,5 +50,9 @@ def read_unchanged(
         with quiet():
             return measured_levels(run, pp_rank, asked.module(run))
 
+    def held_of(run: RunSettings, pp_rank: int) -> list[HeldTensors]:
+        with quiet():
+            return measured_held(run, pp_rank, asked.module(run))
+
     size = asked.module(replace(asked.request.run, sizes=Sizes())).size()
-    return replace(asked.request, levels_of=levels_of), measure, size
+    return replace(asked.request, levels_of=levels_of, held_of=held_of), measure, size

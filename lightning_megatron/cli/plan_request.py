@@ -6,7 +6,8 @@ from typing import Generic, TypeVar
 
 from lightning_megatron.any_module.plan import ModelPlan
 from lightning_megatron.context.balance import DynamicContextConfig
-from lightning_megatron.planner.measured import measured_levels
+from lightning_megatron.planner.held_tensors import HeldTensors
+from lightning_megatron.planner.measured import measured_held, measured_levels
 from lightning_megatron.planner.run import RunSettings
 from lightning_megatron.planner.step_trace import Level
 from lightning_megatron.rules.cross_config import Facts
@@ -35,3 +36,5 @@ class PlanRequest(Generic[R]):
     """How a recipe cuts its batches; None for a bare model."""
     levels_of: Callable[[RunSettings, int], list[Level]] = measured_levels
     """Measures what a pipeline rank of the run on a layout holds in each piece of a step."""
+    held_of: Callable[[RunSettings, int], list[HeldTensors]] = measured_held
+    """Measures which lines of code made what a pipeline rank of the run on a layout holds at its peak."""

@@ -24,11 +24,11 @@ def dry_text(found: Sequence[DryRun], notes: Sequence[str] = (), held: Held | No
     for one in found:
         lines += ["", *_rank_lines(one)]
         if held is not None:
-            lines += _held_lines(held[one.rank])
+            lines += held_lines(held[one.rank])
     return "\n".join(lines)
 
 
-def _held_lines(held: Sequence[HeldTensors]) -> list[str]:
+def held_lines(held: Sequence[HeldTensors]) -> list[str]:
     """The tensors at the peak that no kind of memory names, with the lines that made them; JSON has all."""
     others = [one for one in held if one.kind == OTHERS]
     lines = [f"  {OTHERS} at the peak, by module and line"]

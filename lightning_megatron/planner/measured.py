@@ -8,6 +8,7 @@ from typing import Any
 from lightning_megatron.planner.balanced_runs import fullest_line
 from lightning_megatron.planner.dry_rank import Trained
 from lightning_megatron.planner.dry_run import DryRun, DryRuns, global_rank
+from lightning_megatron.planner.held_tensors import HeldTensors, held_tensors
 from lightning_megatron.planner.memory import WORKSPACE_BYTES, Memory, with_overhead
 from lightning_megatron.planner.memory_tracker import OTHERS
 from lightning_megatron.planner.run import Run, RunSettings
@@ -61,6 +62,12 @@ def measured(run: RunSettings, trained: Trained | None = None) -> Measured:
 def measured_levels(run: RunSettings, pp_rank: int, trained: Trained | None = None) -> list[Level]:
     """What the fullest rank of a pipeline rank holds in each piece of a step of all microbatches, in order."""
     return DryRuns(run, trained, walks_all=True).levels(global_rank(run, pp_rank, _fullest_line(run, pp_rank)))
+
+
+def measured_held(run: RunSettings, pp_rank: int, trained: Trained | None = None) -> list[HeldTensors]:
+    """What the fullest rank of a pipeline rank holds at its peak, by module and line of code, the most bytes first. The
+    run must have microbatches that are alike."""
+    return held_tensors(run, global_rank(run, pp_rank, _fullest_line(run, pp_rank)), trained)
 
 
 def _fullest_line(run: RunSettings, pp_rank: int) -> int:

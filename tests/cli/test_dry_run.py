@@ -62,6 +62,21 @@ def test_what_is_held_at_the_peak_is_told_by_module_and_line(capsys: pytest.Capt
     assert f"{largest['line']}\n" in text and ".py:" in largest["line"]
 
 
+def test_a_plan_tells_what_its_fullest_rank_holds(capsys: pytest.CaptureFixture[str]) -> None:
+    preset, _, world, *layout = SMALL
+    args = (preset, "--gpu", "h100", "--num-gpus", world, *layout, "--global-batch-size", "4", "--explain")
+    assert main(["plan", *args, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    ranks = record(capsys, *SMALL, "--global-batch-size", "4", "--explain")["ranks"]
+    one = max(ranks, key=lambda rank: rank["peak_bytes"])
+    assert found["held_at_peak"] == one["held_at_peak"]
+    assert main(["plan", *args]) == 0
+    text = capsys.readouterr().out
+    [fullest] = one["stages"]
+    largest = next(tensors for tensors in one["held_at_peak"] if tensors["kind"] == "activations and others")
+    assert f"on rank {fullest} of the pipeline:" in text and f"{largest['line']}\n" in text
+
+
 def test_a_plan_shows_what_all_ranks_execute(capsys: pytest.CaptureFixture[str]) -> None:
     preset, _, world, *layout = SMALL
     found = record(capsys, *SMALL, "--global-batch-size", "4")

@@ -85,6 +85,7 @@ def test_a_comparison_takes_the_layouts_of_recipes_and_says_whose_mistake_it_is(
     assert "no_such" in shown(capsys, "no_such.yaml", "--compare", recipe, "--gpu", "h100")
     for option, value in (("--top", "3"), ("--out", "plan.svg")):
         assert f"{option} ({value}) has no effect with --compare" in shown(capsys, recipe, *args, option, value)
+    assert "--explain (True) has no effect with --compare" in shown(capsys, recipe, *args, "--explain")
 
 
 def test_a_comparison_takes_options_that_one_of_the_two_has(capsys: pytest.CaptureFixture[str]) -> None:
