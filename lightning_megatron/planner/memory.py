@@ -97,8 +97,9 @@ def rank_memory(run: Run, rank: int) -> Memory:
     passed = [backward_part(stage) for stage in stages]
     saved = list(zip(saved_by_chunk(run.schedule, rank), passed, strict=True))
     activations = sum(count * stage_bytes(run, passing) for count, passing in saved)
-    offloaded = sum(count * layers_bytes(run, passing) for count, passing in saved) * run.recompute.offload
+    offloaded = 0.0
     if run.recompute.offload:
+        offloaded = sum(count * layers_bytes(run, passing) for count, passing in saved)
         # Those of a layer are there in its forward, and again in its backward.
         activations += max(largest_layer_bytes(run, passing) for passing in passed) - offloaded
     activations += max(recompute_bytes(run, passing) for passing in passed)

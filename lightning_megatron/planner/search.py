@@ -15,7 +15,7 @@ import heapq
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count, product
+from itertools import chain, count, product
 
 from lightning_megatron.context.config import ContextConfig
 from lightning_megatron.mesh import Sizes, StageLayout
@@ -24,6 +24,7 @@ from lightning_megatron.planner.estimate import Estimate, estimate
 from lightning_megatron.planner.forecast import ClosedForm, FewSamples, Forecast
 from lightning_megatron.planner.hardware import GIGA, Gpu
 from lightning_megatron.planner.measured import Measure, UnmeasuredError, measured
+from lightning_megatron.planner.measured_ahead import MeasuredAhead
 from lightning_megatron.planner.memory import Memory
 from lightning_megatron.planner.model_size import ModelSize
 from lightning_megatron.planner.run import Run, RunSettings, context_fields, faults_of
@@ -157,7 +158,7 @@ class _Queue:
         self, gpu: Gpu, memory_bytes: float, free_recompute: bool, measure: Measure, size: ModelSize | None = None
     ) -> None:
         self._gpu, self._memory_bytes, self._free_recompute = gpu, memory_bytes, free_recompute
-        self._measure, self._size = measure, size
+        self._measure, self._size = MeasuredAhead(measure), size
         self._constants: Constants = gpu.constants
         self._forecast: Forecast = (
             ClosedForm(gpu, self._constants) if size is None else FewSamples(measure, gpu, self._constants)
@@ -191,12 +192,13 @@ class _Queue:
     def confirmed(self, alike: list[_Pending]) -> list[Confirmed]:
         """The first of the layouts that fits as measured, if any; what is measured before it is rejected, and so are
         layouts like one that did not fit."""
-        most = _SLACK_OF_CHUNKS * self._memory_bytes
         for index, one in enumerate(alike):
-            if (share := self._shares.get(_without_chunks(one.run), 0.0)) * one.closed_form > most:
+            if share := self._too_full(one):
                 rank, expected = self._fullest(one.run)
                 self._give_up(one.run, rank, expected.times(share))
                 continue
+            later = chain(alike[index + 1 :], sorted(self._pending))
+            self._measure.expect(other.run for other in later if not self._too_full(other))
             try:
                 found = estimate(one.run, self._gpu, self._constants, measure=self._measure, size=self._size)
             except UnmeasuredError as error:
@@ -209,6 +211,11 @@ class _Queue:
             self._shares[_without_chunks(one.run)] = found.peak_bytes / one.closed_form
             self._give_up(one.run, rank, found.memory[rank])
         return []
+
+    def _too_full(self, one: _Pending) -> float:
+        """Measured over expected memory of a layout that has other chunks, if this one does not fit by that, or 0."""
+        share = self._shares.get(_without_chunks(one.run), 0.0)
+        return share if share * one.closed_form > _SLACK_OF_CHUNKS * self._memory_bytes else 0.0
 
     def any_fits(self) -> bool:
         """Whether a layout fits as measured; those that need the least memory in closed form are measured first."""
