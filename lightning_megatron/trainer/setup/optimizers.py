@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from lightning_megatron.any_module.model_parts import ModuleParts
@@ -28,8 +28,11 @@ from lightning_megatron.sharding import ShardedParameter
 from lightning_megatron.trainer.precision import MegatronPrecision
 from lightning_megatron.trainer.setup import pipelined_models
 
-# Optimizers of which torch has fused kernels, on the host and on GPUs.
-_FUSED = (Adam, AdamW, SGD)
+# Optimizers of which torch has fused kernels on the host.
+_FUSED_ON_HOST = (Adam, AdamW, SGD)
+# Optimizers whose fused kernel of a GPU differs from torch's others in the last bits alone, for weights of such dtypes.
+_FUSED_ON_GPU = (Adam, AdamW)
+_ROUNDED_ALIKE = (torch.float32, torch.float64)
 # Packages whose hooks do the same on all ranks.
 _OWN = {__name__.partition(".")[0]}
 _LIBRARIES = _OWN | {"lightning", "pytorch_lightning"}
@@ -94,19 +97,38 @@ def make_data_parallel_comm(
 
 
 def choose_kernels(optimizers: Iterable[Optimizer], device: torch.device, *, steps_on_host: bool = False) -> None:
-    """Lets optimizers step all parameters of a group at once on a GPU, and read each once on the host, where their user
-    has not said otherwise.
+    """Lets optimizers step all parameters of a group at once on a GPU, and read each once wherever a fused kernel may,
+    where their user has not said otherwise.
 
     Torch does the first by itself for parameters of its own type alone, and not for those that know their shard.
     """
+    # By groups, because Lightning clips no gradients of an optimizer that was made with `fused`.
     for optimizer, group in ((one, group) for one in optimizers for group in one.param_groups):
         is_open = "foreach" in group and group["foreach"] is None and not group.get("fused")
+        is_open = is_open and not group.get("differentiable")
         knows_shards = any(isinstance(parameter, ShardedParameter) for parameter in group["params"])
-        if is_open and steps_on_host and type(optimizer) in _FUSED and group["fused"] is None:
-            # Torch's loop reads each number a dozen times.
-            group["fused"] = not group.get("differentiable")
+        has_fused = _has_fused(optimizer, group, device, steps_on_host=steps_on_host)
+        if is_open and has_fused and group["fused"] is None:
+            group["fused"] = True
         elif is_open and knows_shards and device.type == "cuda":
             group["foreach"] = True
+
+
+def _has_fused(optimizer: Optimizer, group: dict[str, Any], device: torch.device, *, steps_on_host: bool) -> bool:
+    """Whether torch has a kernel that steps a group of this optimizer as its others do, to the last bits."""
+    if steps_on_host:
+        # Torch's loop reads each number a dozen times.
+        return type(optimizer) in _FUSED_ON_HOST
+    # The kernel takes weights only that lie as their gradients do, in buckets.
+    return (
+        device.type == "cuda"
+        and type(optimizer) in _FUSED_ON_GPU
+        and all(one.dtype in _ROUNDED_ALIKE and _is_laid_out_plainly(one) for one in group["params"])
+    )
+
+
+def _is_laid_out_plainly(x: Tensor) -> bool:
+    return x.stride() == torch.empty(x.shape, device="meta").stride()
 
 
 def gradient_hooks(module: pl.LightningModule, optimizers: Iterable[Optimizer]) -> list[str]:
