@@ -15,7 +15,14 @@ from lightning_megatron.checkpoint.load import LoadReport, load
 from lightning_megatron.checkpoint.manifest import is_checkpoint, read_entries, read_meta
 from lightning_megatron.checkpoint.optimizer import merge_rest, pieces_of_optimizer, rebuild_optimizer
 from lightning_megatron.checkpoint.saver import Saver, save
-from lightning_megatron.checkpoint.state import Piece, Slot, is_module_name, is_optimizer_name, pieces_of_module
+from lightning_megatron.checkpoint.state import (
+    Piece,
+    Slot,
+    StatesPlace,
+    is_module_name,
+    is_optimizer_name,
+    pieces_of_module,
+)
 from lightning_megatron.checkpoint.tensor_entry import TensorEntry
 
 __all__ = [
@@ -25,6 +32,7 @@ __all__ = [
     "Piece",
     "Saver",
     "Slot",
+    "StatesPlace",
     "TensorEntry",
     "is_checkpoint",
     "is_module_name",

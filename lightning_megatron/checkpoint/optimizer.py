@@ -128,7 +128,8 @@ def rebuild_optimizer(
             )
         positions = []
         for stepped, slot in zip(group["params"], slots, strict=True):
-            if state := _blank_state(stepped, slot, shapes.get(slot.name, {})) | rest["state"].get(slot.name, {}):
+            state = _blank_state(stepped, slot, shapes.get(slot.name, {})) | rest["state"].get(slot.name, {})
+            if state and slot.states != "elsewhere":
                 template["state"][position] = state
             positions.append(position)
             position += 1
@@ -153,7 +154,7 @@ def _groups(optimizer: Optimizer, names: Mapping[Tensor, str | Slot]) -> Iterato
 
 
 def _state_pieces(optimizer: Optimizer, stepped: Tensor, slot: Slot, key: str, value: Tensor) -> list[Piece]:
-    if value.shape == stepped.shape:
+    if value.shape == stepped.shape and slot.states == "as the part":
         return slot.pieces(value)
     if value.numel() == 1 or slot.is_unsharded:
         return [Piece.unsharded(value)]
@@ -177,7 +178,8 @@ def _saved_states(entries: Mapping[str, TensorEntry], index: int) -> dict[str, d
 
 def _blank_state(stepped: Tensor, slot: Slot, saved: Mapping[str, TensorEntry]) -> dict[str, Any]:
     """Zeros, padding included, for the saved state; torch moves and converts them as it would the state."""
-    global_shape = shard_of(slot.parameter).global_shape
+    # States of a whole weight have the shapes that they were saved with, whatever that of its part.
+    global_shape = None if slot.states == "whole" else shard_of(slot.parameter).global_shape
     return {
         key: torch.zeros(stepped.shape if entry.shape == global_shape else entry.shape, dtype=entry.dtype)
         for key, entry in saved.items()

@@ -9,10 +9,15 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import Tensor
 
 from lightning_megatron.sharding import Box, boxes_of_range, shard_of
+
+StatesPlace = Literal["as the part", "whole", "elsewhere"]
+"""What a rank has of an optimizer's states of a parameter: those of its part; or, where the optimizer steps the unsplit
+parameter at one rank, all of them there, and none on the other ranks."""
 
 # Key of the metadata with the titles of further sets of tensors under the module's names: `{title}.{name}`.
 OTHER_STATES = "other_states"
@@ -76,6 +81,8 @@ class Slot:
     """First element of the part."""
     end: int
     """Element after the last of the part."""
+    states: StatesPlace = "as the part"
+    """States of the parameter that this rank has."""
 
     @staticmethod
     def full(name: str, parameter: Tensor) -> "Slot":
@@ -84,7 +91,9 @@ class Slot:
 
     @property
     def is_unsharded(self) -> bool:
-        """Whether it is the unsharded tensor: an axis of one rank cuts nothing."""
+        """Whether states are those of the unsharded tensor: an axis of one rank cuts nothing."""
+        if self.states == "whole":
+            return True
         is_all_here = (self.start, self.end) == (0, self.parameter.numel())
         return is_all_here and tuple(self.parameter.shape) == shard_of(self.parameter).global_shape
 

@@ -14,6 +14,7 @@ from lightning_megatron.optim.bucket import PartName
 from lightning_megatron.optim.gradients import Gradients
 from lightning_megatron.optim.hook_gradients import HookGradients
 from lightning_megatron.optim.master_weights import MasterWeights
+from lightning_megatron.optim.owned_weights import OwnedWeights
 from lightning_megatron.optim.part_gathers import Graph, ModelParts, PartGathers
 
 HookTime = Literal["early", "late", "training", "evaluation"]
@@ -39,8 +40,11 @@ class DataParallelComm:
         hook_gradients: HookGradients | None = None,
         parts: ModelParts | None = None,
         hooks_read: Collection[HookTime] = (),
+        owned: OwnedWeights | None = None,
     ) -> None:
         self.gradients = gradients
+        self.owned = OwnedWeights(()) if owned is None else owned
+        """Weights that an optimizer gets whole for its step, where ranks hold parts of them."""
         self.master_weights = master_weights
         self._hook_gradients = hook_gradients
         self._in_parts = in_parts or {}

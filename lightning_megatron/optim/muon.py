@@ -15,7 +15,6 @@ import math
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from fnmatch import fnmatch
 from typing import Any, Literal, get_args
 
@@ -24,9 +23,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
-from lightning_megatron.comm import collectives
 from lightning_megatron.mesh import Axis
-from lightning_megatron.sharding import Box, Shard, shard_of
+from lightning_megatron.optim.owners import PartExchange, spread, whole_shape
+from lightning_megatron.sharding import Shard, shard_of
 
 AdjustLr = Literal["original", "match_rms_adamw"]
 """Factor on the learning rate of a matrix [M, N], as in torch.optim.Muon: sqrt(max(1, M / N)), or 0.2 sqrt(max(M, N)),
@@ -265,69 +264,14 @@ def _orthogonalise_over(
     axis: Axis, updates: list[Tensor], shards: list[Shard], group: dict[str, Any], load: list[float]
 ) -> None:
     """Orthogonalises updates that an axis cuts: its ranks share the matrices out among themselves."""
-    shapes = [_whole_shape(shard) for shard in shards]
-    owners = spread([_flops(shape) for shape in shapes], axis.size, load)
+    owners = spread([_flops(whole_shape(shard)) for shard in shards], axis.size, load)
+    exchange = PartExchange(axis, shards, owners)
     parts = [shard.valid(update) for update, shard in zip(updates, shards, strict=True)]
-    order = sorted(range(len(parts)), key=lambda index: owners[index])
-    own = [index for index in order if owners[index] == axis.rank]
-    given = [sum(parts[i].numel() for i in order if owners[i] == rank) for rank in range(axis.size)]
-    boxes = {(index, rank): _boxes(shards[index], rank) for rank in range(axis.size) for index in own}
-    sizes = {key: sum(math.prod(box.sizes) for box in found) for key, found in boxes.items()}
-    taken = [sum(sizes[index, rank] for index in own) for rank in range(axis.size)]
-    sent = torch.cat([parts[index].reshape(-1) for index in order])
-    received = collectives.all_to_all_v(sent, axis, given, taken)
-    wholes = {index: received.new_empty(shapes[index]) for index in own}
-    for ((index, _), found), piece in zip(boxes.items(), received.split(list(sizes.values())), strict=True):
-        _put(piece, wholes[index], found, shards[index])
+    wholes, memory = exchange.gather(parts)
     for index, whole in wholes.items():
         wholes[index] = _orthogonal(whole, shards[index], group)
-    # It has the size of what goes back.
-    torch.cat(
-        [sent[:0], *(_taken(wholes[index], found, shards[index]) for (index, _), found in boxes.items())], out=received
-    )
-    wholes.clear()
-    returned = collectives.all_to_all_v(received, axis, taken, given)
-    for index, piece in zip(order, returned.split([parts[index].numel() for index in order]), strict=True):
-        parts[index].copy_(piece.view(parts[index].shape))
-
-
-def spread(costs: Sequence[float], num_ranks: int, load: list[float]) -> list[int]:
-    """The rank that owns each of several costs: the largest first, each to the rank with the least `load` so far.
-
-    Costs are added to `load`, which is empty or has an entry for each rank.
-    """
-    load += [0.0] * (num_ranks - len(load))
-    owners = [0] * len(costs)
-    for index in sorted(range(len(costs)), key=lambda index: (-costs[index], index)):
-        owners[index] = min(range(num_ranks), key=lambda rank: (load[rank], rank))
-        load[owners[index]] += costs[index]
-    return owners
-
-
-def _whole_shape(shard: Shard) -> tuple[int, ...]:
-    """Shape of a weight that no axis but that of its experts cuts."""
-    first, *others = shard.global_shape
-    return (first // (1 if shard.leading is None else shard.leading.size), *others)
-
-
-def _boxes(shard: Shard, rank: int) -> list[Box]:
-    """The parts of a weight of this rank's experts that a rank of the cutting axis holds."""
-    assert shard.axis is not None
-    return replace(shard, axis=replace(shard.axis, rank=rank), leading=None, global_shape=_whole_shape(shard)).boxes
-
-
-def _put(piece: Tensor, whole: Tensor, boxes: list[Box], shard: Shard) -> None:
-    """Writes a rank's part of a weight, flattened, to where it is in the whole one."""
-    dim = shard.dim or 0
-    shape = list(boxes[0].sizes)
-    shape[dim] = sum(box.sizes[dim] for box in boxes)
-    for box, part in zip(boxes, piece.view(shape).split([box.sizes[dim] for box in boxes], dim), strict=True):
-        box.of(whole).copy_(part)
-
-
-def _taken(whole: Tensor, boxes: list[Box], shard: Shard) -> Tensor:
-    """A rank's part of a weight, flattened."""
-    return torch.cat([box.of(whole) for box in boxes], dim=shard.dim or 0).reshape(-1)
+    for part, returned in zip(parts, exchange.give_back(wholes, memory), strict=True):
+        part.copy_(returned.view(part.shape))
 
 
 # --- the matrices of a weight -------------------------------------------------------------------------------------

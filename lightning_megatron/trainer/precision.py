@@ -115,7 +115,7 @@ class MegatronPrecision(Precision):
         for optimizer in optimizers:
             self._handles.append(optimizer.register_step_pre_hook(self._prepare_step))
             self._handles.append(ended := optimizer.register_step_post_hook(self._end_step))
-            if dp_comm.shards_parameters:
+            if dp_comm.shards_parameters or dp_comm.owned.optimizers:
                 # Hooks of a user's read weights after it.
                 hooks = optimizer._optimizer_step_post_hooks
                 for number in [number for number in hooks if number != ended.id]:
@@ -201,9 +201,11 @@ class MegatronPrecision(Precision):
                 f"NaN or Inf in gradients at step {step}, which training_step took by torch's own "
                 f"{type(optimizer).__name__} and which cannot be skipped there; step what self.optimizers() returns"
             )
+        self.dp_comm.owned.begin_step(optimizer)
 
     def _end_step(self, optimizer: Optimizer, *_: Any) -> None:
         assert self.dp_comm is not None
+        self.dp_comm.owned.end_step(optimizer)
         self.has_stepped = True
         if self.step_hook is not None:
             self.step_hook.end(OPTIMIZER)

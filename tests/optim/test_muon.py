@@ -11,7 +11,8 @@ from torch.testing import assert_close
 from lightning_megatron.mesh import Mesh, Sizes
 from lightning_megatron.models import GPTConfig, GPTModel
 from lightning_megatron.optim import muon
-from lightning_megatron.optim.muon import Muon, muon_groups, spread
+from lightning_megatron.optim.muon import Muon, muon_groups
+from lightning_megatron.optim.owners import spread
 from lightning_megatron.sharding import Fused, Initial, shard_of, shard_parameter
 from tests.harness.threads import new_group, run_on_threads
 from tests.reference.muon import orthogonalised

@@ -15,7 +15,6 @@ from lightning_megatron.models import GPTConfig, GPTModel
 from lightning_megatron.optim.config import OptimizerConfig
 from lightning_megatron.optim.muon import Muon, muon_groups
 from lightning_megatron.testing import certify
-from lightning_megatron.trainer.config import ConfigurationError
 from tests.any_module.model_families import Causal, batches
 from tests.harness.ranks import run_on_ranks
 from tests.trainer.fits import Parts, parts_apart, weights
@@ -107,22 +106,6 @@ def test_a_run_goes_on_under_another_layout(to: Layout, tmp_path: Path) -> None:
 
 def resumed(layout: Layout, folder: Path) -> Parts:
     return trained(layout, folder, 6, folder / "3.ckpt")
-
-
-def refused(layout: Layout) -> str:
-    class Torch(Model):
-        def configure_optimizers(self) -> Any:
-            return torch.optim.Muon([one for one in self.parameters() if one.dim() == 2], lr=0.1)
-
-    with pytest.raises(ConfigurationError) as error:
-        make_trainer(layout, max_steps=1).fit(Torch())
-    return str(error.value)
-
-
-def test_torchs_own_is_refused_where_matrices_are_cut() -> None:
-    for message in run_on_ranks(2, refused, Layout(world=2, tp=2), init=False):
-        assert "Muon looks at whole matrices, and tensor parallelism cuts them" in message
-        assert "use lightning_megatron.optim.muon.Muon" in message
 
 
 def test_a_ready_module_takes_it_by_a_setting() -> None:

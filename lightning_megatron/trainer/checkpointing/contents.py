@@ -14,7 +14,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_megatron.checkpoint import LoadReport, Piece, Slot, merge_rest, pieces_of_optimizer
+from lightning_megatron.checkpoint import LoadReport, Piece, Slot, StatesPlace, merge_rest, pieces_of_optimizer
 from lightning_megatron.checkpoint.optimizer import Rest
 from lightning_megatron.checkpoint.state import OTHER_STATES
 from lightning_megatron.checkpoint.torch_index import OPTIMIZERS
@@ -27,14 +27,16 @@ from lightning_megatron.trainer.checkpointing.parameter_order import in_module_o
 WEIGHTS = "state_dict"
 OPTIMIZER_STATES = "optimizer_states"
 _CALLBACKS = "callbacks"
+# Where the states of a stepped weight are, by whether this rank owns it.
+_STATES: Mapping[bool | None, StatesPlace] = {None: "as the part", True: "whole", False: "elsewhere"}
 
 
 @dataclass(frozen=True)
 class MasterSlots:
-    """Master weights that optimizers step in place of parameters, as slices of those; none without master weights."""
+    """Weights that optimizers step in place of parameters, or whole where ranks hold parts, as slices of parameters."""
 
     slots: Mapping[Tensor, Slot] = field(default_factory=dict)
-    """Slice of a parameter that each master weight is."""
+    """Slice of a parameter that each stepped weight is, and where its states are."""
     lowered: frozenset[str] = frozenset()
     """Names of the parameters that are narrower than their master weights, wherever those are."""
     sharded: frozenset[str] = frozenset()
@@ -48,13 +50,20 @@ class MasterSlots:
     @staticmethod
     def of(dp_comm: DataParallelComm) -> "MasterSlots":
         """Master weights of a fit that runs or has ended."""
-        if dp_comm.master_weights is None:
-            return MasterSlots()
-        slots: dict[Tensor, Slot] = {
-            shard.tensor: Slot(shard.param.name, shard.param.parameter, shard.range.start, shard.range.end)
-            for shard in (*dp_comm.gradients.param_shards, *dp_comm.master_weights.frozen_shards)
-        }
         weights = dp_comm.master_weights
+        slots = {
+            shard.tensor: Slot(
+                shard.param.name,
+                shard.param.parameter,
+                shard.range.start,
+                shard.range.end,
+                _STATES[dp_comm.owned.owns(shard.tensor)],
+            )
+            for shard in (*dp_comm.gradients.param_shards, *(() if weights is None else weights.frozen_shards))
+        }
+        if weights is None:
+            # All others are stepped as they are.
+            return MasterSlots({one: slot for one, slot in slots.items() if slot.states != "as the part"})
         return MasterSlots(slots, frozenset(weights.lowered_names()), frozenset(weights.sharded_names()))
 
 

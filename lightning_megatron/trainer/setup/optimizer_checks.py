@@ -5,7 +5,6 @@ from collections.abc import Iterable
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_megatron.comm import collectives
@@ -67,19 +66,22 @@ def require_separable(
                 f"{name} has capturable=True, a step within a CUDA graph, and cpu_offload steps on the host; leave one "
                 "of them out"
             )
-        if scope == "parameter" and is_cut:
-            muon = "use lightning_megatron.optim.muon.Muon, which puts them together, or " * (name == "Muon")
-            faults.append(f"{name} looks at whole matrices, and {cutting} parallelism cuts them; {muon}{_SEPARABLE}")
-        elif scope == "parameter" and any(map(_is_padded, parameters, shards)):
+        parts = [one for one, shard in zip(parameters, shards, strict=True) if tuple(one.shape) != shard.global_shape]
+        if scope == "parameter" and parts and config.cpu_offload:
             faults.append(
-                f"{name} looks at whole matrices, and the rows that vocab_multiple adds would count in them; set "
-                f"vocab_multiple=1, or {_SEPARABLE}"
+                f"{name} reads whole weights, of which ranks send parts to each other, and cpu_offload holds those on "
+                "the host; leave cpu_offload out, or use AdamW"
             )
-        elif scope == "unknown" and is_cut:
+        if scope == "parameter" and any(optimizer.state.get(one) for one in parts):
+            faults.append(
+                f"{name} reads whole weights, and has made states of the parts that a rank holds before its first "
+                "step; make them in step(), as torch's optimizers do"
+            )
+        if scope == "unknown" and is_cut:
             faults.append(
                 f"{name} is none of torch's own, and {cutting} parallelism cuts matrices, which is right only for "
-                'elementwise steps; if its steps are, say OptimizerConfig(update_scope="elementwise"), '
-                f"else {_SEPARABLE}"
+                'elementwise steps; if its steps are, say OptimizerConfig(update_scope="elementwise"), if they read '
+                'one weight each, whole, "parameter"'
             )
         elif scope == "unknown" and is_parted:
             unknown.append(name)
@@ -93,10 +95,6 @@ def require_separable(
             "steps only some of them; one that looks at several (a rate found from all of them, a norm over them) "
             'gives other numbers than on one device. OptimizerConfig(update_scope="parameter") says that it does not'
         )
-
-
-def _is_padded(parameter: Tensor, shard: Shard) -> bool:
-    return not shard.is_cut and tuple(parameter.shape) != shard.global_shape
 
 
 def _cutting(shards: Iterable[Shard]) -> str:

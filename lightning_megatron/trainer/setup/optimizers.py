@@ -22,8 +22,9 @@ from lightning_megatron.optim.data_parallel_comm import DataParallelComm, HookTi
 from lightning_megatron.optim.gradients import Gradients
 from lightning_megatron.optim.hook_gradients import HookGradients
 from lightning_megatron.optim.master_weights import MasterWeights
+from lightning_megatron.optim.owned_weights import OwnedWeights
 from lightning_megatron.optim.part_gathers import ModelParts, first_parts
-from lightning_megatron.optim.update_scope import is_elementwise
+from lightning_megatron.optim.update_scope import is_elementwise, update_scope_of
 from lightning_megatron.sharding import ShardedParameter
 from lightning_megatron.trainer.precision import MegatronPrecision
 from lightning_megatron.trainer.setup import pipelined_models
@@ -90,7 +91,9 @@ def make_data_parallel_comm(
     choose_kernels(stepping, device, steps_on_host=config.cpu_offload)
     names = _names_of_weights(module, [one for own in parts.parameters.values() for one in own])
     hooks_read = weight_readers(module, stepping, names) if sharded is not None and config.gather_for_hooks else ()
-    dp_comm = DataParallelComm(gradients, master_weights, parts.parameters, hook_gradients, sharded, hooks_read)
+    reading_whole = (one for one in stepping if update_scope_of(one, config.update_scope) == "parameter")
+    owned = OwnedWeights(reading_whole)
+    dp_comm = DataParallelComm(gradients, master_weights, parts.parameters, hook_gradients, sharded, hooks_read, owned)
     if config.overlap_param_gather or sharded is not None:
         dp_comm.remove_hooks = parts.hook(dp_comm)
     return dp_comm

@@ -10,11 +10,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_megatron import ConfigurationError
-from lightning_megatron.mesh import Mesh
-from lightning_megatron.models import GPTConfig, GPTModel
 from lightning_megatron.optim.config import DeclaredScope, OptimizerConfig
 from lightning_megatron.optim.update_scope import update_scope_of
-from lightning_megatron.trainer.setup.optimizer_checks import require_separable
 from tests.harness.ranks import run_on_ranks
 from tests.trainer.fits import Parts, parts_apart, weights
 from tests.trainer.layouts import PLAIN, Layout, make_trainer
@@ -102,7 +99,8 @@ def test_where_tensor_parallelism_cuts_matrices_an_unknown_optimizer_must_be_dec
     for found in run_on_ranks(2, runs, init=False):
         shown = found["unknown"][0]
         assert "BySign is none of torch's own" in shown and 'OptimizerConfig(update_scope="elementwise")' in shown
-        assert "ByMatrix looks at whole matrices, and tensor parallelism cuts them" in found["declared by matrix"][0]
+        ending, warned, after = found["declared by matrix"]
+        assert (ending, warned) == ("trained", []) and parts_apart(after, plain["ByMatrix"]) < 1e-10
         ending, warned, after = found["declared by number"]
         assert (ending, warned) == ("trained", []) and parts_apart(after, plain["BySign"]) < 1e-10
         # It bites: what is declared wrongly ends elsewhere.
@@ -159,17 +157,3 @@ class OwnAdamW(torch.optim.AdamW):
 )
 def test_a_declaration_counts_for_what_torch_does_not_ship(make: Any, declared: DeclaredScope, scope: str) -> None:
     assert update_scope_of(make([nn.Parameter(torch.zeros(2, 2))]), declared) == scope
-
-
-@pytest.mark.parametrize("kind", [torch.optim.Adafactor, BySign])
-def test_padding_does_not_count_in_steps_of_whole_matrices(kind: Any) -> None:
-    def require(optimizer: Any, multiple: int) -> None:
-        config = GPTConfig(num_layers=1, hidden_size=8, num_attention_heads=2, vocab_size=37, vocab_multiple=multiple)
-        model = GPTModel(config, mesh=Mesh.single(), seed=0)
-        settings = OptimizerConfig(update_scope="parameter")
-        require_separable([optimizer(model.parameters())], settings, Mesh.single(), has_master_weights=False)
-
-    require(kind, 1)
-    require(torch.optim.AdamW, 8)
-    with pytest.raises(ConfigurationError, match=r"rows that vocab_multiple adds would count .* set vocab_multiple=1"):
-        require(kind, 8)
