@@ -14,7 +14,6 @@ from pathlib import Path
 
 from lightning_megatron.cli.usage import UsageError
 from lightning_megatron.data import train_tokenizer
-from lightning_megatron.data.tokenizer import END_OF_TEXT
 from lightning_megatron.hf.save import save_pretrained
 from lightning_megatron.hf.unchanged import new_unchanged, read_config
 
@@ -61,10 +60,12 @@ def _write_model(folder: Path, width: int, seed: int, texts: list[str]) -> None:
     made = folder.with_name(f"{folder.name}.configuration")
     made.mkdir()
     try:
-        config = _SIZES | {"hidden_size": width, "intermediate_size": 3 * width}
+        tokenizer = train_tokenizer(texts, _VOCABULARY, made / "tokenizer.json", _TURNS)
+        # As models of chats have it: a text ends where a turn does, for tokenizer and model alike.
+        ids = {"bos_token_id": None, "eos_token_id": tokenizer.token_id(_TURNS[1])}
+        config = _SIZES | ids | {"hidden_size": width, "intermediate_size": 3 * width}
         (made / "config.json").write_text(json.dumps(config))
-        train_tokenizer(texts, _VOCABULARY, made / "tokenizer.json", _TURNS)
-        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT, "chat_template": _TEMPLATE}
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": _TURNS[1], "chat_template": _TEMPLATE}
         (made / "tokenizer_config.json").write_text(json.dumps(settings))
         save_pretrained(new_unchanged(read_config(made), seed=seed), folder, tokenizer_from=made)
     finally:

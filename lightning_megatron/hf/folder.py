@@ -5,6 +5,7 @@
 | `config.json` | the configuration |
 | `model.safetensors` | all weights, or |
 | `model.safetensors.index.json` | which file holds which |
+| `generation_config.json` | how transformers generates, where it is there |
 """
 
 from pathlib import Path
@@ -20,6 +21,7 @@ from lightning_megatron.sharding import Box
 from lightning_megatron.text_files import json_of, read_json_table
 
 CONFIG = "config.json"
+GENERATION = "generation_config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 

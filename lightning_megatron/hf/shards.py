@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.hf.blocks import Shape
-from lightning_megatron.hf.folder import CONFIG, DTYPES, INDEX, SINGLE
+from lightning_megatron.hf.folder import CONFIG, DTYPES, GENERATION, INDEX, SINGLE
 from lightning_megatron.text_files import read_json_table
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -38,7 +38,7 @@ _TOKENIZER_FILES = (
     "tokenizer.model",
 )
 # In addition to `chat_template.*`.
-_ALONG = (*_TOKENIZER_FILES, "generation_config.json")
+_ALONG = (*_TOKENIZER_FILES, GENERATION)
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 """Fields of a `config.json` that a tokenizer knows and a model does not."""

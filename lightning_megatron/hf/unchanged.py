@@ -28,7 +28,7 @@ from transformers import (
 from lightning_megatron.any_module.check_styles import without_fp8
 from lightning_megatron.any_module.deviation import relative_deviation
 from lightning_megatron.hf.converted_weights import ConvertedWeights, Sources, sources_of
-from lightning_megatron.hf.folder import DTYPES, WeightFiles, on_disk
+from lightning_megatron.hf.folder import DTYPES, GENERATION, WeightFiles, on_disk
 from lightning_megatron.hf.later_weights import fill_later
 from lightning_megatron.hf.new_weights import NewWeights
 from lightning_megatron.hf.save_unchanged import has_adapters
@@ -36,7 +36,6 @@ from lightning_megatron.hub import CONFIG_FILES, model_folder
 
 logger = logging.getLogger(__name__)
 
-_GENERATION = "generation_config.json"
 # Few, so that each weighs much. No usual number of ranks divides it: ranks of cp and sp each take all of them.
 _NUM_LOOKED_AT = 7
 # More than blocks of tokens that a layer compresses, and a prime, too.
@@ -243,7 +242,7 @@ def _loaded(path: str, dtype: torch.dtype | None, auto_class: Any) -> Any:
 
 def read_generation(model: Any, path: str) -> None:
     """Gives a model the settings of generation in a folder, where there are some."""
-    if (on_disk(path) / _GENERATION).is_file():
+    if (on_disk(path) / GENERATION).is_file():
         model.generation_config = GenerationConfig.from_pretrained(path)
 
 

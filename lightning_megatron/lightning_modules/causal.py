@@ -232,7 +232,9 @@ class CausalModule(L.LightningModule):
         self._texts.restart()
 
     def predict_step(self, batch: Batch, batch_idx: int) -> list[Tensor]:
-        return self._texts.of_batch(self.trainer, batch, self._generate)
+        # What the folder of new weights calls the end need not be a token of this data's tokenizer.
+        folder = None if self.from_scratch else self.path
+        return self._texts.of_batch(self.trainer, batch, self._generate, folder)
 
     def _generate(self, batch: Batch, generation: GenerationConfig, samples: Tensor) -> list[Tensor]:
         def next_logits(text_BL: Tensor, lengths_B: Tensor) -> Tensor:

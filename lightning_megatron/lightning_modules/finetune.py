@@ -62,6 +62,10 @@ class FinetuneModule(GPTModule):
                 "leave one of the two out"
             )
 
+    @property
+    def _folder(self) -> str:
+        return self.path
+
     def setup(self, stage: str) -> None:
         strategy = self.trainer.strategy
         fp8 = strategy.fp8 if isinstance(strategy, MegatronStrategy) else None

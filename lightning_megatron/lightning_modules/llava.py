@@ -66,6 +66,10 @@ class LlavaModule(GPTModule):
         if faults:
             raise ConfigurationError(faults)
 
+    @property
+    def _folder(self) -> str | None:
+        return self.path
+
     def _build(self) -> LlavaModel:
         assert isinstance(self.config, LlavaConfig)
         try:

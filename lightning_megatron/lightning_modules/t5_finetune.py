@@ -34,6 +34,10 @@ class T5FinetuneModule(T5Module):
         self.save_hyperparameters()
         self.path = path
 
+    @property
+    def _folder(self) -> str:
+        return self.path
+
     def setup(self, stage: str) -> None:
         require_fitting_tokenizer(self.trainer.datamodule, self.path, self.config.vocab_size)  # type: ignore[attr-defined]
 

@@ -30,7 +30,8 @@ class GenerationConfig:
     stop_tokens: tuple[int, ...] = ()
     """Token ids that end a row; the first of them that is generated is its last token."""
     stops_at_end_of_text: bool = True
-    """Whether `predict` also stops at the end-of-text token of the data's tokenizer."""
+    """Whether `predict` also stops at the end of text of the data's tokenizer, and where a Hugging Face folder that
+    training began from ends a text (its `eos_token_id`)."""
     seed: int = 0
     """Seed of sampling."""
 

@@ -1,6 +1,8 @@
 """Models of transformers as they are, fine-tuned on chats in full or by LoRA adapters, asked, and given back."""
 
 import functools
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,7 @@ from tests.lightning_modules import corpus
 from tests.lightning_modules.losses import Losses
 from tests.lightning_modules.pretrained import SIZES, write_chats, write_model
 from tests.lightning_modules.test_chat_data import data
-from tests.trainer.layouts import QUIET, Layout, make_trainer
+from tests.trainer.layouts import PLAIN, QUIET, Layout, make_trainer
 
 pytestmark = pytest.mark.filterwarnings(QUIET)
 transformers = pytest.importorskip("transformers")
@@ -163,6 +165,28 @@ def test_a_model_that_mixes_documents_of_a_row_is_refused(folder: Path) -> None:
         trainer = make_trainer(Layout(), max_steps=1, limit_val_batches=0)
         with pytest.raises(ConfigurationError, match=rf"{words[name]}.*for conversations data\.packing='none'"):
             trainer.fit(module, datamodule=data(folder, packing="documents"))
+
+
+@pytest.mark.parametrize("kind", ["tokenizer", "vaultgemma"])
+def test_an_answer_ends_where_the_model_s_folder_says(kind: str, folder: Path, tmp_path: Path) -> None:
+    if kind == "tokenizer":
+        write_model(tmp_path / kind)
+    else:
+        shutil.copytree(folder / kind, tmp_path / kind)
+    chats = data(folder, prompts=["Who is there?"])
+
+    def answered(ends: list[int], **options: Any) -> list[int]:
+        (tmp_path / kind / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+        generation = GenerationConfig(max_new_tokens=6, temperature=2.0, **options)
+        module = finetune_module(str(tmp_path / kind), generation=generation)
+        assert isinstance(module, CausalModule) == (kind == "vaultgemma")
+        [[text]] = make_trainer(PLAIN).predict(module, datamodule=chats)
+        return list(text.tolist())
+
+    whole = answered([])
+    assert len(set(whole[-4:])) == 4
+    assert answered([299, whole[-4]]) == whole[:-3]
+    assert answered([299, whole[-4]], stops_at_end_of_text=False) == whole
 
 
 def test_a_family_of_this_package_runs_its_layers(folder: Path) -> None:

@@ -8,6 +8,8 @@ import pytest
 
 from lightning_megatron.cli.main import main
 from lightning_megatron.cli.shipped_recipes import shipped_recipe
+from lightning_megatron.data import load_tokenizer
+from lightning_megatron.hf.stop_tokens import stop_tokens
 from tests.recipes.launched import launched
 
 STEPS = ("--trainer.max_steps=12", "--trainer.val_check_interval=12")
@@ -37,6 +39,9 @@ def test_the_files_are_what_recipes_read_and_are_not_overwritten(
 ) -> None:
     rows = [json.loads(line) for line in (folder / "pairs.jsonl").read_text().splitlines()]
     assert len(rows) == 100 and all(row["chosen"][1] != row["rejected"][1] for row in rows)
+    # An answer ends with its turn, and so does a text: for the tokenizer, the model and transformers alike.
+    tokenizer = load_tokenizer(folder / "tiny")
+    assert stop_tokens(folder / "tiny") == (tokenizer.end_of_text,) == (tokenizer.token_id("<|end|>"),)
     assert main(["recipes", "toys", str(folder)]) == 2
     error = capsys.readouterr().err
     assert "tiny" in error and "sums.txt would be overwritten" in error
