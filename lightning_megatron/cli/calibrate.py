@@ -72,10 +72,14 @@ def run_calibrate(options: argparse.Namespace) -> None:
         faults.append(f"CONFIG TIMELINE must come in pairs, and {options.runs[-1]} is alone; give its other half")
     if options.out.suffix not in (".yaml", ".yml"):
         faults.append(f"--out ({options.out}) must end in .yaml or .yml, by which --gpu knows a file; use another name")
-    if faults:
-        raise UsageError(faults)
+    faults += [
+        f"TIMELINE ({timeline}) does not exist; give a step_N.json that StepTimeline wrote"
+        for timeline in options.runs[1::2]
+        if not Path(timeline).exists()
+    ]
+    gpu = gpu_of_options(options, faults)
     require_writable(options.out.parent, f"--out ({options.out})")
-    gpu, cache = gpu_of_options(options), PlanCache(cache_folder(options), announce)
+    cache = PlanCache(cache_folder(options), announce)
     steps = [
         _measured(config, Path(timeline), options, gpu, cache)
         for config, timeline in zip(options.runs[::2], options.runs[1::2], strict=True)

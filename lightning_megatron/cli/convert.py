@@ -131,7 +131,12 @@ def _convert(options: argparse.Namespace) -> Converted:
     faults = []
     if not is_from_checkpoint:
         # An unreadable source is an error before options that do not apply to it.
-        read_config(on_disk(model_folder(options.source, CONFIG_FILES)))
+        folder = on_disk(model_folder(options.source, CONFIG_FILES))
+        if not folder.exists():
+            raise UsageError(
+                [f"SOURCE ({options.source}) does not exist; give a checkpoint, or a folder with a Hugging Face model"]
+            )
+        read_config(folder)
         faults += _unused(options, _FROM_CHECKPOINTS, f"a checkpoint as SOURCE alone, and {options.source} is none")
     if is_to_checkpoint:
         faults += _unused(options, _TO_FOLDERS, f"a folder as TARGET alone, and {options.target} is to be a checkpoint")

@@ -9,6 +9,7 @@ import math
 import os
 import re
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -114,18 +115,13 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
 
 def run_plan(options: argparse.Namespace) -> None:
     """Prints the plan. Raises UsageError with all errors of the options, and where nothing fits."""
-    gpu = gpu_of_options(options)
     counts = ("num_gpus", "global_batch_size", "sequence_length", "decoder_sequence_length", "top")
-    if bad := count_faults(options, counts) + [
+    faults = count_faults(options, counts) + [
         f"--{name} ({value}) must be a number above 0"
         for name, value in (("tokens", options.tokens), ("memory-gb", options.memory_gb))
         if value is not None and not (math.isfinite(value) and value > 0)
-    ]:
-        raise UsageError(bad)
-    if bad := _unused(options):
-        raise UsageError(bad)
-    if faults := out_faults(options.out):
-        raise UsageError(faults)
+    ]
+    gpu = gpu_of_options(options, faults + _unused(options) + out_faults(options.out))
     cache = PlanCache(cache_folder(options), announce)
     try:
         if options.compare is not None:
@@ -364,9 +360,12 @@ def _nothing_fits(run: RunSettings, gpu: Gpu, found: Found, free_recompute: bool
     return f"no layout on {world} x {gpu.name} fits in {gpu.memory_gb:g} GB; {ways}"
 
 
-def gpu_of_options(options: argparse.Namespace) -> Gpu:
+def gpu_of_options(options: argparse.Namespace, faults: Sequence[str] = ()) -> Gpu:
+    """The GPU that the options name. Raises UsageError with what is wrong with it behind other `faults` of theirs."""
     try:
         gpu = gpu_of(options.gpu)
-        return gpu if options.memory_gb is None else replace(gpu, memory_gb=options.memory_gb)
     except ValueError as error:
-        raise UsageError(str(error).splitlines()) from error
+        raise UsageError([*faults, *str(error).splitlines()]) from error
+    if faults:
+        raise UsageError(faults)
+    return gpu if options.memory_gb is None else replace(gpu, memory_gb=options.memory_gb)

@@ -119,7 +119,10 @@ def read_run(options: argparse.Namespace) -> PlanRequest[Run]:
         elif (fetched := Path(model_folder(options.config, CONFIG_FILES))).is_dir():
             request = _of_hugging_face(fetched, options)
         else:
-            preset = preset_of(options.config)
+            try:
+                preset = preset_of(options.config)
+            except ValueError as error:
+                raise ValueError(f"{error}. It is no recipe either: lightning-megatron recipes lists them") from error
             request = _bare(preset.model, preset.lengths, preset.global_batch_size, options)
         if options.decoder_sequence_length is not None and not isinstance(request.run.model, T5Config):
             raise ValueError(

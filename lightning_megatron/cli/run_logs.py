@@ -28,14 +28,18 @@ def read_curves(runs: Sequence[Path], value: str) -> dict[str, Curve]:
     faults = []
     for run in runs:
         found = list(_logs_of(run))
-        if not found:
+        if not run.exists():
+            faults.append(f"{run} does not exist; name a run's folder, or the file of its log")
+        elif not found:
             faults.append(f"{run} has no {_CSV} and no {_EVENTS}; name a run's folder or its file")
         for name, file in found:
             values = _csv_values(file) if file.suffix == ".csv" else _event_values(file.parent)
             if value in values:
                 curves[str(name)] = values[value]
+            elif values:
+                faults.append(f"{name} has no {value!r}; it has {', '.join(values)}: take one by --value")
             else:
-                faults.append(f"{name} has no {value!r}; it has {', '.join(values) or 'nothing'}: take one by --value")
+                faults.append(f"{name} has no values; name a run's folder, or the file of its log")
     if faults:
         raise UsageError(faults)
     return curves

@@ -105,7 +105,8 @@ def test_mistakes_are_one_line_with_the_way_out(capsys: pytest.CaptureFixture[st
     Path("list.yaml").write_text("- a")
     Path("empty").mkdir()
     for options, words in (
-        (("nowhere", "x.ckpt"), "nowhere is no folder"),
+        (("nowhere.ckpt", "x"), "SOURCE (nowhere.ckpt) does not exist; give a checkpoint, or a folder"),
+        (("empty", "x.ckpt"), "empty has no config.json"),
         (("memory://theirs", "x.ckpt"), "memory://theirs is an address, and a folder with a Hugging Face model is"),
         (("model.ckpt", "memory://x", "--family", "llama"), "memory://x is an address, and a folder"),
         (("theirs", "nowhere://x.ckpt"), "nowhere://x.ckpt is an address of no file system"),

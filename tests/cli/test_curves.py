@@ -103,5 +103,9 @@ def test_every_run_without_the_value_is_told_at_once(tmp_path: Path, capsys: pyt
     assert curves(run, str(tmp_path / "empty"), "--value", "loss") == 2
     error = capsys.readouterr().err
     assert "a has no 'loss'; it has train_loss, val_loss" in error and "empty has no metrics.csv" in error
+    (tmp_path / "words.txt").write_text("")
+    assert curves(str(tmp_path / "gone"), str(tmp_path / "words.txt")) == 2
+    error = capsys.readouterr().err
+    assert "gone does not exist; name a run's folder" in error and "words.txt has no values" in error
     assert curves(str(tmp_path / "other.csv")) == 2
     assert "is no log of Lightning's CSVLogger" in capsys.readouterr().err

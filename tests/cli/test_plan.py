@@ -884,7 +884,10 @@ def test_a_gpu_of_one_s_own_is_accepted(tmp_path: Path, capsys: pytest.CaptureFi
         (("none.yaml", "--gpu", "h100"), ("none.yaml cannot be read",)),
         (("llama3_8b", "--gpu", "h100", "--num-gpus", "8", "--out", "plan.gif"), ("--out", ".svg, .png, .pdf")),
         (("llama3_8b", "--gpu", "h100", "--num-gpus", "0"), ("--num-gpus (0)",)),
-        (("llama3_8b", "--gpu", "h100", "--num-gpus", "8", "--memory-gb", "-1"), ("memory_gb (-1.0)",)),
+        (
+            ("llama3_8b", "--gpu", "h1000", "--num-gpus", "0", "--memory-gb", "-1", "--top", "0", "--out", "plan.gif"),
+            ("--num-gpus (0)", "--memory-gb (-1.0)", "--top (0)", "--out", "'h1000'"),
+        ),
         (
             ("llama3_8b", "--gpu", "h100", "--num-gpus", "8", "--decoder-sequence-length", "64"),
             ("--decoder-sequence-length (64)", "T5", "GPT"),
