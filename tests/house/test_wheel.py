@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -55,6 +56,26 @@ def test_the_wheel_has_every_recipe_and_nothing_else_of_the_repository(wheel: Pa
     assert {name.partition("/")[0].partition("-")[0] for name in names} == {"lightning_megatron"}
     # It works on a clone.
     assert "lightning_megatron/recipes/demo.sh" not in names
+
+
+@pytest.mark.slow
+def test_the_sources_have_what_every_target_of_the_makefile_reads(tmp_path: Path) -> None:
+    pytest.importorskip("hatchling", reason="the sources are packed by hatchling, of the extra dev")
+    done(ROOT, sys.executable, "-m", "hatchling", "build", "--target", "sdist", "--directory", str(tmp_path))
+    [path] = tmp_path.glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    folders = ("lightning_megatron", "recipes", "tests", "docs", "benchmarks")
+    kept = [
+        file
+        for folder in folders
+        for kind in ("py", "md", "yaml", "svg", "json")
+        for file in (ROOT / folder).rglob(f"*.{kind}")
+    ]
+    kept += [*ROOT.glob("*.md"), *(ROOT / name for name in ("Makefile", "constraints.txt", "CITATION.cff", "LICENSE"))]
+    lost = {file.relative_to(ROOT).as_posix() for file in kept} - names
+    assert len(kept) > 1000 and not lost, lost
+    assert not any(name.startswith((".ci", "build/", "dist/")) for name in names)
 
 
 @pytest.mark.slow
