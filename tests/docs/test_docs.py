@@ -6,10 +6,11 @@ import contextlib
 import inspect
 import io
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import pytest
@@ -34,7 +35,8 @@ from lightning_megatron.lightning_modules import (
     LlavaModule,
     T5DataConfig,
 )
-from lightning_megatron.models import BertConfig, GPTConfig
+from lightning_megatron.lightning_modules.finetune import finetune_module
+from lightning_megatron.models import BertConfig, GPTConfig, LlavaConfig
 from lightning_megatron.trainer.precision import SUPPORTED
 from lightning_megatron.transformer.lora import LoraConfig
 from tests.certificate.cases import HALF_LAYOUTS, HALF_ROUNDOFF, LAYOUTS, VARIANTS
@@ -280,7 +282,7 @@ def test_what_the_recipes_print_is_shown(tmp_path: Path, capsys: pytest.CaptureF
         assert [line for line in listed if line in shown] == [line for line in shown if line != "..."]
 
 
-def parameters_of(kind: type) -> set[str]:
+def parameters_of(kind: Callable[..., Any]) -> set[str]:
     return set(inspect.signature(kind).parameters)
 
 
@@ -305,12 +307,12 @@ def known_options() -> set[str]:
     options |= {"references.path"}
     options |= {
         f"model.{name}"
-        for kind in (LlavaModule, CausalModule, DpoModule, DistillModule)
+        for kind in (LlavaModule, CausalModule, DpoModule, DistillModule, finetune_module)
         for name in parameters_of(kind)
     }
     configs = {"config": GPTConfig, "optimizer": AdamWConfig, "generation": GenerationConfig, "lora": LoraConfig}
     options |= {f"data.{name}" for name in parameters_of(BertDataConfig)}
-    options |= {f"model.config.{field.name}" for field in fields(BertConfig)}
+    options |= {f"model.config.{field.name}" for kind in (BertConfig, LlavaConfig) for field in fields(kind)}
     for name, kind in configs.items():
         options |= {f"model.{name}.{field.name}" for field in fields(kind)}
     for script in (*(ROOT / "tests").glob("*/__main__.py"), *(ROOT / "benchmarks").glob("*.py")):
@@ -355,6 +357,16 @@ def unknown_arguments(span: str) -> list[str]:
 def test_every_argument_that_is_named_with_its_class_exists(page: Path) -> None:
     faults = [fault for span in spans_of(page) for fault in unknown_arguments(span)]
     assert not faults, faults
+
+
+def test_what_the_migration_tables_lead_to_is_there() -> None:
+    known, page = known_options(), ROOT / "docs/migration.md"
+    spans = [span for span in spans_of(page) if re.match(r"(strategy|trainer|data|model)\.[a-z]", span)]
+    named = {re.split(r"[^\w.]", span)[0].rstrip(".") for span in spans if not span.endswith("()")}
+    named = {re.sub(r"^strategy\.", "trainer.strategy.init_args.", name) for name in named}
+    # An option, or what several of them begin with.
+    unknown = {name for name in named if not any(f"{option}.".startswith(f"{name}.") for option in known)}
+    assert len(named) > 40 and not unknown, unknown
 
 
 def test_an_argument_that_is_not_there_is_found() -> None:
