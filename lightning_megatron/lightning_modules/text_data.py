@@ -4,9 +4,10 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import field
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader
 
 from lightning_megatron.config_dataclass import config_dataclass
@@ -18,6 +19,9 @@ from lightning_megatron.lightning_modules.data_module import LoaderConfig, Paral
 from lightning_megatron.lightning_modules.loaders import prompt_loader
 from lightning_megatron.lightning_modules.text_sources import BlendSource
 from lightning_megatron.trainer.config import ConfigurationError
+
+# The entry of the state of data that tells tokenizers apart.
+_TOKENIZER = "tokenizer"
 
 
 @config_dataclass
@@ -177,6 +181,25 @@ class TextDataModule(ParallelDataModule):
         if path.is_file():
             return load_tokenizer(path)
         return train_tokenizer(texts, vocab_size, path, self.special_tokens)
+
+    # --- resuming ---------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        own = {} if self.tokenizer is None else {_TOKENIZER: self.tokenizer.fingerprint}
+        return super().state_dict() | own
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        others = {name: value for name, value in state_dict.items() if name != _TOKENIZER}
+        saved = state_dict.get(_TOKENIZER)
+        if saved is not None and self.tokenizer is not None and self.tokenizer.fingerprint != saved:
+            trained = "one trained on this text" if self.config.tokenizer is None else str(self.config.tokenizer)
+            rank_zero_warn(
+                f"the tokenizer ({trained}) is not that of the run which saved the checkpoint, and the model knows the "
+                "ids of that one: give data.path and the other options of the data as they were there, or the "
+                "tokenizer's file in its data.cache_directory as data.tokenizer"
+            )
+        if others:
+            super().load_state_dict(others)
 
     # --- prediction -------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 import functools
 import io
+import warnings
 from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from lightning_megatron.lightning_modules.print_text import PrintText
 from lightning_megatron.moe.capacity import ExpertCapacity
 from lightning_megatron.moe.config import MoEConfig, RouterConfig
 from tests.harness.ranks import run_on_ranks
-from tests.lightning_modules.corpus import config, data
+from tests.lightning_modules.corpus import config, data, write_texts
 from tests.trainer.layouts import PLAIN, QUIET, Layout, make_trainer
 
 pytestmark = pytest.mark.filterwarnings(QUIET)
@@ -115,3 +116,28 @@ def test_half_precision_writes_on_stages_what_it_writes_on_one_device(model: str
     for found, _ in run_on_ranks(2, predicted, layout, folder, model, precision, init=False):
         assert found == wanted
     assert len({tuple(row) for batch in wanted for row in batch}) == len(PROMPTS)
+
+
+def told_of_tokenizers(layout: Layout, folder: Path, other: Path, saved: Path) -> list[list[str]]:
+    """What predictions from a checkpoint warn of: with the text that it was trained on, and with another one."""
+    trainer = make_trainer(layout, max_steps=1, max_epochs=-1, limit_val_batches=0)
+    trainer.fit(GPTModule(config(num_layers=1)), datamodule=data(folder))
+    trainer.save_checkpoint(saved)
+    told = []
+    for path in (folder, other):
+        text = data(path, prompts=["a mat"])
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            make_trainer(layout).predict(GPTModule(config(num_layers=1)), datamodule=text, ckpt_path=str(saved))
+        told.append([str(warning.message) for warning in found if "tokenizer" in str(warning.message)])
+    return told
+
+
+@pytest.mark.parametrize("layout", [PLAIN, Layout(world=2, tp=2)])
+def test_a_tokenizer_other_than_the_checkpoint_s_is_told(layout: Layout, folder: Path, tmp_path: Path) -> None:
+    write_texts(tmp_path, ["a wholly different text of other words, which have other pairs of letters. " * 9] * 12)
+    options = (layout, folder, tmp_path, tmp_path / "one.ckpt")
+    own, others = run_on_ranks(layout.world, told_of_tokenizers, *options, init=False)[0]
+    assert own == []
+    [told] = others
+    assert "the tokenizer (one trained on this text) is not that of the run which saved the checkpoint" in told
