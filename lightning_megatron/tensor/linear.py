@@ -41,8 +41,14 @@ from lightning_megatron.precision.autocast import autocast_dtype
 from lightning_megatron.precision.cast import Operand
 from lightning_megatron.precision.gemm import Gemm
 from lightning_megatron.sharding import Fused, Initial, shard_parameter
+from lightning_megatron.tensor.compiled_gradients import add_compiled_product
 from lightning_megatron.tensor.gemm import TORCH_GEMM
-from lightning_megatron.tensor.weight_gradients import WeightGradientLayer, WeightGradientMode, WeightGradients
+from lightning_megatron.tensor.weight_gradients import (
+    StandIn,
+    WeightGradientLayer,
+    WeightGradientMode,
+    WeightGradients,
+)
 
 
 class TokenKeys(Protocol):
@@ -67,6 +73,7 @@ class ParallelLinear(WeightGradientLayer):
     product where `is_symmetric`.
     """
 
+    names_stood_in = ("weight",)
     weight: nn.Parameter
     bias: nn.Parameter | None
     lora: nn.Module | None
@@ -87,6 +94,7 @@ class ParallelLinear(WeightGradientLayer):
             x_TI,
             self.weight,
             self.bias,
+            stand_in=self.stand_ins.get("weight"),
             tp=self.tp,
             sp=self.sp,
             gradients=self.weight_gradients,
@@ -147,16 +155,16 @@ def column_parallel_linear(
     gemm: Gemm = TORCH_GEMM,
     num_chunks: int = 1,
     is_symmetric: bool = False,
+    stand_in: StandIn | None = None,
 ) -> Tensor:
     """Column-parallel product [T, *weight.shape[:-1]] of [T/sp, I] and a weight, which may be tied to another layer.
 
-    The gradient of the weight goes where `gradients` says. Only the T/sp tokens are saved for backward, which gathers
-    them once more.
+    The gradient of the weight goes where `gradients` says, or to its stand-in (`compiled_gradients`). Only the
+    T/sp tokens are saved for backward, which gathers them once more.
     """
     x_TI = as_gemm_input(x_TI)
-    y_TO: Tensor = _Column.apply(
-        x_TI, weight, bias, _Call(tp, sp, gradients, gemm, num_chunks, is_symmetric, torch.is_grad_enabled())
-    )
+    call = _Call(tp, sp, gradients, gemm, num_chunks, is_symmetric, torch.is_grad_enabled())
+    y_TO: Tensor = _Column.apply(x_TI, *_differentiated(weight, stand_in), bias, call)
     # Outside of the Function: autograd forbids in-place changes of a view that a Function made.
     return y_TO.view(y_TO.shape[0], *weight.shape[:-1])
 
@@ -172,13 +180,18 @@ def row_parallel_linear(
     gemm: Gemm = TORCH_GEMM,
     num_chunks: int = 1,
     is_symmetric: bool = False,
+    stand_in: StandIn | None = None,
 ) -> Tensor:
     """Row-parallel product [T/sp, O] of [T, I/tp] and a weight [O, I/tp]; the bias is added after the sum over `tp`."""
     x_TI = as_gemm_input(x_TI)
-    y_TO: Tensor = _Row.apply(
-        x_TI, weight_OI, bias_O, _Call(tp, sp, gradients, gemm, num_chunks, is_symmetric, torch.is_grad_enabled())
-    )
+    call = _Call(tp, sp, gradients, gemm, num_chunks, is_symmetric, torch.is_grad_enabled())
+    y_TO: Tensor = _Row.apply(x_TI, *_differentiated(weight_OI, stand_in), bias_O, call)
     return y_TO
+
+
+def _differentiated(weight: Tensor, stand_in: StandIn | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The weight, its anchor and its handle, of which the weight or the anchor is differentiated."""
+    return (weight, None, None) if stand_in is None else (weight.detach(), *stand_in)
 
 
 def as_gemm_input(x: Tensor) -> Tensor:
@@ -205,8 +218,16 @@ class _Call(NamedTuple):
 # as another tensor, and a gradient put on that one would be lost. `ctx.owner` is the weight itself.
 class _Column(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: _Call) -> Tensor:
-        ctx.call, ctx.owner, ctx.dtype = call, weight, x.dtype
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        anchor: Tensor | None,
+        handle: Tensor | None,
+        bias: Tensor | None,
+        call: _Call,
+    ) -> Tensor:
+        ctx.call, ctx.owner, ctx.handle, ctx.dtype = call, weight, handle, x.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         saved = call.gemm.cast_input(x, is_training=call.is_training)
         _save_for_backward(ctx, saved, weight)
@@ -224,17 +245,18 @@ class _Column(torch.autograd.Function):
         x, weight = _saved(ctx)
         call: _Call = ctx.call
         tp, sp, gradients, gemm, *_ = call
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        needs_x, _, _, _, needs_bias, _ = ctx.needs_input_grad
+        needs_weight = _needs_weight(ctx)
         grad_x = grad_weight = grad_bias = None
         grad = gemm.cast_gradient(grad_TO)
         owner: Tensor = ctx.owner
-        mode = gradients.mode(owner) if needs_weight else WeightGradientMode.DEFER
+        mode = _mode(ctx) if needs_weight else WeightGradientMode.DEFER
         if mode is not WeightGradientMode.DEFER:
             x_work = collectives.all_gather(x.values, sp, wait=False)
         if needs_x:
             grad_x_work = sum_to_shard(gemm.input_gradient(grad, weight, ctx.dtype), tp, sp)
         if mode is not WeightGradientMode.DEFER:
-            grad_weight = _weight_gradient(mode, gradients, gemm, owner, grad, x._replace(values=x_work.wait()))
+            grad_weight = _weight_gradient(ctx, mode, grad, x._replace(values=x_work.wait()))
         elif needs_weight:
             # A deferred weight gradient gathers x when it runs: until then it holds the shard alone.
             x = x.without_graph()
@@ -245,13 +267,21 @@ class _Column(torch.autograd.Function):
             grad_bias = grad_TO.sum(0, dtype=ctx.bias_dtype).view(weight.shape[:-1])
         if needs_x:
             grad_x = grad_x_work.wait()
-        return grad_x, grad_weight, grad_bias, None
+        return grad_x, *((grad_weight, None) if ctx.handle is None else (None, grad_weight)), None, grad_bias, None
 
 
 class _Row(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: _Call) -> Tensor:
-        ctx.call, ctx.owner, ctx.dtype = call, weight, x.dtype
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        anchor: Tensor | None,
+        handle: Tensor | None,
+        bias: Tensor | None,
+        call: _Call,
+    ) -> Tensor:
+        ctx.call, ctx.owner, ctx.handle, ctx.dtype = call, weight, handle, x.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         saved = call.gemm.cast_input(x, is_training=call.is_training)
         _save_for_backward(ctx, saved, weight)
@@ -271,7 +301,8 @@ class _Row(torch.autograd.Function):
         x, weight = _saved(ctx)
         call: _Call = ctx.call
         sp, gradients, gemm = call.sp, call.gradients, call.gemm
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        needs_x, _, _, _, needs_bias, _ = ctx.needs_input_grad
+        needs_weight = _needs_weight(ctx)
         grad_weight = None
         own = gemm.cast_gradient(grad)
         grad_work = collectives.all_gather(own.values, sp, wait=False)
@@ -281,18 +312,27 @@ class _Row(torch.autograd.Function):
         grad_x = gemm.input_gradient(full, weight, ctx.dtype) if needs_x else None
         if needs_weight:
             owner: Tensor = ctx.owner
-            mode = gradients.mode(owner)
+            mode = _mode(ctx)
             if mode is WeightGradientMode.DEFER:
                 x = x.without_graph()
                 gradients.defer(owner, lambda: gemm.add_weight_gradient(owner, full, x, gradients.grad_view(owner)))
             else:
-                grad_weight = _weight_gradient(mode, gradients, gemm, owner, full, x)
-        return grad_x, grad_weight, grad_bias, None
+                grad_weight = _weight_gradient(ctx, mode, full, x)
+        return grad_x, *((grad_weight, None) if ctx.handle is None else (None, grad_weight)), None, grad_bias, None
 
 
 def _save_for_backward(ctx: Any, x: Operand, weight: Tensor) -> None:
     """Saves the weight for backward, and the input if the weight needs a gradient."""
-    ctx.save_for_backward(*(x if ctx.needs_input_grad[1] else (None, None)), weight)
+    ctx.save_for_backward(*(x if _needs_weight(ctx) else (None, None)), weight)
+
+
+def _needs_weight(ctx: Any) -> bool:
+    """Whether the weight needs a gradient, or its anchor."""
+    return bool(ctx.needs_input_grad[1] or ctx.needs_input_grad[2])
+
+
+def _mode(ctx: Any) -> WeightGradientMode:
+    return WeightGradientMode.RETURN if ctx.handle is not None else ctx.call.gradients.mode(ctx.owner)
 
 
 def _saved(ctx: Any) -> tuple[Operand, Tensor]:
@@ -314,14 +354,16 @@ def _gathered(x: Operand, sp: Axis) -> Operand:
     return x._replace(values=collectives.all_gather(x.values, sp))
 
 
-def _weight_gradient(
-    mode: WeightGradientMode, gradients: WeightGradients, gemm: Gemm, weight: Tensor, grad_TO: Operand, x_TI: Operand
-) -> Tensor | None:
-    """Gradient of the weight for autograd, or None where it was added to `.grad` directly."""
+def _weight_gradient(ctx: Any, mode: WeightGradientMode, grad_TO: Operand, x_TI: Operand) -> Tensor | None:
+    """Gradient of the weight, or of its anchor, for autograd; None where it was added to `.grad` directly."""
+    call: _Call = ctx.call
+    weight: Tensor = ctx.owner
+    if ctx.handle is not None:
+        return add_compiled_product(grad_TO.values, x_TI.values, ctx.handle)
     if mode is WeightGradientMode.ADD:
-        gemm.add_weight_gradient(weight, grad_TO, x_TI, gradients.grad_view(weight))
+        call.gemm.add_weight_gradient(weight, grad_TO, x_TI, call.gradients.grad_view(weight))
         return None
-    return gemm.weight_gradient(grad_TO, x_TI, weight)
+    return call.gemm.weight_gradient(grad_TO, x_TI, weight)
 
 
 def sum_to_shard(part: Tensor, tp: Axis, sp: Axis) -> Pending:

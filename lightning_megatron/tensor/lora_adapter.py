@@ -41,6 +41,8 @@ class LoRAAdapter(WeightGradientLayer):
     In training each feature of the adapter's input is dropped with probability `dropout`.
     """
 
+    names_stood_in = ("a", "b")
+
     a: nn.Parameter
     b: nn.Parameter
 
@@ -88,9 +90,11 @@ class ColumnLoRAAdapter(LoRAAdapter):
         if self.is_dropping:
             assert tokens is not None, "a LoRA adapter has dropout, and got no token keys"
             x_TI = self._drop(x_TI, tokens.shard_keys, first_column=0)
-        gradients = self.weight_gradients
-        h_TR = column_parallel_linear(x_TI, self.a, None, tp=_ALONE, sp=_ALONE, gradients=gradients)
-        return column_parallel_linear(h_TR * self.scale, self.b, None, tp=self.tp, sp=self.sp, gradients=gradients)
+        gradients, in_a, in_b = self.weight_gradients, self.stand_ins.get("a"), self.stand_ins.get("b")
+        h_TR = column_parallel_linear(x_TI, self.a, None, tp=_ALONE, sp=_ALONE, gradients=gradients, stand_in=in_a)
+        return column_parallel_linear(
+            h_TR * self.scale, self.b, None, tp=self.tp, sp=self.sp, gradients=gradients, stand_in=in_b
+        )
 
 
 class RowLoRAAdapter(LoRAAdapter):
@@ -104,9 +108,11 @@ class RowLoRAAdapter(LoRAAdapter):
         if self.is_dropping:
             assert tokens is not None, "a LoRA adapter has dropout, and got no token keys"
             x_TI = self._drop(x_TI, tokens.stream_keys, first_column=self.tp.rank * x_TI.shape[1])
-        gradients = self.weight_gradients
-        h_TR = row_parallel_linear(x_TI, self.a, None, tp=self.tp, sp=self.sp, gradients=gradients)
-        return column_parallel_linear(h_TR * self.scale, self.b, None, tp=_ALONE, sp=_ALONE, gradients=gradients)
+        gradients, in_a, in_b = self.weight_gradients, self.stand_ins.get("a"), self.stand_ins.get("b")
+        h_TR = row_parallel_linear(x_TI, self.a, None, tp=self.tp, sp=self.sp, gradients=gradients, stand_in=in_a)
+        return column_parallel_linear(
+            h_TR * self.scale, self.b, None, tp=_ALONE, sp=_ALONE, gradients=gradients, stand_in=in_b
+        )
 
 
 class SharedLoRAAdapter(LoRAAdapter):
@@ -121,9 +127,11 @@ class SharedLoRAAdapter(LoRAAdapter):
         if self.is_dropping:
             assert tokens is not None, "a LoRA adapter has dropout, and got no token keys"
             x_TI = self._drop(x_TI, tokens.shard_keys, first_column=0)
-        gradients = self.weight_gradients
-        h_TR = column_parallel_linear(x_TI, self.a, None, tp=_ALONE, sp=_ALONE, gradients=gradients)
-        return column_parallel_linear(h_TR * self.scale, self.b, None, tp=_ALONE, sp=_ALONE, gradients=gradients)
+        gradients, in_a, in_b = self.weight_gradients, self.stand_ins.get("a"), self.stand_ins.get("b")
+        h_TR = column_parallel_linear(x_TI, self.a, None, tp=_ALONE, sp=_ALONE, gradients=gradients, stand_in=in_a)
+        return column_parallel_linear(
+            h_TR * self.scale, self.b, None, tp=_ALONE, sp=_ALONE, gradients=gradients, stand_in=in_b
+        )
 
 
 def lora_adapter_for(linear: ParallelLinear, *, rank: int, scale: float, dropout: float, name: str) -> LoRAAdapter:

@@ -18,6 +18,9 @@ from torch import Tensor, nn
 Task = tuple[Tensor, Callable[[], None]]
 """A weight, and a function that adds its gradient of one microbatch to its `.grad`."""
 
+StandIn = tuple[Tensor, Tensor]
+"""An anchor [] that compiled code differentiates in place of a weight, and the handle of that weight."""
+
 
 def _nowhere(weight: Tensor) -> None:
     return None
@@ -63,7 +66,7 @@ class WeightGradients:
 
     def mode(self, weight: Tensor) -> WeightGradientMode:
         """Mode for a weight that needs a gradient. One with hooks, or that is itself computed, is left to autograd, as
-        are those of compiled code: a backward is compiled before it is known when it runs."""
+        are those of compiled code without a stand-in: a backward is compiled before it is known when it runs."""
         if torch.compiler.is_compiling():
             return WeightGradientMode.RETURN
         if not self._is_open or not weight.is_leaf or has_gradient_hooks(weight):
@@ -96,9 +99,14 @@ def has_gradient_hooks(weight: Tensor) -> bool:
 class WeightGradientLayer(nn.Module):
     """A layer whose weight gradient goes where its `weight_gradients` says; the default is never opened."""
 
+    names_stood_in: tuple[str, ...] = ()
+    """Names of the weights that may have stand-ins."""
+
     def __init__(self) -> None:
         super().__init__()
         self.weight_gradients = WeightGradients()
+        self.stand_ins: dict[str, StandIn] = {}
+        """Stand-ins of weights, by their names, in compiled calls (`tensor.compiled_gradients`)."""
 
 
 def share(module: nn.Module, weight_gradients: WeightGradients) -> None:

@@ -29,6 +29,7 @@ from benchmarks.device_work import DeviceWork, Work
 from lightning_megatron import KernelConfig
 from lightning_megatron.any_module.plan import ModelPlan
 from lightning_megatron.mesh import AttentionKernel
+from lightning_megatron.tensor.weight_gradients import WeightGradients, share
 from lightning_megatron.trainer.setup import compiled_layers
 from tests.fake_cuda.cases import CASES, Case, batch_of, build
 from tests.harness.fake_cuda import FakeCuda, again
@@ -152,13 +153,15 @@ def _work_between_graphs(case: Case, layers: int, attention: AttentionKernel, wo
     model, batch = build(case.config(layers), attention=attention), batch_of(case)
     config = KernelConfig(compile_layers=True, compile_backend=BACKEND)
     compiled_layers.compile_layers(config, nn.ModuleDict({"net": model}), ModelPlan(), {"net": model}, model.mesh)
+    # Gradients go to buckets in float32.
+    share(model, gradients := WeightGradients(lambda weight: torch.empty_like(weight, dtype=torch.float32)))
     with torch.autocast("cuda", torch.bfloat16):
         # What a model makes once it makes in its first call.
         model(**batch)
         work.append(counted := DeviceWork())
         with counted:
             loss = model(**batch)
-    with counted:
+    with gradients.opened(), counted:
         loss.backward()
     work.clear()
     return counted.work

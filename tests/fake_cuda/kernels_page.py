@@ -41,10 +41,10 @@ _COMPILED = """
 
 What is left of it with `KernelConfig(compile_layers=True)`: the kernels that Inductor plans for an H200, and what they
 read and write (`tests/fake_cuda/compiled.py`), without code and without a run. With them count those of operators that
-run uncompiled, such as a layer's experts, and what autograd does beside the graphs: it widens gradients of matrices to
-float32, 6 bytes an element. A mask of dropout is no kernel of its own any more, but drawn where it is used. By
-FlexAttention (`ContextConfig(kernel="flex")`) weights of attention are dropped within its kernel, and are nowhere laid
-out; what it reads and writes is attention's, and not in the table.
+run uncompiled, such as a layer's experts; products of weights' gradients are written to their buckets, as those of
+uncompiled layers. A mask of dropout is no kernel of its own any more, but drawn where it is used. By FlexAttention
+(`ContextConfig(kernel="flex")`) weights of attention are dropped within its kernel, and are nowhere laid out; what it
+reads and writes is attention's, and not in the table.
 """
 _COMPILED_HEAD = (
     "| model | kernels of a layer | the same compiled | GB of a layer | the same compiled |\n|---|--:|--:|--:|--:|"

@@ -14,6 +14,7 @@ from lightning_megatron.comm import collectives
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.pipeline.module import PipelineModule
 from lightning_megatron.precision.kernels import KernelConfig
+from lightning_megatron.tensor.compiled_gradients import stood_in
 from lightning_megatron.tensor.lora_adapter import LoRAAdapter
 from lightning_megatron.trainer.config import ConfigurationError
 from lightning_megatron.transformer.dropout import NamedDropout
@@ -82,8 +83,8 @@ def _prepared(layer: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
 
     Calls in which a layer is looked at run uncompiled, as such a look compares numbers on the host; so does the first
     call of a layer with colwise linears, which finds out whether their inputs change in place.
-    Inside no mode sees the functions of torch: a compiler would trace the mode's code too. In evaluation one looks at
-    losses (`any_module.loss_count.CountedMeans`).
+    Inside weights have stand-ins, and no mode sees the functions of torch: a compiler would trace the mode's
+    code too. In evaluation one looks at losses (`any_module.loss_count.CountedMeans`).
     """
     drops = any(
         (isinstance(one, NamedDropout) and one.probability > 0) or (isinstance(one, LoRAAdapter) and one.dropout > 0)
@@ -101,7 +102,7 @@ def _prepared(layer: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
             for tokens in (*args, *kwargs.values()):
                 if isinstance(tokens, Tokens):
                     tokens.draw()
-        with torch._C.DisableTorchFunction():
+        with stood_in(layer), torch._C.DisableTorchFunction():
             return call(*args, **kwargs)
 
     return prepared

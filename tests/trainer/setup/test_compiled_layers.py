@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import pytest
@@ -26,7 +27,15 @@ from lightning_megatron.mesh import Mesh, Sizes, ambient
 from lightning_megatron.models import BertConfig, BertModel, GPTConfig, GPTModel, T5Config, T5Model
 from lightning_megatron.pipeline.module import PipelineModule, StagePart
 from lightning_megatron.rules.cross_config import Facts, faults
-from lightning_megatron.tensor.weight_gradients import Task, WeightGradientMode, WeightGradients, share
+from lightning_megatron.tensor import compiled_gradients, gemm
+from lightning_megatron.tensor.weight_gradients import (
+    Task,
+    WeightGradientLayer,
+    WeightGradientMode,
+    WeightGradients,
+    add_gradient,
+    share,
+)
 from lightning_megatron.trainer.setup.compiled_layers import compile_layers, compiler_faults
 from lightning_megatron.transformer import recompute
 from lightning_megatron.transformer.lora import LoraConfig, add_lora
@@ -194,10 +203,45 @@ def test_gradients_are_equal_wherever_uncompiled_layers_would_put_them(mode: Wei
                 task()
             queue.clear()
             found[-1].append({name: weight.grad.clone() for name, weight in model.named_parameters()})
-    assert_equal(found[1][0], found[0][0])
-    # A product that is added to a gradient at once is rounded with it, and one that autograd adds before, in float64.
-    for name, value in found[0][1].items():
-        torch.testing.assert_close(found[1][1][name], value, rtol=1e-12, atol=1e-13)
+    for compiled, plain in zip(found[1], found[0], strict=True):
+        assert_equal(compiled, plain)
+
+
+def wide_product(dtype: torch.dtype, left_OT: Tensor, right_TI: Tensor) -> Tensor:
+    """The product as a GPU makes it of factors in 16 bits: summed in `dtype`, and not rounded before."""
+    with torch.autocast("cpu", enabled=False):
+        return left_OT.to(dtype).mm(right_TI.to(dtype))
+
+
+def add_wide_product(weight: Tensor, left_OT: Tensor, right_TI: Tensor, grad_view: Tensor | None) -> None:
+    add_gradient(weight, wide_product(torch.float32, left_OT, right_TI), grad_view)
+
+
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=4, alpha=8, dropout=0.1)], ids=["weights", "adapters"])
+def test_gradients_of_weights_in_16_bits_are_not_rounded_to_them(lora: LoraConfig | None) -> None:
+    found: list[Numbers] = []
+    for is_compiled in (False, True):
+        model = gpt(LLAMA, lora=lora)
+        for weight in model.parameters():
+            if weight.dim() > 1:
+                weight.data, weight.grad_dtype = weight.detach().to(torch.bfloat16), torch.float32
+        share(model, gradients := WeightGradients(lambda weight: torch.empty_like(weight, dtype=torch.float32)))
+        if is_compiled:
+            compile_in(model)
+        args, named = inputs_of(model)
+        products: dict[str, Any] = {"product_in": wide_product, "add_product": add_wide_product}
+        with mock.patch.multiple(gemm, **products), mock.patch.multiple(compiled_gradients, **products):
+            for _ in range(2):
+                with torch.autocast("cpu", torch.bfloat16):
+                    loss = model(*args, **named)
+                with gradients.opened():
+                    loss.backward()
+        found.append({name: weight.grad for name, weight in model.named_parameters() if name.startswith("layers.")})
+        assert all(not one.stand_ins for one in model.modules() if isinstance(one, WeightGradientLayer))
+    assert_equal(found[1], found[0])
+    # Those of `a` are zero, as `b` is at first.
+    matrices = [grad for grad in found[1].values() if grad is not None and grad.dim() > 1 and grad.any()]
+    assert len(matrices) >= 12 and all(not torch.equal(grad, grad.bfloat16().float()) for grad in matrices)
 
 
 def test_layers_of_a_model_of_transformers_as_it_is_are_compiled_alike() -> None:
