@@ -133,13 +133,16 @@ class _Beside(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, *parameters: Tensor) -> Tensor:
-        ctx.like, ctx.shapes = parameters[0], [parameter.shape for parameter in parameters]
+        first = parameters[0]
+        # In the dtype of gradients, or autograd would cast each.
+        ctx.dtype, ctx.device = first.grad_dtype or first.dtype, first.device
+        ctx.shapes = [parameter.shape for parameter in parameters]
         return loss.view_as(loss)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         sizes = [shape.numel() for shape in ctx.shapes]
-        zeros = torch.zeros(sum(sizes), dtype=ctx.like.dtype, device=ctx.like.device).split(sizes)
+        zeros = torch.zeros(sum(sizes), dtype=ctx.dtype, device=ctx.device).split(sizes)
         return grad, *(each.view(shape) for each, shape in zip(zeros, ctx.shapes, strict=True))
 
 

@@ -43,7 +43,7 @@ class PositionEmbedding(nn.Module):
     def forward(self, tokens: Tokens, more_SH: Tensor | None = None) -> Tensor:
         """Vectors of the own tokens, with what else is added to those of all positions."""
         weight_SH = self.weight if more_SH is None else self.weight + more_SH
-        return F.embedding(tokens.shard(tokens.flat_own(tokens.positions_1N)), weight_SH)
+        return F.embedding(tokens.shard(tokens.positions_T), weight_SH)
 
 
 class Embedding(nn.Module):

@@ -16,7 +16,12 @@ from lightning_megatron.comm import differentiable
 from lightning_megatron.mesh import Axis
 from lightning_megatron.sharding import Initial, shard_parameter
 from lightning_megatron.tensor.vocabulary import own_entries
-from lightning_megatron.tensor.weight_gradients import WeightGradientLayer, WeightGradientMode, WeightGradients
+from lightning_megatron.tensor.weight_gradients import (
+    WeightGradientLayer,
+    WeightGradientMode,
+    WeightGradients,
+    add_gradient,
+)
 
 
 class VocabParallelEmbedding(WeightGradientLayer):
@@ -64,10 +69,14 @@ class _LookUp(torch.autograd.Function):
         (index_T,) = ctx.saved_tensors
         weight_VH: Tensor = ctx.owner
         # A look-up touches few rows: it is not worth deferring.
-        if ctx.gradients.mode(weight_VH) is not WeightGradientMode.RETURN and grad_TH.device.type == "cpu":
+        is_added = ctx.gradients.mode(weight_VH) is not WeightGradientMode.RETURN
+        if is_added and grad_TH.device.type == "cpu":
             own_TH = grad_TH * (index_T >= 0).unsqueeze(1)
             ctx.gradients.add_rows(weight_VH, index_T.clamp_min(0), own_TH)
             return None, None, None, None
         # Index -1 is the padding index, whose gradient is left out.
         grad_VH = torch.ops.aten.embedding_dense_backward(grad_TH, index_T, weight_VH.shape[0], -1, False)
-        return grad_VH, None, None, None
+        if not is_added:
+            return grad_VH, None, None, None
+        add_gradient(weight_VH, grad_VH, ctx.gradients.grad_view(weight_VH))
+        return None, None, None, None

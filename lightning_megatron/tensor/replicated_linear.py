@@ -3,14 +3,18 @@
 Dims: T tokens, or samples, I features in, O features out.
 """
 
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_megatron.mesh import Axis
 from lightning_megatron.sharding import Initial, shard_parameter
+from lightning_megatron.tensor.linear import column_parallel_linear
+from lightning_megatron.tensor.weight_gradients import WeightGradientLayer
+
+# What it multiplies is cut over no axis.
+_ALONE = Axis.alone(0)
 
 
-class ReplicatedLinear(nn.Module):
+class ReplicatedLinear(WeightGradientLayer):
     """Replicated linear, [T, in_features] to [T, out_features]; weight [out, in].
 
     `partial` is the axis whose ranks see different tokens, so that gradients are partial sums over it; None where all
@@ -25,4 +29,5 @@ class ReplicatedLinear(nn.Module):
         self.bias = shard_parameter((out_features,), initial=Initial(), replicas=(tp,), partial=partial)
 
     def forward(self, x_TI: Tensor) -> Tensor:
-        return F.linear(x_TI, self.weight, self.bias)
+        gradients = self.weight_gradients
+        return column_parallel_linear(x_TI, self.weight, self.bias, tp=_ALONE, sp=_ALONE, gradients=gradients)

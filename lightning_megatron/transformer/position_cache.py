@@ -31,6 +31,8 @@ class Positions(NamedTuple):
     sin_1NR: Tensor
     tables: dict[torch.dtype, tuple[Tensor, Tensor]]
     """Both in other dtypes, as layers ask for them."""
+    flat: dict[int, Tensor]
+    """Positions of so many rows, one after the other, as parts of a model ask for them."""
 
 
 class PositionCache:
@@ -60,7 +62,7 @@ class PositionCache:
     def of(self, layout: ContextLayout, rank: int, device: torch.device) -> Positions:
         """Positions of a rank's tokens in any layout."""
         positions_1N = layout.positions(rank, device, padding=0).unsqueeze(0)
-        return Positions(layout, positions_1N, *self.angles(positions_1N), {})
+        return Positions(layout, positions_1N, *self.angles(positions_1N), {}, {})
 
     def angles(self, positions_BN: Tensor) -> tuple[Tensor, Tensor]:
         """Cosine and sine of each position's angles, as `rotary.angles` gives them: float64 [B, N, R] each.

@@ -66,6 +66,8 @@ class Tokens:
     rotary_sin_1NR: Tensor
     tables: dict[torch.dtype, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """Cosines and sines in other dtypes, as layers ask for them."""
+    positions: dict[int, Tensor] = field(default_factory=dict)
+    """Positions of the tokens of the stream, by the number of rows, as parts of a model ask for them."""
     past: CachedCall | None = None
     """Cache of keys and values that this call fills and reads; none: nothing is cached."""
     masks: dict[tuple[object, ...], Tensor] = field(init=False, default_factory=dict)
@@ -110,6 +112,15 @@ class Tokens:
     def keys_BX(self) -> Tensor:
         """Random key of each token of the stream of all ranks, int64."""
         return self.make_keys()
+
+    @property
+    def positions_T(self) -> Tensor:
+        """Position of each token of the stream in its segment: int64."""
+        if self.batch not in self.positions:
+            # What inference mode makes no later call could save for its backward.
+            with torch.inference_mode(False):
+                self.positions[self.batch] = self.flat_own(self.positions_1N)
+        return self.positions[self.batch]
 
     @property
     def _is_all_own(self) -> bool:
@@ -237,7 +248,7 @@ class Tokens:
             num_real=self._num_real_before((cut.rank + 1) * length) - self._num_real_before(cut.rank * length),
             segments_T=part(segments_T),
             lengths=self.layout.lengths * self.batch,
-            positions_T=part(self.flat_own(self.positions_1N)),
+            positions_T=part(self.positions_T),
             make_keys=lambda: part(self.stream_keys),
             weights_T=weights_T,
             axes=(cut, self.cp),
@@ -304,6 +315,7 @@ def stream_of(
         rotary_cos_1NR=own.cos_1NR,
         rotary_sin_1NR=own.sin_1NR,
         tables=own.tables,
+        positions=own.flat,
     )
 
 
