@@ -16,6 +16,9 @@ from lightning_megatron.sharding import Shard, shard_of
 from lightning_megatron.trainer.config import ConfigurationError
 from lightning_megatron.trainer.precision import needs_closure
 
+AVERAGING = (WeightAveraging, StochasticWeightAveraging)
+"""Callbacks of Lightning's that average weights."""
+
 _SEPARABLE = (
     "use an optimizer that treats each number by itself, as SGD or AdamW do, or ranks that hold whole models and the "
     "replicated optimizer in 32-true"
@@ -113,11 +116,11 @@ def require_fitting(callbacks: Iterable[pl.Callback], config: OptimizerConfig, h
                 f"{name} looks for the model's parameters in the optimizer, which has master weights; use precision "
                 '32-true or bf16-true with OptimizerConfig(kind="replicated"), without cpu_offload'
             )
-        is_averaging = isinstance(callback, (WeightAveraging, StochasticWeightAveraging))
-        if is_averaging and config.shards_parameters:
+        is_averaging = isinstance(callback, AVERAGING)
+        if is_averaging and config.shards_parameters and not config.gather_for_hooks:
             faults.append(
-                f"{name} holds and swaps all weights of a rank, and with optimizer kind {config.kind!r} a rank holds "
-                'parts of them; use kind "distributed_gradients"'
+                f"{name} reads all weights of a rank between steps, and gather_for_hooks (False) gathers none there; "
+                "leave gather_for_hooks out"
             )
         if isinstance(callback, ModelPruning) and config.shards_parameters:
             faults.append(

@@ -28,6 +28,7 @@ from lightning_megatron.optim.update_scope import is_elementwise, update_scope_o
 from lightning_megatron.sharding import ShardedParameter
 from lightning_megatron.trainer.precision import MegatronPrecision
 from lightning_megatron.trainer.setup import pipelined_models
+from lightning_megatron.trainer.setup.optimizer_checks import AVERAGING
 
 # Optimizers of which torch has fused kernels on the host.
 _FUSED_ON_HOST = (Adam, AdamW, SGD)
@@ -207,6 +208,9 @@ def weight_readers(module: pl.LightningModule, optimizers: Sequence[Optimizer], 
     modes = [f"on_{loop}_model_{mode}" for loop in ("validation", "test") for mode in ("eval", "train", "zero_grad")]
     found["late"] += _naming_weights(module, (*transfers, "lr_scheduler_step", *modes), names)
     found["evaluation"] = _naming_weights(module, ("validation_step", "test_step", "predict_step"), names)
+    callbacks = module.trainer.callbacks  # type: ignore[attr-defined]
+    # Lightning's, which read weights after a step and swap them around a validation.
+    found["late"] += [type(one).__name__ for one in callbacks if isinstance(one, AVERAGING)]
     for one in optimizers:
         kind = type(one).__name__
         found["early"] += [f"{kind}.step_pre_hook"] * bool(one._optimizer_step_pre_hooks)

@@ -12,12 +12,14 @@ from lightning.pytorch.callbacks import (
     EMAWeightAveraging,
     LearningRateMonitor,
     ModelCheckpoint,
+    StochasticWeightAveraging,
 )
 from lightning.pytorch.loggers import CSVLogger
 
+from lightning_megatron.optim.config import OptimizerConfig
 from tests.harness.ranks import run_on_ranks
 from tests.trainer import modules, small_experts
-from tests.trainer.fits import parts_apart, weights
+from tests.trainer.fits import Parts, parts_apart, weights
 from tests.trainer.layouts import PLAIN, Layout, make_trainer
 from tests.trainer.modules import Data
 
@@ -28,6 +30,7 @@ LAYOUTS = {
     "dp2": Layout(world=2),
     "tp2": Layout(world=2, tp=2),
 }
+ZERO_3 = Layout(world=2, optimizer=OptimizerConfig(kind="distributed_parameters"))
 
 
 class Watched(modules.Scheduled):
@@ -111,14 +114,39 @@ def averaged_run(layout: Layout, folder: Path, module_name: str) -> dict[str, An
 @pytest.mark.filterwarnings(
     "ignore:Be aware that when using `ckpt_path`, callbacks used:UserWarning",
 )
-@pytest.mark.parametrize(("name", "kind"), [("pp2", "Small"), ("pp2", "OwnPipeline"), ("tp2", "Parallel")])
-def test_averaged_weights_and_their_checkpoint_are_those_of_one_device(name: str, kind: str, tmp_path: Path) -> None:
-    layout = LAYOUTS[name]
+@pytest.mark.filterwarnings("ignore:.* may read weights. for these hooks all weights:UserWarning")
+@pytest.mark.parametrize(
+    ("layout", "kind"),
+    [
+        (LAYOUTS["pp2"], "Small"),
+        (LAYOUTS["pp2"], "OwnPipeline"),
+        (LAYOUTS["tp2"], "Parallel"),
+        (ZERO_3, "Small"),
+        (ZERO_3, "OwnPipeline"),
+    ],
+)
+def test_averaged_weights_and_their_checkpoint_are_those_of_one_device(
+    layout: Layout, kind: str, tmp_path: Path
+) -> None:
     [wanted] = run_on_ranks(1, averaged_run, PLAIN, tmp_path, kind, init=False)
     for found in run_on_ranks(layout.world, averaged_run, layout, tmp_path, kind, init=False):
         for key in ("averaged", "resumed"):
             assert parts_apart(found[key], wanted["averaged"]) < AVERAGE_TOLERANCE, key
     assert parts_apart(wanted["averaged"], wanted["live"]) > 1e-3
+
+
+def stochastic_run(layout: Layout) -> Parts:
+    module = modules.Small()
+    average = StochasticWeightAveraging(0.05, swa_epoch_start=1)
+    make_trainer(layout, max_epochs=4, callbacks=[average]).fit(module, Data())
+    return weights(module)
+
+
+@pytest.mark.filterwarnings("ignore:.* may read weights. for these hooks all weights:UserWarning")
+def test_stochastic_averages_of_shards_are_those_of_one_device() -> None:
+    [wanted] = run_on_ranks(1, stochastic_run, PLAIN, init=False)
+    for found in run_on_ranks(2, stochastic_run, ZERO_3, init=False):
+        assert parts_apart(found, wanted) < AVERAGE_TOLERANCE
 
 
 class Copies(L.Callback):
