@@ -44,9 +44,15 @@ _NUM_OF_DOCUMENTS = 293
 
 def read_config(path: str | os.PathLike[str]) -> Any:
     """The configuration of the model in a folder. Raises ValueError where there is none."""
+    folder = model_folder(path, CONFIG_FILES)
+    if not os.path.exists(folder):
+        # It is no name with an owner: else the hub would have been asked.
+        raise ValueError(
+            f"{os.fspath(path)!r} is no folder here; give that of a Hugging Face model, or a model's name on the hub, "
+            "as owner/model"
+        )
     try:
-        # What is neither a folder nor a name with an owner is no name of the hub either: nobody asks it.
-        return AutoConfig.from_pretrained(model_folder(path, CONFIG_FILES), local_files_only=True)
+        return AutoConfig.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError) as error:
         raise ValueError(
             f"{os.fspath(path)} has no configuration that this version of transformers reads: {_first_line(error)}"

@@ -331,10 +331,19 @@ def _has_others() -> bool:
 
 @contextmanager
 def as_configuration_error() -> Iterator[None]:
-    """Turns a ValueError of `lightning_megatron.data` into a ConfigurationError: it is about what the user gave."""
+    """Turns errors about what the user gave into a ConfigurationError: a ValueError of `lightning_megatron.data`, and a
+    file or folder that is not to be had."""
     try:
         yield
     except ConfigurationError:
         raise
     except ValueError as error:
         raise ConfigurationError(str(error)) from error
+    except OSError as error:
+        # One without a name is no mistake in an option.
+        if error.filename is None:
+            raise
+        raise ConfigurationError(
+            f"{error.filename} cannot be read or written: {error.strerror or error}; name another path, in data.path "
+            "for the text or in data.cache_directory for what is made of it"
+        ) from error

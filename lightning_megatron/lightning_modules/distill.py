@@ -55,7 +55,7 @@ class DistillModule(GuidedModule):
         faults = [] if 0 < temperature < float("inf") else [f"temperature ({temperature}) must be above 0, and finite"]
         if not 0 <= label_fraction <= 1:
             faults.append(f"label_fraction ({label_fraction}) must be from 0 to 1")
-        if faults:
+        if faults := faults + self._guide_faults(teacher):
             raise ValueError("\n".join(faults))
         self.teacher, self.temperature, self.label_fraction = teacher, temperature, label_fraction
         self.save_hyperparameters({"teacher": teacher, "temperature": temperature, "label_fraction": label_fraction})

@@ -33,16 +33,18 @@ class GuidedModule(CausalModule):
         """Folder of the frozen model; None where there is none."""
         raise NotImplementedError
 
-    def setup(self, stage: str) -> None:
-        super().setup(stage)
-        if self.guide_path is None:
-            return
-        config = unchanged.read_config(self.guide_path).get_text_config()
-        if config.vocab_size != self.vocab_size:
-            raise ConfigurationError(
-                f"the frozen model in {self.guide_path} has a vocabulary of {config.vocab_size}, and the model in "
-                f"{self.path} one of {self.vocab_size}; they must have the same tokenizer and vocabulary"
-            )
+    def _guide_faults(self, path: str) -> list[str]:
+        """The fault of a frozen model in a folder that is not there, or that has another vocabulary."""
+        try:
+            vocab_size = unchanged.read_config(path).get_text_config().vocab_size
+        except ValueError as error:
+            return [f"the frozen model: {error}"]
+        if vocab_size == self.vocab_size:
+            return []
+        return [
+            f"the frozen model in {path} has a vocabulary of {vocab_size}, and the model in {self.path} one of "
+            f"{self.vocab_size}; they must have the same tokenizer and vocabulary"
+        ]
 
     def configure_model(self) -> None:
         super().configure_model()

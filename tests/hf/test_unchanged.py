@@ -129,6 +129,8 @@ def test_what_is_changed_in_memory_leaves_the_file_alone(tmp_path: Path) -> None
 def test_what_is_no_causal_model_is_told(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="has no configuration that this version of transformers reads"):
         hf.load_unchanged(tmp_path)
+    with pytest.raises(ValueError, match=r"'nowhere' is no folder here; give .* on the hub, as owner/model"):
+        hf.load_unchanged("nowhere")
     config = config_of("llama")
     config.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"neither model\.safetensors nor"):

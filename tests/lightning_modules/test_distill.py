@@ -74,9 +74,11 @@ def test_a_student_beside_its_teacher_is_equal_on_every_layout(folder: Path) -> 
 
 def test_what_cannot_be_distilled_is_refused(folder: Path) -> None:
     trainer = make_trainer(PLAIN, max_steps=1)
-    with pytest.raises(ConfigurationError, match=r"a vocabulary of 320, and the model in .* one of 304"):
-        trainer.fit(module(folder, "larger"), datamodule=data(folder))
+    with pytest.raises(ValueError, match=r"a vocabulary of 320, and the model in .* one of 304"):
+        module(folder, "larger")
     with pytest.raises(ConfigurationError, match=r"packing .* is not for distillation"):
         trainer.fit(module(folder), datamodule=data(folder, packing="documents"))
-    with pytest.raises(ValueError, match=r"temperature \(0\) must be above 0.*\n.*label_fraction \(2\)"):
-        module(folder, temperature=0, label_fraction=2)
+    # Before a process is started, and all at once.
+    wanted = r"temperature \(0\) must be above 0.*\n.*label_fraction \(2\).*\nthe frozen model: .*gone' is no folder"
+    with pytest.raises(ValueError, match=wanted):
+        module(folder, "gone", temperature=0, label_fraction=2)

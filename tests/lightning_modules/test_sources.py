@@ -350,6 +350,12 @@ def test_a_folder_that_cannot_be_written_is_reported(tmp_path: Path, monkeypatch
         of_tokens(tmp_path).setup("fit")
 
 
+def test_a_cache_that_cannot_be_made_is_a_mistake_that_every_rank_tells(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigurationError, match=r"file/x.* cannot be read or written: Not a directory; name another"):
+        data(tmp_path, cache_directory=str(tmp_path / "file" / "x")).prepare_data()
+
+
 def _refuse_writing(real: Any) -> Any:
     def opened(path: Path, mode: str = "r", *args: Any, **options: Any) -> Any:
         if "w" in mode:

@@ -56,7 +56,7 @@ def test_four_ranks_learn_what_one_device_learns_and_transformers_loads_it(folde
     [
         (
             ("--model.path=no/such/folder",),
-            "no/such/folder has no configuration that this version of transformers reads",
+            "'no/such/folder' is no folder here; give that of a Hugging Face model, or a model's name on the hub",
         ),
         (("--trainer.strategy.init_args.context_parallel_size=3",), "world size"),
     ],
