@@ -7,12 +7,15 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_megatron.checkpoint import is_checkpoint
+from lightning_megatron.cli.lightning_lines import leave_out_what_is_no_news
 from lightning_megatron.cli.usage import UsageError
 from lightning_megatron.data import load_documents, load_tokenizer
 from lightning_megatron.data.tokenizer import Tokenizer
 from lightning_megatron.hf.weights import folder_of_run, in_checkpoint
+from lightning_megatron.hub import CONFIG_FILES, model_folder
 from lightning_megatron.lightning_modules import CausalModule, GPTModule
 from lightning_megatron.lightning_modules.evaluation_data import EvaluationDataModule, TextWindows
 from lightning_megatron.models.gpt import GPTConfig
@@ -37,6 +40,7 @@ def text_results(options: argparse.Namespace) -> dict[str, Any] | None:
 def _results(options: argparse.Namespace) -> dict[str, Any] | None:
     from lightning_megatron.cli.evaluate import figures
 
+    leave_out_what_is_no_news()
     # Ranks are to be seeded alike.
     L.seed_everything(0, workers=True, verbose=False)
     module, vocab_size, folder = _module_of(options.model)
@@ -57,6 +61,10 @@ def _results(options: argparse.Namespace) -> dict[str, Any] | None:
 def _module_of(model: str) -> tuple[L.LightningModule, int, Path | None]:
     """The module of a folder or a checkpoint, its vocabulary, and the folder that may have its tokenizer."""
     if not is_checkpoint(model):
+        if not Path(model_folder(model, CONFIG_FILES)).exists():
+            raise UsageError(
+                [f"MODEL ({model}) does not exist; give a checkpoint, or a folder with a Hugging Face model"]
+            )
         made = CausalModule(model)
         return made, made.vocab_size, Path(model)
     if folder := folder_of_run(model):
@@ -115,14 +123,20 @@ def _trainer(options: argparse.Namespace) -> L.Trainer:
         raise UsageError(
             [f"--layout ({options.layout}) has {world} ranks, which --num-nodes ({options.num_nodes}) must divide"]
         )
-    return L.Trainer(
-        accelerator=options.accelerator,
-        devices=world // options.num_nodes,
-        num_nodes=options.num_nodes,
-        precision=options.precision,
-        strategy="auto" if layout is None else layout.strategy(_TIMEOUT_SECONDS),
-        logger=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        enable_progress_bar=False,
-    )
+    try:
+        return L.Trainer(
+            accelerator=options.accelerator,
+            devices=world // options.num_nodes,
+            num_nodes=options.num_nodes,
+            precision=options.precision,
+            strategy="auto" if layout is None else layout.strategy(_TIMEOUT_SECONDS),
+            logger=False,
+            enable_checkpointing=False,
+            enable_model_summary=False,
+            enable_progress_bar=False,
+        )
+    except MisconfigurationException as error:
+        told = f"--accelerator ({options.accelerator}), --precision ({options.precision})"
+        raise UsageError(
+            [f"{told}: {' '.join(str(error).split())}; 'cpu' is everywhere, and 'auto' takes what is there"]
+        ) from error

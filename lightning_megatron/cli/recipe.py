@@ -7,7 +7,6 @@
 """
 
 import inspect
-import logging
 import os
 import sys
 import time
@@ -25,8 +24,9 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_megatron.checkpoint import is_checkpoint, read_meta
 from lightning_megatron.cli.bounded_yaml import BOUNDED_YAML, require_readable_configs
+from lightning_megatron.cli.lightning_lines import leave_out_what_is_no_news
 from lightning_megatron.cli.list_entries import change_entries, entry_options, telling_entries
-from lightning_megatron.cli.option_errors import STRATEGY, about_option, error_lines, settings_faults
+from lightning_megatron.cli.option_errors import STRATEGY, about_option, error_lines, settings_faults, settings_of
 from lightning_megatron.cli.recipe_optimizer import OPTIMIZER, SCHEDULER, add_optimizer_options, use_optimizer
 from lightning_megatron.cli.short_run import shorten_warmup
 from lightning_megatron.cli.usage import USAGE_ERROR, UsageError, mistake_of, shortened
@@ -40,17 +40,14 @@ from lightning_megatron.rules.limits import MOST_PROCESSES, limit_faults, model_
 from lightning_megatron.trainer import ConfigurationError, MegatronStrategy
 from lightning_megatron.trainer.checkpointing.hyper_parameters import warn_of_other_hyper_parameters
 from lightning_megatron.trainer.checkpointing.single_file import why_unread
-from lightning_megatron.trainer.setup.checks import architecture_of, is_named_checkpoint, trainer_faults
+from lightning_megatron.trainer.setup.checks import DescribesData, architecture_of, is_named_checkpoint, trainer_faults
 from lightning_megatron.trainer.setup.memory_checks import memory_faults
 
 _PARSER = {"exit_on_error": False, "allow_abbrev": False, "parser_mode": BOUNDED_YAML}
 # Seeds of torch, NumPy and Python alike.
 _MOST_SEED = 2**32 - 1
-# Lightning's logger, and the mark of what it recommends in each run.
-_TIPS_OF, _TIP = "lightning.pytorch.utilities.rank_zero", "Tip: For seamless cloud"
 # Options of modules that read their first weights from folders.
 _FOLDERS = ("path", "language", "vision")
-_OF_LIGHTNING = r"`isinstance\(treespec, LeafSpec\)` is deprecated"
 # Seconds that the rank which reports an error gets to end before the others do.
 _SECONDS_TO_REPORT = 10.0
 
@@ -147,6 +144,9 @@ class RecipeCLI(LightningCLI):
         super()._set_seed()
 
     def before_instantiate_classes(self) -> None:
+        if self.subcommand != "fit":
+            # A callback's, about the best checkpoints of a run, which other subcommands neither read nor save.
+            warnings.filterwarnings("ignore", "The dirpath has changed", UserWarning)
         if self.subcommand in ("validate", "test", "predict") and self._has_new_weights():
             rank_zero_warn(
                 f"{self.subcommand} without --ckpt_path runs a model with new weights, which has learnt nothing; give "
@@ -179,7 +179,8 @@ class RecipeCLI(LightningCLI):
         except ValueError as error:
             # Dataclasses check themselves, and so does the Trainer. The first error hides the others.
             settings, first = self._faults_of_settings(), error_lines(str(error))
-            raise ConfigurationError(settings + [fault for fault in first if fault not in settings]) from error
+            found = settings + [fault for fault in first if fault not in settings]
+            raise ConfigurationError(found + self._faults_of_data()) from error
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         devices = self._get(self.config, "trainer.devices")
@@ -190,6 +191,13 @@ class RecipeCLI(LightningCLI):
             raise ConfigurationError(faults)
         try:
             return super().instantiate_trainer(**kwargs)
+        except MisconfigurationException as error:
+            if "backend found" not in str(error):
+                raise
+            accelerator = self._get(self.config, "trainer.accelerator")
+            raise ConfigurationError(
+                f"trainer.accelerator ({accelerator!r}) is not on this machine; use 'cpu', or 'auto' for what is there"
+            ) from error
         except (TypeError, ImportError, OverflowError, OSError, RuntimeError) as error:
             # Lightning makes its own plugin of Transformer Engine before it calls the strategy.
             is_by_precision = self._get(self.config, "trainer.precision") == TransformerEnginePrecision.precision
@@ -209,6 +217,16 @@ class RecipeCLI(LightningCLI):
                 if settings is not None and _is_settings(parameter.annotation):
                     faults += settings_faults(parameter.annotation, settings)
         return faults
+
+    def _faults_of_data(self) -> list[str]:
+        """Errors of the data, which a module that cannot be made would hide until it is mended."""
+        settings = self._get(self.config, "data")
+        # What comes from the module is not there.
+        is_whole = not any(target.startswith("data.") for target in self._made_links.values())
+        if self._data_config is None or not is_whole or settings_faults(self._data_config, settings):
+            return []
+        data = self._datamodule_class(settings_of(self._data_config, settings))
+        return data.faults() if isinstance(data, DescribesData) else []
 
     def after_instantiate_classes(self) -> None:
         path = self._get(self.config, "ckpt_path")
@@ -263,17 +281,10 @@ def run_recipe(
     the module that is made; `callbacks` are always there and take options under their names. Exits with 2 on a mistake
     of the user's.
     """
-    logging.getLogger(_TIPS_OF).addFilter(_is_no_tip)
-    # Lightning says it to itself, once a process.
-    warnings.filterwarnings("ignore", _OF_LIGHTNING, FutureWarning)
+    leave_out_what_is_no_news()
     _exit_on_mistake(
         lambda: RecipeCLI(module, data, links=links, made_links=made_links, callbacks=callbacks, args=args)
     )
-
-
-def _is_no_tip(record: logging.LogRecord) -> bool:
-    """Whether a line of Lightning's is about the run, and not about another product."""
-    return _TIP not in record.getMessage()
 
 
 def _exit_on_mistake(run: Callable[[], Any]) -> None:

@@ -64,6 +64,7 @@ def run(*options: str, module: Any = GPTModule) -> None:
 
 
 STRATEGY = "--trainer.strategy.init_args"
+NO_GPU = (("--trainer.accelerator=gpu",), ("trainer.accelerator ('gpu') is not on this machine; use 'cpu', or 'auto'",))
 MISTAKES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "no such path": (("--data.path=nowhere",), ("'nowhere'", "does not exist")),
     "an empty corpus": (("--data.path=empty",), ("'empty'", "no file with something in it")),
@@ -144,6 +145,7 @@ MISTAKES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "a file that is no checkpoint": (("--ckpt_path=garbage.ckpt",), ("garbage.ckpt", "cannot be read")),
     "no such path, plain": ((*AUTO, "--data.path=nowhere"), ("'nowhere'",)),
     "a warm-up that is too long, plain": ((*AUTO, "--model.optimizer.warmup_steps=9"), ("warmup_steps (9)",)),
+    **({} if torch.cuda.is_available() else {"an accelerator that is not there": NO_GPU}),
     "Trainer options that exclude each other": (
         (*AUTO, "--trainer.fast_dev_run=-1"),
         ("fast_dev_run",),
@@ -182,11 +184,12 @@ def test_all_mistakes_are_reported_together(capfd: pytest.CaptureFixture[str]) -
 def test_settings_of_module_data_and_strategy_are_all_reported_though_the_first_ends_it(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
+    sizes = ("--model.config.hidden_size=33", f"{STRATEGY}.optimizer.bucket_size=0")
     with pytest.raises(SystemExit):
-        run("--model.config.hidden_size=33", "--model.optimizer.lr=-1", f"{STRATEGY}.optimizer.bucket_size=0")
+        run(*sizes, "--model.optimizer.lr=-1", "--data.path=nowhere", "--data.global_batch_size=0")
     printed = capfd.readouterr().err
-    assert "3 faults" in printed and printed.count("\n  - ") == 3
-    for part in ("hidden_size (33)", "lr (-1", "bucket_size (0)"):
+    assert "5 faults" in printed and printed.count("\n  - ") == 5
+    for part in ("hidden_size (33)", "lr (-1", "bucket_size (0)", "path ('nowhere')", "global_batch_size (0)"):
         assert part in printed
     with pytest.raises(SystemExit):
         run(*AUTO, "--model.config.hidden_size=33", "--model.optimizer.lr=-1")

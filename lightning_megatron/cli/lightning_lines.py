@@ -1,0 +1,23 @@
+"""Lines that Lightning prints in every run and that are about none of them: our commands leave them out."""
+
+import logging
+import warnings
+
+# Loggers, each with a part of what it says in every run or at every save.
+_NO_NEWS = {
+    "lightning.pytorch.utilities.rank_zero": "Tip: For seamless cloud",
+    "lightning.pytorch.trainer.connectors.checkpoint_connector": "`weights_only` was not set",
+}
+# What Lightning says to itself, once a process.
+_OF_LIGHTNING = r"`isinstance\(treespec, LeafSpec\)` is deprecated"
+
+
+def leave_out_what_is_no_news() -> None:
+    """Silences these lines in this process."""
+    for name in _NO_NEWS:
+        logging.getLogger(name).addFilter(_is_news)
+    warnings.filterwarnings("ignore", _OF_LIGHTNING, FutureWarning)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    return _NO_NEWS[record.name] not in record.getMessage()
