@@ -6,6 +6,7 @@ from typing import ClassVar
 
 import lightning as L
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_megatron.config_dataclass import config_dataclass
 from lightning_megatron.data import (
@@ -49,8 +50,8 @@ class T5DataModule(CorpusDataModule):
     files should have no ends of text: each sample gets its own. A tokenizer must have padding, which starts the
     decoder, and sentinels; one that is trained here has 100.
 
-    Prompts are what the encoder reads in prediction, with sentinels `<extra_id_0>` and on for gaps. They may be longer
-    than `sequence_length`, up to the learned positions of the model.
+    Prompts are what the encoder reads in prediction, with sentinels `<extra_id_0>` and on for gaps; those without are
+    warned of. They may be longer than `sequence_length`, up to the learned positions of the model.
     """
 
     config: T5DataConfig
@@ -76,6 +77,17 @@ class T5DataModule(CorpusDataModule):
             found = str(error).replace("encoder_length", "sequence_length")
             faults += found.replace("decoder_length", "decoder_sequence_length").split("; ")
         return faults
+
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        gap = SENTINEL.format(0)
+        # Validation and test ask nothing.
+        if stage in ("fit", "predict") and (whole := [prompt for prompt in self.config.prompts if gap not in prompt]):
+            # A model that knows tasks too may be asked in words.
+            rank_zero_warn(
+                f"{len(whole)} of {len(self.config.prompts)} prompts, the first of them {whole[0][:60]!r}, have no "
+                f"gap, and this data teaches to fill gaps alone; write {gap} where text is missing, as in 'import{gap}'"
+            )
 
     def _corruption(self, named: tuple[int, ...], *, padding: int, end: int) -> SpanCorruption:
         return SpanCorruption(

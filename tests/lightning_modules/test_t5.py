@@ -75,7 +75,7 @@ def run(layout: Layout, folder: Path) -> Run:
     module, losses = t5(), Losses()
     options: dict[str, Any] = {"max_steps": STEPS, "max_epochs": -1, "val_check_interval": STEPS}
     trainer = make_trainer(layout, callbacks=[losses], check_val_every_n_epoch=None, **options)
-    text = t5_data(folder, prompts=[GAPS, "it"])
+    text = t5_data(folder, prompts=[GAPS, "it<extra_id_0>"])
     trainer.fit(module, datamodule=text)
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     metrics |= {name: float(value) for name, value in trainer.test(module, datamodule=text, verbose=False)[0].items()}
@@ -153,7 +153,7 @@ def test_an_answer_ends_with_the_end_of_text_where_requested_and_is_printed(
         assert batches is not None
         return [row for batch in batches for row in batch]
 
-    text = t5_data(folder, prompts=[GAPS, "home", "it", "", "a mat"])
+    text = t5_data(folder, prompts=[GAPS, *(f"{word}<extra_id_0>" for word in ("home", "it", "", "a mat"))])
     whole, ended = predicted(stops_at_end_of_text=False), predicted()
     assert text.tokenizer is not None
     end, cuts = text.tokenizer.end_of_text, []

@@ -234,9 +234,12 @@ def test_of_one_document_the_last_pieces_are_held_out(tmp_path: Path) -> None:
 
 def test_a_prompt_is_read_with_its_gaps_and_its_end(folder: Path) -> None:
     data = t5_data(folder, prompts=["the cat<extra_id_0> a mat", ""])
-    data.setup("predict")
-    assert data.tokenizer is not None
+    warned = r"1 of 2 prompts, the first of them '', have no gap, .* write <extra_id_0>"
+    with pytest.warns(UserWarning, match=warned):
+        data.setup("predict")
+    # Once, however often the prompts are read.
     [batch] = data.predict_dataloader()
+    assert data.tokenizer is not None
     first, gap, end = sentinels(data.tokenizer)[0], "the cat<extra_id_0> a mat", data.tokenizer.end_of_text
     assert (batch["tokens"] == first).sum() == 1
     ids = batch["tokens"][0, : batch["lengths"][0]].tolist()
@@ -317,11 +320,12 @@ def test_token_files_without_a_tokenizer_are_a_fault_like_others(folder: Path, t
 
 def test_a_prompt_may_be_longer_than_samples_are_where_no_learned_position_ends(folder: Path) -> None:
     text = "the cat sat " * 20
-    data = t5_data(folder, prompts=["the cat", text])
+    data = t5_data(folder, prompts=["the cat<extra_id_0>", f"<extra_id_0>{text}"])
     data.setup("predict")
     assert data.tokenizer is not None
     [batch] = data.predict_dataloader()
-    wanted = [*data.tokenizer.encode([text])[0], data.tokenizer.end_of_text]
+    gap, ids = sentinels(data.tokenizer)[0], data.tokenizer.encode([text])[0]
+    wanted = [gap, *ids, data.tokenizer.end_of_text]
     assert batch["tokens"][1, : batch["lengths"][1]].tolist() == wanted and len(wanted) > LENGTH
     learned = T5Config(
         num_layers=1,
@@ -331,5 +335,7 @@ def test_a_prompt_may_be_longer_than_samples_are_where_no_learned_position_ends(
         max_sequence_length=LENGTH,
         position="learned",
     )
-    with pytest.raises(ConfigurationError, match=r"prompt \('the cat sat .*max_sequence_length \(24\) of the model is"):
+    with pytest.raises(
+        ConfigurationError, match=r"prompt \('<extra_id_0>the .*max_sequence_length \(24\) of the model"
+    ):
         make_trainer(PLAIN).predict(T5Module(learned), datamodule=data)

@@ -44,6 +44,8 @@ def test_a_run_of_two_processes_is_resumed_on_stages_over_both_stacks_and_fills_
     (tmp_path / "tiny.yaml").write_text(TINY)
     first = launched(tmp_path, "fit", "--config", "tiny.yaml", script="pretrain_t5.py")
     assert first.returncode == 0, first.stderr
+    # What Lightning says at each save.
+    assert "weights_only" not in first.stderr + first.stdout
     one = losses(tmp_path, 0)
     assert len(one) == 4 and one[3] < one[0]
     header = (tmp_path / "logs" / "tiny" / "version_0" / "metrics.csv").read_text().splitlines()[0].split(",")
@@ -68,6 +70,8 @@ def test_a_run_of_two_processes_is_resumed_on_stages_over_both_stacks_and_fills_
     )
     assert written.returncode == 0, written.stderr
     assert "--- text 0 ---" in written.stdout and written.stdout.count("--- text 1 ---") == 1
+    # Once, not for each time that the prompts are read.
+    assert written.stderr.count("1 of 2 prompts, the first of them 'home', have no gap") == 1
 
 
 @pytest.mark.slow
