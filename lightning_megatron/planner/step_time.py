@@ -360,15 +360,16 @@ def _data_parallel_seconds(
             continue
         inner, outer = _divided(group, run.optimizer.shard_size)
         scatter = gather_seconds(width * number, inner, gpu, constants)
-        gather = gather_seconds(run.bytes_per_element * number if is_cut else width * number, inner, gpu, constants)
+        # Where every rank steps all weights, what comes back are gradients, as late as the sums.
+        gather = gather_seconds(run.bytes_per_element * number, inner, gpu, constants) if is_cut else 0.0
         if outer.size > 1:
             # Once a step, for what this rank has of them.
             waited += 2 * gather_seconds(width * number / inner.size, outer, gpu, constants)
         each = run.optimizer.shards_gradients and run.num_accumulated == 1
         # Accumulated gradients are reduced after all backwards.
         is_early = each or (run.optimizer.overlap_grad_reduce and run.num_accumulated == 1)
-        scatter *= max(run.num_microbatches, 1) if each else 1
-        waited += _unhidden(scatter, backward, is_early, constants)
+        reduced = _unhidden(scatter if is_cut else 2 * scatter, backward, is_early, constants)
+        waited += (run.num_microbatches if each else 1) * reduced
         if run.optimizer.shards_parameters and run.optimizer.reshard_after_forward:
             # One part ahead, before each forward and each backward.
             passes = _unhidden(gather, forward, True, constants) + _unhidden(gather, backward, True, constants)

@@ -104,6 +104,30 @@ def test_accumulated_batches_are_summed_once_and_late() -> None:
     assert [run_of(**whole, cuts_by_rows=rows).sets_gradients_aside for rows in (False, True)] == [False, True]
 
 
+def test_backwards_hide_a_reduction_of_all_gradients_whole() -> None:
+    # Messages take a small part of the backward that they go beside.
+    sizes = Sizes(world=8, tp=4, sequence_parallel=True)
+    late, early = (
+        time_of(run_of(sizes=sizes, optimizer=OptimizerConfig(overlap_grad_reduce=early))).exposed["dp"]
+        for early in (False, True)
+    )
+    assert early == pytest.approx(CONSTANTS.exposed_gather * late)
+
+
+def test_gradients_that_each_backward_reduces_hide_behind_it() -> None:
+    one, two, many = (
+        time_of(
+            run_of(
+                sizes=Sizes(world=8, tp=4, sequence_parallel=True),
+                global_batch_size=2 * num_microbatches,
+                optimizer=OptimizerConfig(kind="distributed_gradients", overlap_param_gather=True),
+            )
+        ).exposed["dp"]
+        for num_microbatches in (1, 2, 32)
+    )
+    assert many - one == pytest.approx(31 * (two - one)) and two > one
+
+
 def test_full_recomputation_costs_a_forward() -> None:
     plain, recomputed = time_of(run_of()), time_of(run_of(recompute=RecomputeConfig(granularity="full")))
     head = plain.forwards[-1] - plain.forwards[1]
