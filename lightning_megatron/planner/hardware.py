@@ -4,7 +4,6 @@ A plan starts here. `gpus.json` holds the known GPUs; a YAML file with the same 
 """
 
 import json
-import math
 import re
 from dataclasses import MISSING, dataclass, field, fields, replace
 from difflib import get_close_matches
@@ -21,6 +20,8 @@ GIGA, TERA = 1e9, 1e12
 Products = Literal["full", "half", "fp8"]
 """Precision of matrix products: float32 without tensor cores, which is torch's default; 16 bits; FP8."""
 
+# No field of a GPU is so large, in any unit.
+_MOST = 1e12
 # Where no matmul is measured, the largest one is taken to reach this share of the peak.
 _USUAL_SHARE = 0.8
 # A float32 product in an attention kernel takes the time of six in 16 bits: it is three in TF32, each at half the rate
@@ -219,9 +220,9 @@ def _wanted(kind: object, value: object) -> str:
     if kind in (float, int):
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             return "a number, as 1000.0: YAML takes 1e3 for a word"
-        if not math.isfinite(value):
-            return "a finite number"
-        return "a whole number" if kind is int and value != int(value) else ""
+        if not abs(value) < _MOST:
+            return f"a number below {_MOST:g}"
+        return "a whole number, as 8" if kind is int and not isinstance(value, int) else ""
     if kind is Constants:
         return "; ".join(constant_faults(value))
     if kind is str:

@@ -88,7 +88,7 @@ def test_a_file_describes_another_gpu(tmp_path: Path) -> None:
         ("memory_gb: 1\nmemory_tb_per_second: 3\nhalf_tflops: 1\nhalf_matmul_tflops: 2\n", "at most half_tflops"),
         ("memory_gb: 1\nmemory_tb_per_second: 3\nhalf_tflops: 1\nfull_tflops: -2\n", "full_tflops (-2) must be 0 or"),
         ("memory_gb: 1\nmemory_tb_per_second: 3\nhalf_tflops: 1\nfull_matmul_tflops: 2\n", "at most full_tflops (0.0)"),
-        ("memory_gb: .inf\nmemory_tb_per_second: 3\nhalf_tflops: 1\n", "'memory_gb' in {file} (inf) must be a finite"),
+        ("memory_gb: .inf\nmemory_tb_per_second: 3\nhalf_tflops: 1\n", "'memory_gb' in {file} (inf) must be a number"),
         ("memory_gb: 1\nmemory_tb_per_second: 3\nhalf_tflops: 1\nfamily: 9\n", "'family' in {file} (9) must be text"),
         (
             "memory_gb: 1\nmemory_tb_per_second: 3\nhalf_tflops: 1\naliases: me\n",
@@ -99,6 +99,9 @@ def test_a_file_describes_another_gpu(tmp_path: Path) -> None:
             "'aliases' in {file} ([1]) must be a",
         ),
         ("memory_gb: 1\nmemory_tb_per_second: 3\nhalf_tflops: 1\ngpus_per_node: 7.5\n", "must be a whole number"),
+        # A number of things is none of parts, even of 0 parts.
+        ("memory_gb: 1\nmemory_tb_per_second: 3\nhalf_tflops: 1\ngpus_per_node: 8.0\n", "must be a whole number"),
+        (f"memory_gb: 1{400 * '0'}\nmemory_tb_per_second: 3\nhalf_tflops: 1\n", "must be a number below 1e+12"),
         (
             "memory_gb: 192\nmemory_tb_per_second: 5.3\nhalf_tflops: 1307\nmemory_gb: 80\n",
             "{file} is no YAML: memory_gb is named twice; leave one of them out",
