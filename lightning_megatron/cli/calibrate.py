@@ -77,6 +77,8 @@ def run_calibrate(options: argparse.Namespace) -> None:
         for timeline in options.runs[1::2]
         if not Path(timeline).exists()
     ]
+    if any(options.out.resolve() == Path(one).resolve() for one in options.runs):
+        faults.append(f"--out ({options.out}) is a file that is read, and would be lost; use another name")
     gpu = gpu_of_options(options, faults)
     require_writable(options.out.parent, f"--out ({options.out})")
     cache = PlanCache(cache_folder(options), announce)

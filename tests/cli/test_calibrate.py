@@ -127,6 +127,8 @@ def test_mistakes_are_told_with_the_way_out(
     wrong.write_text('{"traceEvents": []}')
     assert "is no timeline of a step" in shown(capsys, recipe, str(wrong), *rest)
     assert not Path(out).exists()
+    text = shown(capsys, recipe, str(timeline), recipe, "--gpu", "h10", "--out", recipe)
+    assert "is alone" in text and "is a file that is read" in text and "GPU 'h10'" in text
 
 
 @pytest.mark.parametrize(

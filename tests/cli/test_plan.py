@@ -88,6 +88,13 @@ def test_a_comparison_takes_the_layouts_of_recipes_and_says_whose_mistake_it_is(
     assert "--explain (True) has no effect with --compare" in shown(capsys, recipe, *args, "--explain")
 
 
+def test_mistakes_of_options_are_told_together(capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = ("--gpu", "h10", "--num-gpus", "-8", "--memory-gb", "nan", "--layout", "tp=2", "--top", "3", "--out", "a.b")
+    text = shown(capsys, "llama3_8b", *wrong)
+    for told in ("GPU 'h10' is not", "--num-gpus (-8)", "--memory-gb (nan) must be", "--top (3) is for", "--out (a.b)"):
+        assert told in text
+
+
 def test_a_comparison_takes_options_that_one_of_the_two_has(capsys: pytest.CaptureFixture[str]) -> None:
     t5, bert, gpt = (str(CONFIGS / f"{name}.yaml") for name in ("t5_toy", "bert_toy", "toy"))
     args = ("--gpu", "h100", "--decoder-sequence-length")
