@@ -163,9 +163,17 @@ def take_over(main: Tensor, now: Tensor) -> None:
 
 
 def absent_names(named: Iterable[tuple[str, Tensor]]) -> list[str]:
-    """Names of the parameters of which this process has no values, because they are not gathered."""
+    """Names of the parameters of which this process has no values, because they are not gathered; nor are they where
+    `module.cpu()` or `module.double()` has given them memory since."""
     dense = [(name, one) for name, one in named if one.layout == torch.strided and not one.is_meta]
-    return [name for name, one in dense if one.numel() > 1 and not any(one.stride()) and bool(one.isnan().all())]
+    return [name for name, one in dense if one.numel() > 1 and one.itemsize > 1 and _is_nan(one.detach())]
+
+
+def _is_nan(x: Tensor) -> bool:
+    """Whether a tensor is NaN throughout."""
+    # One number tells it of nearly all that are not, and of those of one number in memory.
+    first = x[(0,) * x.dim()]
+    return bool(first != first) and (not any(x.stride()) or bool(x.isnan().all()))
 
 
 def written_while_absent(names: Iterable[str]) -> RuntimeError:

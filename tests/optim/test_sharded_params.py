@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_megatron.optim.config import OptimizerConfig
+from lightning_megatron.optim.sharded_params import absent_names
 from tests.any_module import networks
 from tests.harness.ranks import run_on_ranks
 from tests.trainer.layouts import PLAIN, Layout, make_trainer
@@ -375,3 +376,24 @@ def test_writes_to_absent_weights_and_ranks_that_part_ways_are_refused() -> None
         assert generated == "nothing was said"
         assert "net.tokens (Embedding with max_norm) scales the rows of its weight" in scaled
         assert failed == "its own" and "failed, and each rank kept its shards alone" in again
+
+
+def used_after_a_failure() -> tuple[list[str], str]:
+    layout = Layout(world=2, optimizer=OptimizerConfig(kind="distributed_parameters"))
+    module = Fails()
+    with pytest.raises(ValueError, match="its own"):
+        make_trainer(layout, max_epochs=1).fit(module, loader(4))
+    # As `cpu()` does beside a GPU, it gives each weight memory of its own.
+    module.float()
+    module.double()
+    with pytest.raises(RuntimeError) as error:
+        make_trainer(layout).fit(module, loader(4))
+    return absent_names(module.named_parameters()), str(error.value)
+
+
+def test_absent_weights_that_were_moved_are_found_by_the_next_run() -> None:
+    for names, said in run_on_ranks(2, used_after_a_failure, init=False):
+        assert names and all(name in said for name in names) and "have no values" in said
+    # One number of many does not make a weight absent.
+    weights = {"one": torch.tensor([[float("nan"), 1.0]]), "all": torch.full((2, 2), float("nan"))}
+    assert absent_names(weights.items()) == ["all"]
