@@ -92,19 +92,41 @@ class ModuleParts:
             model.with_weights, model.gathers_over = hooks.whole_weights, hooks.gathers_over
             model.before_stage, model.after_backward = hooks.begin_stage, hooks.end_graph
         handles: list[RemovableHandle] = []
+        compiled: dict[nn.Module, Callable[..., Any]] = {}
         for part, layer in self._layers.items():
+            if layer._compiled_call_impl is not None:
+                # Its own hooks are compiled with it.
+                compiled[layer] = layer._compiled_call_impl
+                layer._compiled_call_impl = _called_between(hooks, part, layer._compiled_call_impl)
+                continue
             handles.append(layer.register_forward_pre_hook(_BeforeLayer(hooks, part), prepend=True))
             handles.append(layer.register_forward_hook(_AfterLayer(hooks, part)))
 
         def remove() -> None:
             for handle in handles:
                 handle.remove()
+            for layer, call in compiled.items():
+                # None where the fit's own compilation has ended.
+                if layer._compiled_call_impl is not None:
+                    layer._compiled_call_impl = call
             for model in self._models.values():
                 model.before_part, model.after_part = at_once, at_once
                 model.with_weights, model.gathers_over = nullcontext, ()
                 model.before_stage, model.after_backward = no_graph, no_graph
 
         return remove
+
+
+def _called_between(hooks: PartHooks, part: PartName, call: Callable[..., Any]) -> Callable[..., Any]:
+    """The call of a layer between the hooks."""
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        hooks.enter_part(part)
+        output = call(*args, **kwargs)
+        hooks.leave_part(part, tensors_in(output))
+        return output
+
+    return called
 
 
 class _BeforeLayer:

@@ -23,6 +23,11 @@ class GroupedFp8Gemm:
         self._x, self._gradient = x, gradient
         self._of_experts = [Fp8Gemm(x=x, weight=weight, gradient=gradient) for _ in range(num_own)]
 
+    def cast_anew(self) -> None:
+        """Casts weights in each GEMM from here on, and holds no cast of them in between."""
+        for gemm in self._of_experts:
+            gemm.cast_anew()
+
     def forget(self) -> None:
         """Drops the cast weights, as they change: the next GEMM casts them anew."""
         for gemm in self._of_experts:

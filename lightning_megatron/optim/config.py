@@ -82,6 +82,11 @@ class OptimizerConfig:
         """Whether each data-parallel rank holds parameters of its own between their uses."""
         return self.kind == "distributed_parameters"
 
+    @property
+    def frees_parameters(self) -> bool:
+        """Whether the parameters of a part of the model are freed after each of its uses."""
+        return self.shards_parameters and self.reshard_after_forward
+
     def __post_init__(self) -> None:
         choices = (
             ("kind", self.kind, get_args(OptimizerKind)),

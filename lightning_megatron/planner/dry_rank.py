@@ -136,6 +136,8 @@ def build_rank(run: RunSettings, mesh: Mesh, new_group: NewGroup, device: torch.
     fp8 = None
     if run.fp8 is not None:
         fp8 = trained.use_fp8(module, run.fp8, mesh, device)
+        if run.optimizer.frees_parameters:
+            fp8.cast_anew()
     # Torch chooses foreach on a GPU.
     optimizer = AdamW(module.parameters(), foreach=True)
     config, low = run.optimizer, _LOW.get(run.precision)

@@ -75,6 +75,11 @@ class Fp8Gemm:
     def __init__(self, *, x: Scaling, weight: Scaling, gradient: Scaling) -> None:
         self._x, self._weight, self._gradient = x, weight, gradient
         self._cached: CastWeight | None = None
+        self._caches = True
+
+    def cast_anew(self) -> None:
+        """Casts the weight in each GEMM from here on, and holds no cast of it in between."""
+        self._cached, self._caches = None, False
 
     def forget(self) -> None:
         """Drops the cached weight, because it changes: the next GEMM casts it anew."""
@@ -125,7 +130,7 @@ class Fp8Gemm:
             return self._cached
         operand_OI = self._weight.cast(weight.detach().flatten(0, -2), is_training=is_training)
         cast = CastWeight(weight, operand_OI, self._weight)
-        if is_training:
+        if is_training and self._caches:
             self._cached = cast
         return cast
 

@@ -480,15 +480,10 @@ def _sharded_parameters(facts: Facts) -> list[str]:
     if not facts.optimizer.shards_parameters:
         return []
     option, faults = f"optimizer kind ({facts.optimizer.kind!r})", []
-    if facts.fp8 is not None:
+    if facts.fp8 is not None and facts.fp8.engine == "transformer_engine":
         faults.append(
-            f"{option} frees the weights of a layer after each use, and with fp8 each rank holds them cast to float8 "
-            'through a step; use kind "distributed_gradients", or leave fp8 out'
-        )
-    if facts.kernels.compile_layers:
-        faults.append(
-            f"{option} gathers weights by hooks that compile_layers of KernelConfig was not tried with; use kind "
-            '"distributed_gradients", or leave compile_layers out'
+            f"{option} frees the weights of a layer after each use, and Transformer Engine holds them cast to float8 "
+            "through a step; use kind \"distributed_gradients\", or Fp8Config(engine='torch')"
         )
     return faults
 

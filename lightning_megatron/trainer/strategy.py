@@ -491,7 +491,14 @@ class MegatronStrategy(ParallelStrategy):
         if self.fp8 is not None:
             plan = pipelined_models.plan_of(module, self.plan)
             self._plugin.fp8_layers = fp8_layers.use_fp8(
-                self.fp8, module, plan, pipelined, self.mesh, self.root_device, self._groups.on_device
+                self.fp8,
+                module,
+                plan,
+                pipelined,
+                self.mesh,
+                self.root_device,
+                self._groups.on_device,
+                frees_weights=self.optimizer.frees_parameters,
             )
         if self.kernels.compile_layers:
             plan = pipelined_models.plan_of(module, self.plan)

@@ -109,6 +109,11 @@ class TorchFp8Layers:
         """Context that a call of the model runs in."""
         return nullcontext()
 
+    def cast_anew(self) -> None:
+        """Casts weights in each GEMM, because the weights are freed after it, and holds no casts in between."""
+        for gemm in self._gemms:
+            gemm.cast_anew()
+
     def end_step(self) -> None:
         """Updates scales and drops cached casts, once the optimizer has changed the weights. Collective over the ranks
         of a stage."""

@@ -18,7 +18,6 @@ from lightning_megatron.optim.config import OptimizerConfig
 from lightning_megatron.optim.sharded_params import ShardedParams
 from lightning_megatron.planner.dry_run import dry_run
 from lightning_megatron.planner.memory import rank_memory
-from lightning_megatron.precision.kernels import KernelConfig
 from lightning_megatron.rules.cross_config import Facts, faults
 from lightning_megatron.testing import certify
 from lightning_megatron.trainer.config import ConfigurationError
@@ -230,12 +229,11 @@ def test_what_cannot_be_is_refused_before_a_process_starts(tmp_path: Path) -> No
     facts = Facts(
         sizes=Sizes(world=2),
         optimizer=ONE_EACH,
-        fp8=Fp8Config(),
-        kernels=KernelConfig(compile_layers=True),
+        fp8=Fp8Config(engine="transformer_engine"),
         precision="bf16-mixed",
     )
-    found = [fault for fault in faults(facts) if "optimizer kind ('distributed_parameters')" in fault]
-    assert len(found) == 2 and "fp8" in found[0] and "compile_layers" in found[1]
+    [found] = [fault for fault in faults(facts) if "optimizer kind ('distributed_parameters')" in fault]
+    assert "Transformer Engine holds them cast to float8" in found
     for callback, said in (
         (WeightAveraging(), "reads all weights of a rank between steps, and gather_for_hooks .False. gathers none"),
         (ModelPruning("l1_unstructured"), "prunes and scores all weights"),

@@ -116,6 +116,15 @@ def test_a_weight_is_cast_once_until_the_step_ends() -> None:
     assert three.weight_scaling.num_casts == 2
 
 
+def test_a_weight_that_is_freed_between_its_uses_is_cast_for_each() -> None:
+    three = Three()
+    three.gemm.cast_anew()
+    for number in (1, 2):
+        three.forward()
+        three.gemm.input_gradient(three.grad, three.weight, torch.float32)
+        assert three.weight_scaling.num_casts == 2 * number
+
+
 def test_a_weight_that_changes_after_the_step_is_cast_anew() -> None:
     three = Three()
     before = three.forward()

@@ -108,6 +108,8 @@ STEPS = {
     "tp2+sp": ("dropout", "t5"),
     "cp2": ("packed",),
     "ep2": ("moe",),
+    "ZeRO-3 dp2 accumulate 2": ("dropout",),
+    "ZeRO-3 dp2 recompute full": ("qwen-mistral",),
 }
 
 

@@ -32,9 +32,14 @@ def use_fp8(
     mesh: Mesh,
     device: torch.device,
     new_group: NewGroup,
+    *,
+    frees_weights: bool = False,
 ) -> Fp8Layers:
-    """The layers that multiply in FP8 from here on. Collective over the world; raises ConfigurationError, on all ranks
-    of a model replica, where the models cannot."""
+    """The layers that multiply in FP8 from here on, with casts of weights that last no longer than those where it
+    `frees_weights`.
+
+    Collective over the world; raises ConfigurationError, on all ranks of a model replica, where the models cannot.
+    """
     faults = []
     own = {name: model for name, model in pipelined.items() if not isinstance(model, CutModel)}
     # As nothing is cut of a module that holds a model of this package, nothing else of it multiplies in FP8.
@@ -61,7 +66,10 @@ def use_fp8(
     models = {name: (model, model.part_names) for name, model in own.items()}
     if config.engine == "torch":
         replicas = mesh.axis("dp+cp")
-        return use_torch(models, config, tp=mesh.tp, replicas=replicas, pp=mesh.pp, device=device, others=others)
+        layers = use_torch(models, config, tp=mesh.tp, replicas=replicas, pp=mesh.pp, device=device, others=others)
+        if frees_weights:
+            layers.cast_anew()
+        return layers
     stage = ranks_of_stage(mesh)
     return use_transformer_engine(models, config, stage=new_group(stage) if len(stage) > 1 else None)
 

@@ -21,7 +21,14 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lightning_megatron import ConfigurationError, Fp8Config, KernelConfig, MegatronStrategy, PipelineConfig
+from lightning_megatron import (
+    ConfigurationError,
+    Fp8Config,
+    KernelConfig,
+    MegatronStrategy,
+    OptimizerConfig,
+    PipelineConfig,
+)
 from lightning_megatron.any_module.plan import ModelPlan
 from lightning_megatron.mesh import Mesh, Sizes, ambient
 from lightning_megatron.models import BertConfig, BertModel, GPTConfig, GPTModel, T5Config, T5Model
@@ -50,6 +57,7 @@ from tests.trainer.layouts import PLAIN, make_trainer
 from tests.trainer.layouts import Layout as CutLayout
 from tests.transformer import test_recompute
 
+ZERO_3 = OptimizerConfig(kind="distributed_parameters")
 AOT_EAGER = KernelConfig(compile_layers=True, compile_backend="aot_eager")
 GPT2 = replace(test_recompute.GPT2, hidden_dropout=0.0, attention_dropout=0.0)
 DROPPING = replace(GPT2, hidden_dropout=0.1, attention_dropout=0.1, ffn_dropout=0.1)
@@ -287,7 +295,7 @@ def test_layers_cut_over_tensor_parallel_ranks_are_compiled_alike(kinds: list[st
     run_on_ranks(2, compare_over_tp, kinds, has_sp, timeout=240)
 
 
-def trained_over_tp(model_types: list[str], layout: CutLayout) -> None:
+def trained_in_shards(model_types: list[str], layout: CutLayout) -> None:
     """Trains models of transformers as they are with compiled layers, and without: no number differs by a bit."""
     for model_type in model_types:
         found: list[Numbers] = []
@@ -308,13 +316,13 @@ def trained_over_tp(model_types: list[str], layout: CutLayout) -> None:
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     "layout",
-    every_nth([CutLayout(world=2, tp=2, sp=True), CutLayout(world=2, tp=2)], 2),
-    ids=lambda layout: "tp2+sp" if layout.sp else "tp2",
+    every_nth([CutLayout(world=2, tp=2, sp=True), CutLayout(world=2, tp=2), CutLayout(world=2, optimizer=ZERO_3)], 2),
+    ids=lambda layout: "tp2+sp" if layout.sp else "tp2" if layout.tp > 1 else "ZeRO-3",
 )
-def test_unchanged_layers_cut_over_tensor_parallel_ranks_are_compiled_alike(layout: CutLayout) -> None:
+def test_unchanged_layers_whose_weights_ranks_share_out_are_compiled_alike(layout: CutLayout) -> None:
     # Qwen3 has norms of which each rank has terms of the gradient, and Phi biases.
     model_types = every_nth(["qwen3", "llama", "phi"], 2)
-    run_on_ranks(2, trained_over_tp, model_types, layout, init=False, timeout=240)
+    run_on_ranks(2, trained_in_shards, model_types, layout, init=False, timeout=240)
 
 
 class Looking(Module):
