@@ -30,7 +30,7 @@ from lightning_megatron.cli.option_errors import STRATEGY, about_option, error_l
 from lightning_megatron.cli.recipe_optimizer import OPTIMIZER, SCHEDULER, add_optimizer_options, use_optimizer
 from lightning_megatron.cli.short_run import shorten_warmup
 from lightning_megatron.cli.usage import USAGE_ERROR, UsageError, mistake_of, shortened
-from lightning_megatron.cli.written_files import written_files
+from lightning_megatron.cli.written_files import remove_empty_logs, written_files
 from lightning_megatron.lightning_modules import AdamWConfig
 from lightning_megatron.lightning_modules.data_module import config_of
 from lightning_megatron.lightning_modules.final_checkpoint import FinalCheckpoint
@@ -163,6 +163,13 @@ class RecipeCLI(LightningCLI):
         """Whether no option names weights to begin with."""
         folders = () if self._get(self.config, "model.from_scratch") else _FOLDERS
         return not any(self._get(self.config, name) for name in ("ckpt_path", *(f"model.{name}" for name in folders)))
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        try:
+            super()._run_subcommand(subcommand)
+        except (ConfigurationError, MisconfigurationException):
+            remove_empty_logs(self.trainer)
+            raise
 
     def after_fit(self) -> None:
         for line in written_files(self.trainer):

@@ -1,8 +1,14 @@
-"""What a run of a recipe has written and where, in lines that end it."""
+"""What a run of a recipe has written and where, in lines that end it; a refused one leaves no logs."""
+
+import shutil
+from pathlib import Path
 
 import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+
+# Files of logs that tell the options of a run alone.
+_OF_OPTIONS = {"config.yaml", "hparams.yaml"}
 
 
 def written_files(trainer: L.Trainer) -> list[str]:
@@ -14,3 +20,12 @@ def written_files(trainer: L.Trainer) -> list[str]:
         for callback in callbacks
         if (path := callback.last_model_path or callback.best_model_path)
     ]
+
+
+def remove_empty_logs(trainer: L.Trainer) -> None:
+    """Removes the folder of logs of a run that has logged nothing, so that the next one has its number."""
+    if not trainer.is_global_zero or trainer.global_step:
+        return
+    for folder in (Path(logger.log_dir) for logger in trainer.loggers if isinstance(logger, CSVLogger)):
+        if folder.is_dir() and {path.name for path in folder.iterdir()} <= _OF_OPTIONS:
+            shutil.rmtree(folder)

@@ -204,6 +204,16 @@ def test_a_file_that_is_no_checkpoint_is_reported_in_one_line(folder: Path, capf
     assert line.endswith("ckpt_path (text.ckpt) cannot be read as a checkpoint: it is no file that torch.save wrote")
 
 
+def test_a_refused_run_leaves_no_folder_of_logs(folder: Path) -> None:
+    for options in (("--ckpt_path=other.ckpt",), ("--data.global_batch_size=99999",)):
+        with pytest.raises(SystemExit):
+            run(*ALONE, *options)
+    assert not [*folder.rglob("version_*")]
+    run(*ALONE, "--trainer.max_steps=1")
+    [logs] = folder.rglob("version_*")
+    assert logs.name == "version_0" and (logs / "config.yaml").is_file()
+
+
 def test_a_directory_is_resumed_from_without_the_strategy_too(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run(*ALONE, "--trainer.max_steps=2")
     assert (folder / "saved" / "step=2.ckpt").is_dir()
