@@ -1,9 +1,10 @@
 """A LightningModule on the ranks of a dry run: built and cut on the meta device, as the strategy does."""
 
 import logging
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from functools import cached_property, partial
 from math import gcd
 
@@ -59,11 +60,13 @@ def telling_model(does: str) -> Iterator[None]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """A block without notes on how a module is made and cut, which every rank of every layout would write."""
+    """A block without notes on how a module is made and cut, which every rank of every layout would write. What the
+    module prints is no part of a report: it goes to where errors go."""
     before = logging.root.manager.disable
     logging.disable(logging.INFO)
     try:
-        yield
+        with redirect_stdout(sys.stderr):
+            yield
     finally:
         logging.disable(before)
 
@@ -131,7 +134,7 @@ class DryModule:
         return use_torch({}, config, tp=mesh.tp, replicas=replicas, pp=mesh.pp, device=device, others=linears)
 
     def _made(self, device: torch.device) -> pl.LightningModule:
-        with telling_model("cannot be made on the meta device"):
+        with telling_model("cannot be made on the meta device"), quiet():
             try:
                 with device:
                     module = self._make()

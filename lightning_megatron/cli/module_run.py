@@ -159,10 +159,10 @@ def _of_file(options: argparse.Namespace) -> ModuleRun:
 
 def _row(module: str, data: str | None) -> Any:
     """The first row of the module's data, as a batch."""
-    with META:
-        made = require_module(called(module))
-    subject = Subject(module=made, data=called(data) if data is not None else None)
     with quiet():
+        with META:
+            made = require_module(called(module))
+        subject = Subject(module=made, data=called(data) if data is not None else None)
         return first_row(subject, pl.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False))
 
 

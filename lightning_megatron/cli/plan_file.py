@@ -60,8 +60,10 @@ def trains_unchanged(config: str, model: str | None) -> bool:
 def planned_file(config: str) -> str:
     """CONFIG, or the file of the shipped recipe that it names; a preset comes before a recipe of its name.
 
-    Raises ValueError for a recipe that trains a model beside a frozen one.
+    Raises ValueError for a recipe that trains a model beside a frozen one, and for a module's file without its class.
     """
+    if Path(config).suffix == ".py":
+        raise ValueError(f"{config} is a file of Python; name the LightningModule in it, as in {config}:MyModule")
     file = recipe_file(config, PRESETS)
     if (script := script_of(Path(file))) in _BESIDE_A_FROZEN_MODEL:
         raise ValueError(

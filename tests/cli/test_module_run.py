@@ -16,7 +16,7 @@ from tests.cli.test_dry_module import QWEN, RECIPE, SMALL, folder_of
 
 FINETUNE = Path(RECIPE).with_name("finetune_toy.yaml")
 GEMMA = VaultGemmaConfig(**SMALL)
-# A Qwen3, trained as the recipe's module does.
+# A Qwen3, trained as the recipe's module does. What it prints is no part of a report.
 MODULE = """\
     import lightning as L
     import torch
@@ -29,13 +29,16 @@ MODULE = """\
     class Mine(L.LightningModule):
         def __init__(self):
             super().__init__()
+            print("made")
             self.model = None
 
         def configure_model(self):
+            print("configured")
             if self.model is None:
                 self.model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained({folder!r}))
 
         def training_step(self, batch, batch_idx):
+            print("trained")
             loss = self.model(input_ids=batch["tokens"], labels=batch["labels"], use_cache=False).loss
             self.log("loss", loss)
             return loss
@@ -50,6 +53,7 @@ MODULE = """\
 
 
     def data():
+        print("read")
         row = torch.zeros(64, dtype=torch.int64)
         return DataLoader([{{"tokens": row, "labels": row}}] * 32, batch_size=8)
 
@@ -156,6 +160,7 @@ def test_layouts_of_a_module_of_the_users_are_found(module: str, capsys: pytest.
             ("{}:Fails", *("--world-size", "1", "--global-batch-size", "1", "--layout", "pp=1")),
             "the model does not run on tensors without numbers: KeyError: 'no such key' (",
         ),
+        (("{}",), "mine.py is a file of Python; name the LightningModule in it"),
         (("none.py:Mine", *("--world-size", "1", "--global-batch-size", "1")), "is no file"),
         ((RECIPE, "--precision", "32-true"), "--precision (32-true) is for a module of yours"),
         (("http://x.y/z",), "is not known; presets are"),
