@@ -10,13 +10,14 @@ from typing import Any
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningCLI
 
-from lightning_megatron.cli.plan_file import KINDS, is_causal_recipe, model_of_folder, table_of
+from lightning_megatron.cli.plan_file import KINDS, is_causal_recipe, model_of_folder
 from lightning_megatron.cli.plan_recipe import kind_of, module_section
 from lightning_megatron.cli.recipe import RecipeCLI
 from lightning_megatron.cli.recipe_reader import CAUSAL, FINETUNING, GUIDED, PRETRAINING, Recipe
 from lightning_megatron.cli.shipped_recipes import script_of
 from lightning_megatron.cli.usage import UsageError
 from lightning_megatron.testing.subject import Subject, SubjectError
+from lightning_megatron.text_files import read_table
 from lightning_megatron.trainer import ConfigurationError
 
 # Options of `fit` that are no options of the module, the data or the Trainer.
@@ -47,7 +48,7 @@ class FromRecipe:
 
     def __call__(self) -> Subject:
         try:
-            table = table_of(self.path)
+            table = read_table(self.path)
             cli = self._parsed(table)
         except (ValueError, UsageError, MisconfigurationException) as error:
             lines = error.faults if isinstance(error, ConfigurationError) else [str(error)]

@@ -13,15 +13,14 @@ from typing import Any
 from lightning_megatron.any_module.cut_error import CutError
 from lightning_megatron.cli.commands import add_command
 from lightning_megatron.cli.plan_dynamic import with_balanced_batch
-from lightning_megatron.cli.plan_file import planned_file, trains_unchanged
 from lightning_megatron.cli.plan_layout import ALIKE, OF_RECIPE, explained, notes_on_layout
 from lightning_megatron.cli.plan_request import PlanRequest, R
 from lightning_megatron.cli.plan_run import (
     add_model_options,
     add_run_options,
+    asks_for_unchanged,
     count_faults,
     read_run,
-    require_no_module,
 )
 from lightning_megatron.cli.usage import UsageError
 from lightning_megatron.planner.dry_rank import FullModel, Trained
@@ -120,19 +119,13 @@ def _read(options: argparse.Namespace) -> tuple[RunSettings, Trained, list[str]]
     if faults := count_faults(options, counts):
         raise UsageError(faults)
     options.num_gpus = options.world_size
-    try:
-        options.config = planned_file(options.config)
-        is_unchanged = trains_unchanged(options.config, options.model)
-    except ValueError as error:
-        raise UsageError(str(error).splitlines()) from error
-    if is_unchanged:
+    if asks_for_unchanged(options):
         # What trains takes seconds to import.
         from lightning_megatron.cli.module_run import read_module_run
 
         asked = read_module_run(options)
         unchanged = _explained(asked.request, options)
         return unchanged, asked.module(unchanged), _notes(asked.request, options)
-    require_no_module(options)
     is_own = options.layout in (None, OF_RECIPE)
     own = with_balanced_batch(read_run(options), options.document_lengths, gpu_of(_GPU), is_own=is_own)
     run, notes = _explained(own, options), _notes(own, options)

@@ -22,7 +22,6 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_megatron.any_module.plan import ModelPlan
 from lightning_megatron.cli.dry_module import META, DryModule, quiet
-from lightning_megatron.cli.plan_file import table_of
 from lightning_megatron.cli.plan_recipe import run_of_causal_recipe
 from lightning_megatron.cli.plan_request import PlanRequest
 from lightning_megatron.cli.plan_run import require_no_module, with_run_options
@@ -39,6 +38,7 @@ from lightning_megatron.testing.batches import first_row, join
 from lightning_megatron.testing.subject import Subject, SubjectError, require_module
 from lightning_megatron.testing.telling import telling
 from lightning_megatron.testing.user_file import called, spec_fault
+from lightning_megatron.text_files import read_table
 
 _ASSUMED = (
     "states are those of AdamW, whatever configure_optimizers makes, and the strategy's optimizer is "
@@ -66,7 +66,7 @@ def _of_recipe(options: argparse.Namespace) -> ModuleRun:
     require_no_module(options)
     path = Path(options.config)
     try:
-        asked, arguments = run_of_causal_recipe(path, table_of(path), options)
+        asked, arguments = run_of_causal_recipe(path, read_table(path), options)
         config = read_config(arguments["path"]).to_json_string()
     except ValueError as error:
         raise UsageError(str(error).splitlines()) from error

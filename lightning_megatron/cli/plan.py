@@ -17,16 +17,15 @@ from typing import Any
 from lightning_megatron.cli.commands import add_command
 from lightning_megatron.cli.picture import add_out, out_faults, write_picture
 from lightning_megatron.cli.plan_dynamic import with_balanced_batch
-from lightning_megatron.cli.plan_file import planned_file, trains_unchanged
 from lightning_megatron.cli.plan_layout import ALIKE, OF_RECIPE, explained, notes_on_layout
 from lightning_megatron.cli.plan_picture import can_be_drawn, plan_panels
 from lightning_megatron.cli.plan_request import PlanRequest
 from lightning_megatron.cli.plan_run import (
     add_model_options,
     add_run_options,
+    asks_for_unchanged,
     count_faults,
     read_run,
-    require_no_module,
 )
 from lightning_megatron.cli.target import require_writable
 from lightning_megatron.cli.usage import UsageError
@@ -168,13 +167,7 @@ def read_request(
 
 
 def _read_request(options: argparse.Namespace, cache: PlanCache) -> tuple[PlanRequest[Any], Measure, ModelSize | None]:
-    try:
-        options.config = planned_file(options.config)
-        is_unchanged = trains_unchanged(options.config, options.model)
-    except ValueError as error:
-        raise UsageError(str(error).splitlines()) from error
-    if not is_unchanged:
-        require_no_module(options)
+    if not asks_for_unchanged(options):
         return read_run(options), cache.measured, None
     # What trains takes seconds to import.
     from lightning_megatron.cli.plan_module import read_unchanged

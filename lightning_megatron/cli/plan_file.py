@@ -1,7 +1,6 @@
 """Files and folders that describe a model, or a run of one."""
 
 from pathlib import Path
-from typing import Any
 
 from lightning_megatron.cli.shipped_recipes import recipe_file, script_of
 from lightning_megatron.hf.families import FAMILIES, family_of_file
@@ -20,7 +19,7 @@ _BESIDE_A_FROZEN_MODEL = ("dpo_hf.py", "distill_hf.py")
 
 def model_of_folder(path: Path) -> Model:
     """The model of a folder's config.json, or of such a file, whatever its name."""
-    raw = read_config(path) if path.is_dir() else table_of(path)
+    raw = read_config(path) if path.is_dir() else read_table(path)
     where = path / "config.json" if path.is_dir() else path
     family = family_of_file(raw, str(where))
     try:
@@ -28,11 +27,6 @@ def model_of_folder(path: Path) -> Model:
     except ValueError as error:
         head, *faults = (line.strip() for line in str(error).splitlines())
         raise ValueError(" ".join([head.replace("config.json", str(where), 1), "; ".join(faults)])) from error
-
-
-def table_of(path: Path) -> dict[str, Any]:
-    """The table in a file of YAML or JSON. Raises ValueError for one that cannot be read, or is no table."""
-    return read_table(path)
 
 
 def trains_unchanged(config: str, model: str | None) -> bool:
@@ -44,7 +38,7 @@ def trains_unchanged(config: str, model: str | None) -> bool:
         return True
     if is_causal_recipe(path):
         return True
-    data = table_of(path) if path.is_file() else {}
+    data = read_table(path) if path.is_file() else {}
     section = data.get("model")
     if not isinstance(section, dict) or "model_type" in data or isinstance(section.get("config"), dict):
         return False
@@ -53,7 +47,7 @@ def trains_unchanged(config: str, model: str | None) -> bool:
     folder = Path(model_folder(name, CONFIG_FILES))
     if not name or not folder.exists():
         return False
-    raw = read_config(folder) if folder.is_dir() else table_of(folder)
+    raw = read_config(folder) if folder.is_dir() else read_table(folder)
     return "model_type" in raw and str(raw["model_type"]) not in FAMILIES
 
 
@@ -75,7 +69,7 @@ def planned_file(config: str) -> str:
 
 def is_causal_recipe(path: Path) -> bool:
     """Whether a file is a recipe of this package's `CausalModule`, by its class or by the option that it alone has."""
-    model = table_of(path).get("model") if path.is_file() else None
+    model = read_table(path).get("model") if path.is_file() else None
     if not isinstance(model, dict):
         return False
     class_path = str(model.get("class_path") or "")

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lightning_megatron.cli.plan_file import KINDS, model_of_folder, table_of
+from lightning_megatron.cli.plan_file import KINDS, model_of_folder, planned_file, trains_unchanged
 from lightning_megatron.cli.plan_request import PlanRequest, R
 from lightning_megatron.cli.usage import UsageError
 from lightning_megatron.data.bert_samples import BertSampleConfig
@@ -22,6 +22,7 @@ from lightning_megatron.planner.presets import preset_of
 from lightning_megatron.planner.run import PRECISIONS, Run
 from lightning_megatron.precision.fp8 import Fp8Config
 from lightning_megatron.rules.limits import MOST, limit_faults, model_limit_faults, shown
+from lightning_megatron.text_files import read_table
 from lightning_megatron.transformer.recompute import RecomputeConfig
 
 # Tokens of a sample of a Hugging Face model that may take longer ones.
@@ -93,6 +94,19 @@ def count_faults(options: argparse.Namespace, names: Sequence[str]) -> list[str]
     return faults + limit_faults(counts, MOST)
 
 
+def asks_for_unchanged(options: argparse.Namespace) -> bool:
+    """Whether CONFIG, which becomes the file of a shipped recipe where it is the name of one, trains a network that
+    knows nothing of ranks. Raises UsageError for what is not planned, and for options that have no effect."""
+    try:
+        options.config = planned_file(options.config)
+        is_unchanged = trains_unchanged(options.config, options.model)
+    except ValueError as error:
+        raise UsageError(str(error).splitlines()) from error
+    if not is_unchanged:
+        require_no_module(options)
+    return is_unchanged
+
+
 def require_no_module(options: argparse.Namespace) -> None:
     """Raises UsageError where options of a module of the user's are given, and CONFIG is none."""
     given = {f"--{name}": getattr(options, name) for name in ("data", "precision")}
@@ -113,7 +127,7 @@ def read_run(options: argparse.Namespace) -> PlanRequest[Run]:
         if path.is_dir():
             request = _of_hugging_face(path, options)
         elif os.path.lexists(path) or path.suffix in (".yaml", ".yml", ".json"):
-            data = table_of(path)
+            data = read_table(path)
             is_model = "model_type" in data and "model" not in data
             request = _of_hugging_face(path, options) if is_model else _of_recipe(path, data, options)
         elif (fetched := Path(model_folder(options.config, CONFIG_FILES))).is_dir():

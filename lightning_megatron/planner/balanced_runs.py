@@ -6,7 +6,7 @@ from lightning_megatron.context.balance import RankGroup
 from lightning_megatron.pipeline.registry import order_of
 from lightning_megatron.pipeline.schedule import Kind
 from lightning_megatron.planner.model_parts import SequenceLengths
-from lightning_megatron.planner.run import Run
+from lightning_megatron.planner.run import Run, RunSettings
 
 
 def of_group(run: Run, group: RankGroup) -> Run:
@@ -36,7 +36,7 @@ def of_documents(run: Run, documents: tuple[int, ...], size: int) -> Run:
     )
 
 
-def fullest_line(run: Run, pp_rank: int) -> int:
+def fullest_line(run: RunSettings, pp_rank: int) -> int:
     """Index, among the dp x cp ranks of a pipeline rank, of that which holds the most tokens at a time; 0 where
     microbatches are equal."""
     batch = run.balanced

@@ -129,8 +129,14 @@ def constant_faults(table: object) -> list[str]:
 @lru_cache(maxsize=1)
 def fitted() -> Constants:
     """The constants as fitted."""
-    record: dict[str, Any] = json.loads(
+    values = fitted_file()["values"]
+    names = (field.name for field in fields(Constants) if field.name not in GIVEN)
+    return Constants(**{name: float(values[name]) for name in names})
+
+
+def fitted_file() -> dict[str, Any]:
+    """What `constants.json` holds: the constants as fitted, and published over predicted step times."""
+    found: dict[str, Any] = json.loads(
         resources.files(__package__).joinpath("constants.json").read_text(encoding="utf-8")
     )
-    names = (field.name for field in fields(Constants) if field.name not in GIVEN)
-    return Constants(**{name: float(record["values"][name]) for name in names})
+    return found

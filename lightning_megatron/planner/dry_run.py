@@ -300,7 +300,7 @@ def shown_ranks(run: RunSettings) -> tuple[int, ...]:
     """Global ranks of the first, the middle and the last pipeline rank; where microbatches differ, those that hold the
     most tokens at a time."""
     pp_ranks = sorted({0, run.sizes.pp // 2, run.sizes.pp - 1})
-    return tuple(global_rank(run, rank, fullest_line(run, rank) if isinstance(run, Run) else 0) for rank in pp_ranks)
+    return tuple(global_rank(run, rank, fullest_line(run, rank)) for rank in pp_ranks)
 
 
 def global_rank(run: RunSettings, pp_rank: int, line: int) -> int:

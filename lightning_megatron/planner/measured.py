@@ -50,7 +50,7 @@ def measured(run: RunSettings, trained: Trained | None = None) -> Measured:
     """Measurement of a run without errors; of ranks that share a stage, that of the fullest. A `Run` has its own
     model."""
     ranks, pp = DryRuns(run, trained), run.sizes.pp
-    found = [ranks.of(global_rank(run, index, _fullest_line(run, index))) for index in range(pp)]
+    found = [ranks.of(global_rank(run, index, fullest_line(run, index))) for index in range(pp)]
     flops = sum(sum(one.flops.values()) for one in found) * run.sizes.world / pp
     return Measured(
         memory=tuple(map(_memory_of, found)),
@@ -61,17 +61,13 @@ def measured(run: RunSettings, trained: Trained | None = None) -> Measured:
 
 def measured_levels(run: RunSettings, pp_rank: int, trained: Trained | None = None) -> list[Level]:
     """What the fullest rank of a pipeline rank holds in each piece of a step of all microbatches, in order."""
-    return DryRuns(run, trained, walks_all=True).levels(global_rank(run, pp_rank, _fullest_line(run, pp_rank)))
+    return DryRuns(run, trained, walks_all=True).levels(global_rank(run, pp_rank, fullest_line(run, pp_rank)))
 
 
 def measured_held(run: RunSettings, pp_rank: int, trained: Trained | None = None) -> list[HeldTensors]:
     """What the fullest rank of a pipeline rank holds at its peak, by module and line of code, the most bytes first. The
     run must have microbatches that are alike."""
-    return held_tensors(run, global_rank(run, pp_rank, _fullest_line(run, pp_rank)), trained)
-
-
-def _fullest_line(run: RunSettings, pp_rank: int) -> int:
-    return fullest_line(run, pp_rank) if isinstance(run, Run) else 0
+    return held_tensors(run, global_rank(run, pp_rank, fullest_line(run, pp_rank)), trained)
 
 
 @lru_cache(maxsize=16)

@@ -4,14 +4,11 @@
 which no constant was fitted. Those of a GPU's family, a precision and a kind of model serve where there are enough.
 """
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from importlib import resources
-from typing import Any
 
-from lightning_megatron.planner.constants import GIVEN, Constants
+from lightning_megatron.planner.constants import GIVEN, Constants, fitted_file
 
 ALL_FAMILIES = "all GPUs"
 """Name of the ratios of every family and precision together."""
@@ -72,7 +69,4 @@ def largest_effects(seconds_of: Callable[[Constants], float], constants: Constan
 
 @lru_cache(maxsize=1)
 def _published() -> list[Ratios]:
-    record: dict[str, Any] = json.loads(
-        resources.files(__package__).joinpath("constants.json").read_text(encoding="utf-8")
-    )
-    return [Ratios(**one) for one in record["published_over_predicted"]]
+    return [Ratios(**one) for one in fitted_file()["published_over_predicted"]]
