@@ -13,9 +13,9 @@ not the package's fewer sizes are tried, and what is expected of them is measure
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, count, product
+from itertools import count, product
 
 from lightning_megatron.context.config import ContextConfig
 from lightning_megatron.mesh import Sizes, StageLayout
@@ -24,7 +24,6 @@ from lightning_megatron.planner.estimate import Estimate, estimate
 from lightning_megatron.planner.forecast import ClosedForm, FewSamples, Forecast
 from lightning_megatron.planner.hardware import GIGA, Gpu
 from lightning_megatron.planner.measured import Measure, UnmeasuredError, measured
-from lightning_megatron.planner.measured_ahead import MeasuredAhead
 from lightning_megatron.planner.memory import Memory
 from lightning_megatron.planner.model_size import ModelSize
 from lightning_megatron.planner.run import Run, RunSettings, context_fields, faults_of
@@ -116,28 +115,27 @@ def search(
     `free_recompute` allows full recomputation where nothing else fits. Precision, optimizer and FP8 are the run's. A
     `Run` has its own `size`.
     """
+    queue = _Queue(gpu, memory_bytes, free_recompute, measure, size)
     if size is None:
         assert isinstance(run, Run), "the size of any other model is given"
         tried: Iterator[RunSettings] = candidates(run, gpu)
     else:
         tried = few_candidates(run, gpu, size)
-    with MeasuredAhead(measure) as ahead:
-        queue = _Queue(gpu, memory_bytes, free_recompute, ahead, size)
-        for candidate in tried:
-            if faults := faults_of(candidate):
-                queue.rejected.append(Rejected(run=candidate, why="; ".join(faults)))
-            else:
-                queue.add(candidate)
-        confirmed: list[Confirmed] = []
-        while len(confirmed) < num_confirmed and (alike := queue.fastest()):
-            confirmed += queue.confirmed(alike)
-        found = Found(confirmed=tuple(confirmed), others=queue.unmeasured(), rejected=tuple(queue.rejected))
-        for one in () if confirmed else found.nearest(1):
-            # What is expected is not the last word where nothing fits.
-            queue = _Queue(gpu, memory_bytes, free_recompute, ahead, size)
-            if is_enough := queue.confirmed([_Pending(0.0, 0, one.run, one.needed_bytes)]):
-                rejected = tuple(other for other in found.rejected if other is not one)
-                found = replace(found, confirmed=tuple(is_enough), rejected=rejected)
+    for candidate in tried:
+        if faults := faults_of(candidate):
+            queue.rejected.append(Rejected(run=candidate, why="; ".join(faults)))
+        else:
+            queue.add(candidate)
+    confirmed: list[Confirmed] = []
+    while len(confirmed) < num_confirmed and (alike := queue.fastest()):
+        confirmed += queue.confirmed(alike)
+    found = Found(confirmed=tuple(confirmed), others=queue.unmeasured(), rejected=tuple(queue.rejected))
+    for one in () if confirmed else found.nearest(1):
+        # What is expected is not the last word where nothing fits.
+        queue = _Queue(gpu, memory_bytes, free_recompute, measure, size)
+        if is_enough := queue.confirmed([_Pending(0.0, 0, one.run, one.needed_bytes)]):
+            rejected = tuple(other for other in found.rejected if other is not one)
+            found = replace(found, confirmed=tuple(is_enough), rejected=rejected)
     return found
 
 
@@ -156,13 +154,13 @@ class _Queue:
     """Layouts that may fit, fastest first, and those that do not."""
 
     def __init__(
-        self, gpu: Gpu, memory_bytes: float, free_recompute: bool, ahead: MeasuredAhead, size: ModelSize | None = None
+        self, gpu: Gpu, memory_bytes: float, free_recompute: bool, measure: Measure, size: ModelSize | None = None
     ) -> None:
         self._gpu, self._memory_bytes, self._free_recompute = gpu, memory_bytes, free_recompute
-        self._measure, self._size = ahead, size
+        self._measure, self._size = measure, size
         self._constants: Constants = gpu.constants
         self._forecast: Forecast = (
-            ClosedForm(gpu, self._constants) if size is None else FewSamples(ahead, gpu, self._constants)
+            ClosedForm(gpu, self._constants) if size is None else FewSamples(measure, gpu, self._constants)
         )
         self._pending: list[_Pending] = []
         self._orders = count()
@@ -190,18 +188,15 @@ class _Queue:
             alike.append(heapq.heappop(self._pending))
         return sorted(alike, key=lambda one: one.closed_form)
 
-    def confirmed(
-        self, alike: list[_Pending], next_by: Callable[[_Pending], float] = lambda one: one.seconds
-    ) -> list[Confirmed]:
+    def confirmed(self, alike: list[_Pending]) -> list[Confirmed]:
         """The first of the layouts that fits as measured, if any; what is measured before it is rejected, and so are
-        layouts like one that did not fit. Those of the queue are asked for after them, in the order of `next_by`."""
+        layouts like one that did not fit."""
+        most = _SLACK_OF_CHUNKS * self._memory_bytes
         for index, one in enumerate(alike):
-            if share := self._too_full(one):
+            if (share := self._shares.get(_without_chunks(one.run), 0.0)) * one.closed_form > most:
                 rank, expected = self._fullest(one.run)
                 self._give_up(one.run, rank, expected.times(share))
                 continue
-            later = chain(alike[index + 1 :], sorted(sorted(self._pending), key=next_by))
-            self._measure.expect([one.run, *(other.run for other in later if not self._too_full(other))])
             try:
                 found = estimate(one.run, self._gpu, self._constants, measure=self._measure, size=self._size)
             except UnmeasuredError as error:
@@ -215,21 +210,12 @@ class _Queue:
             self._give_up(one.run, rank, found.memory[rank])
         return []
 
-    def _too_full(self, one: _Pending) -> float:
-        """Measured over expected memory of a layout that has other chunks, if this one does not fit by that, or 0."""
-        share = self._shares.get(_without_chunks(one.run), 0.0)
-        return share if share * one.closed_form > _SLACK_OF_CHUNKS * self._memory_bytes else 0.0
-
     def any_fits(self) -> bool:
         """Whether a layout fits as measured; those that need the least memory in closed form are measured first."""
-
-        def needed(one: _Pending) -> float:
-            return one.closed_form
-
         while self._pending:
-            least = min(self._pending, key=needed)
+            least = min(self._pending, key=lambda one: one.closed_form)
             self._pending.remove(least)
-            if self.confirmed([least], needed):
+            if self.confirmed([least]):
                 return True
         return False
 
@@ -274,19 +260,18 @@ def fewest_gpus(
     data-parallel ranks outnumber the samples of a batch for all sizes.
     """
     world = run.sizes.world
-    with MeasuredAhead(measure) as ahead:
-        while True:
-            world *= 2
-            queue = _Queue(gpu, memory_bytes, free_recompute, ahead)
-            grown = replace(run, sizes=replace(run.sizes, world=world))
-            frugal = list(candidates(grown, gpu, micro_batches=(1,), chunks=(1,)))
-            if not frugal:
-                return 0
-            for candidate in frugal:
-                if not faults_of(candidate):
-                    queue.add(candidate)
-            if queue.any_fits():
-                return world
+    while True:
+        world *= 2
+        queue = _Queue(gpu, memory_bytes, free_recompute, measure)
+        grown = replace(run, sizes=replace(run.sizes, world=world))
+        frugal = list(candidates(grown, gpu, micro_batches=(1,), chunks=(1,)))
+        if not frugal:
+            return 0
+        for candidate in frugal:
+            if not faults_of(candidate):
+                queue.add(candidate)
+        if queue.any_fits():
+            return world
 
 
 def candidates(
