@@ -162,7 +162,8 @@ class StepGradients:
     def _differentiate(self, loss: Tensor, differentiate: Differentiate) -> None:
         if self.loss_scale is not None:
             loss = loss.float() * self.loss_scale.factor
-            self._factor = torch.tensor(1.0 / self.loss_scale.factor, dtype=torch.float64, device=self._device)
+            # Filled on the device: for a copy of a number the host would wait.
+            self._factor = torch.full((), 1.0 / self.loss_scale.factor, dtype=torch.float64, device=self._device)
         with self.weight_gradients.opened():
             differentiate(loss)
 
