@@ -8,10 +8,10 @@ to its own end, so that all that is between steps counts.
 import importlib.util
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,8 @@ from lightning_megatron.transformer.recompute import RecomputePart
 
 # Larger ones make the first steps of Adam diverge, and with them the losses of implementations that round differently.
 LEARNING_RATE = 1e-5
+# Documents of a packed row, equally long, and the probability of dropout.
+DOCUMENTS, DROPOUT = 8, 0.1
 
 
 class NotHere(Exception):
@@ -98,13 +100,17 @@ def train_ours(
     recorder: Recorder,
     *,
     strategy: Callable[[GPTConfig], dict[str, Any]] = lambda config: {},
+    inputs: dict[str, Tensor] | None = None,
 ) -> None:
-    """Our GPT under the Trainer and MegatronStrategy, with further arguments of the strategy."""
+    """Our GPT under the Trainer and MegatronStrategy, with more arguments of the strategy and inputs of the model."""
     from benchmarks.fit import fit
+    from lightning_megatron.precision.fp8 import engine_faults
     from lightning_megatron.trainer.setup.attention_library import attention_faults
 
     arguments = strategy(plan.config)
     if "kernels" in arguments and (faults := attention_faults(arguments["kernels"], plan.device)):
+        raise NotHere(f"left out: {faults[0]}")
+    if "fp8" in arguments and (faults := engine_faults(arguments["fp8"])):
         raise NotHere(f"left out: {faults[0]}")
 
     def build() -> GPTModel:
@@ -118,10 +124,33 @@ def train_ours(
         {"num_microbatches": plan.microbatches, **arguments},
         make_optimizer,
         recorder.add,
+        inputs,
         accelerator="gpu" if plan.device.type == "cuda" else "cpu",
         devices=1,
         precision="bf16-mixed",
     )
+
+
+def train_packed(plan: Plan, recorder: Recorder) -> None:
+    """Our GPT on rows of several documents, which see nothing of each other."""
+    if plan.sequence % DOCUMENTS:
+        raise NotHere(f"left out: rows of {plan.sequence} tokens have no {DOCUMENTS} documents of one length")
+    # On the host, as the data modules of the package keep them.
+    segments_S = torch.arange(DOCUMENTS).repeat_interleave(plan.sequence // DOCUMENTS)
+    train_ours(plan, recorder, inputs={"segments": segments_S.expand(plan.microbatch_rows, -1)})
+
+
+def train_dropping(plan: Plan, recorder: Recorder) -> None:
+    """Our GPT with dropout of hidden states and of weights of attention."""
+    config = replace(plan.config, hidden_dropout=DROPOUT, attention_dropout=DROPOUT)
+    train_ours(replace(plan, config=config), recorder)
+
+
+def engine_strategy(config: GPTConfig, *, scaling: Literal["none", "current"]) -> dict[str, Any]:
+    """The strategy's arguments by which Transformer Engine computes layers, in FP8 unless the scaling is none."""
+    from lightning_megatron import Fp8Config
+
+    return {"fp8": Fp8Config(engine="transformer_engine", scaling=scaling)}
 
 
 def fp8_strategy(config: GPTConfig) -> dict[str, Any]:

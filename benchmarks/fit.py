@@ -14,11 +14,13 @@ def fit(
     strategy: dict[str, Any],
     make_optimizer: Callable[[Any], torch.optim.Optimizer],
     on_step: Callable[[Tensor], None],
+    inputs: dict[str, Tensor] | None = None,
     **trainer_options: Any,
 ) -> None:
     """Trains what `build` makes over the loader for the number of data-parallel ranks; batches are [tokens, labels].
 
-    `strategy` holds arguments of MegatronStrategy, `on_step` is given the loss of each step.
+    `strategy` holds arguments of MegatronStrategy, `on_step` is given the loss of each step, and every call of the
+    model further `inputs`.
     """
     from lightning_megatron import MegatronStrategy
 
@@ -27,7 +29,7 @@ def fit(
             self.model = build()
 
         def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-            output = self.model(batch[0], labels=batch[1])
+            output = self.model(batch[0], labels=batch[1], **(inputs or {}))
             # Models of transformers return more than the loss.
             loss: Tensor = output if isinstance(output, Tensor) else output.loss
             self.log("train_loss", loss)

@@ -4,14 +4,15 @@ Needs this package, torch and lightning; rows that need more, such as transforme
 where it is absent.
 A Llama of 1.3 billion parameters, one with the width of the 8 billion Llama 3, and layers of eight experts, two a
 token, with the sizes of Mixtral 8x7B; as many layers as fit by the formula of `benchmarks/shapes.py`, the same number
-for all rows; sequences of 4096 and 8192. Ours runs under the
-Trainer. Each row is a fresh process: warm-up steps, then timed ones, of which the median counts. A row that runs out of
-memory or of time says so. One whose loss strays from that of the first row shows no time, and the exit status is 1.
+for all rows; sequences of 4096 and 8192. Ours runs under the Trainer. Each row is a fresh process: warm-up steps, then
+timed ones, of which the median counts. A row that runs out of memory or of time says so. One whose loss strays from
+that of the first row shows no time, and the exit status is 1; with eight documents packed into a row, and with dropout,
+losses are others, and must be numbers.
 
 TFLOP/s are model FLOPs by formula: matrix products of forward and backward, of experts those chosen, causal attention
-counted half, without recomputation. MFU is their share of the data sheet's dense peak at the row's precision; in
-the next column attention counts in full, as in PaLM (arXiv 2204.02311, appendix B). The share "of matmul" is of the
-fastest product of the model's own shapes, or of a square one, as measured in the same run.
+counted half, and within a document, without recomputation. MFU is their share of the data sheet's dense peak at the
+row's precision; in the next column attention counts in full, as in PaLM (arXiv 2204.02311, appendix B). The share "of
+matmul" is of the fastest product of the model's own shapes, or of a square one, as measured in the same run.
 
     python benchmarks/gpu.py --json gpu.json
     python benchmarks/gpu.py --device cpu --size smoke
@@ -36,6 +37,9 @@ if TYPE_CHECKING:
     Row = Callable[[Plan, Recorder], None]
 
 OURS, COMPILED, EAGER = "ours, bf16", "plain torch, compiled", "plain torch, eager"
+PACKED, DROPPING = "ours, bf16, packed rows", "ours, bf16, dropout"
+# Rows that train something else: their losses are those of no other row.
+OF_OWN_LOSS = (PACKED, DROPPING)
 AIMS = "55% MFU in bf16, with experts 400 TFLOP/s; 1.4 times the tokens/s of bf16 in FP8"
 # Relative tolerances of the loss: bf16 rounds each implementation's products its own way, and FP8 rounds them more.
 TOLERANCE, FP8_TOLERANCE = 5e-3, 3e-2
@@ -61,7 +65,15 @@ def rows() -> dict[str, "Row"]:
             runs.train_ours, strategy=partial(runs.attention_strategy, library="flash3")
         ),
         "ours, bf16, recompute": partial(runs.train_ours, strategy=runs.recompute_strategy),
+        PACKED: runs.train_packed,
+        DROPPING: runs.train_dropping,
+        "ours, bf16, Transformer Engine": partial(
+            runs.train_ours, strategy=partial(runs.engine_strategy, scaling="none")
+        ),
         "ours, fp8": partial(runs.train_ours, strategy=runs.fp8_strategy),
+        "ours, Transformer Engine, fp8": partial(
+            runs.train_ours, strategy=partial(runs.engine_strategy, scaling="current")
+        ),
     }
 
 
@@ -159,11 +171,12 @@ def ask(arguments: argparse.Namespace, *command: str) -> Any:
 
 
 def fault_of(row: str, found: dict[str, Any], yardstick: dict[str, Any] | None) -> str:
-    """Reason why a row shows no figures; empty: none. Its losses must equal the yardstick's, if there is one."""
+    """Reason why a row shows no figures; empty: none. Its losses must equal the yardstick's, if there is one for them,
+    and be numbers."""
     for reason in ("not_here", "out_of_memory", "out_of_time", "failed"):
         if reason in found:
             return str(found[reason])
-    wanted = found["losses"] if yardstick is None else yardstick["losses"]
+    wanted = found["losses"] if yardstick is None or row in OF_OWN_LOSS else yardstick["losses"]
     tolerance = FP8_TOLERANCE if is_fp8(row) else TOLERANCE
     for step, (loss, other) in enumerate(zip(found["losses"], wanted, strict=True), start=1):
         # Written so that NaN is an error.
@@ -179,16 +192,19 @@ def is_broken(fault: str) -> bool:
 
 def report(part: dict[str, Any], device_name: str) -> list[str]:
     """The rows of the table of one shape and sequence."""
+    from benchmarks.device_runs import DOCUMENTS
     from benchmarks.shapes import SHAPES
     from lightning_megatron.metrics.throughput import Speed, peak_flops
     from lightning_megatron.transformer import cost
 
     shape, sequence = SHAPES[part["size"]], part["sequence"]
     config, step_rows = shape.config(part["layers"], sequence), part["step_rows"]
-    causal, full = (
-        cost.training_flops(config, batch=step_rows, sequence=sequence, is_causal=is_causal)
-        for is_causal in (True, False)
-    )
+
+    def flops_of(row: str, *, is_causal: bool) -> int:
+        documents = DOCUMENTS if row == PACKED else 1
+        return cost.training_flops(
+            config, batch=step_rows * documents, sequence=sequence // documents, is_causal=is_causal
+        )
 
     def speed_of(found: dict[str, Any], num_flops: float) -> Speed:
         return Speed(step_rows * sequence, num_flops, statistics.median(found["seconds"]), num_devices=1)
@@ -203,7 +219,7 @@ def report(part: dict[str, Any], device_name: str) -> list[str]:
         if found["fault"]:
             lines.append(f"{head} {found['fault']} |" + "  |" * 7)
             continue
-        speed, full_speed = speed_of(found, causal), speed_of(found, full)
+        speed, full_speed = (speed_of(found, flops_of(row, is_causal=is_causal)) for is_causal in (True, False))
         precision = "fp8" if is_fp8(row) else "bf16"
         peak = peak_flops(device_name, PRECISIONS[precision])
         measured = part["matmul"].get(precision, {}).get("flops_per_second", 0.0)
@@ -309,7 +325,8 @@ def add_row(row: str, part: dict[str, Any], arguments: argparse.Namespace) -> bo
     settings |= {name: getattr(arguments, name) for name in ("microbatches", "warmup", "steps")}
     options = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
     found = ask(arguments, "--run-row", row, *options)
-    yardstick = next((other for other in part["rows"].values() if not other["fault"]), None)
+    sound = (found for other, found in part["rows"].items() if other not in OF_OWN_LOSS and not found["fault"])
+    yardstick = next(sound, None)
     found["fault"] = fault_of(row, found, yardstick)
     part["rows"][row] = found
     print(f"{part['size']}, {part['sequence']}: {row}: {found}", file=sys.stderr, flush=True)

@@ -5,13 +5,28 @@ import json
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from benchmarks import gpu
-from benchmarks.gpu import COMPILED, EAGER, OURS, TOLERANCE, chosen_rows, fault_of, is_broken, report, rows, run_row
+from benchmarks.gpu import (
+    COMPILED,
+    EAGER,
+    OF_OWN_LOSS,
+    OURS,
+    PACKED,
+    TOLERANCE,
+    add_row,
+    chosen_rows,
+    fault_of,
+    is_broken,
+    report,
+    rows,
+    run_row,
+)
 from benchmarks.plain_llama import build_plain, our_weights
 from benchmarks.shapes import SHAPES, USABLE
 from lightning_megatron.models import GPTModel
@@ -20,7 +35,13 @@ from tests.harness.ranks import run_on_ranks
 
 GIB = 2**30
 # Rows of libraries that run on GPUs alone.
-OF_GPUS = ("Hugging Face, Liger", "ours, bf16, cuDNN attention", "ours, bf16, FlashAttention-3")
+OF_GPUS = (
+    "Hugging Face, Liger",
+    "ours, bf16, cuDNN attention",
+    "ours, bf16, FlashAttention-3",
+    "ours, bf16, Transformer Engine",
+    "ours, Transformer Engine, fp8",
+)
 H100 = "NVIDIA H100 80GB HBM3"
 
 
@@ -50,6 +71,26 @@ def test_a_row_trains_as_plain_torch_does(row: str, size: str, device: str) -> N
     assert len(found["seconds"]) == 3
     assert min(found["seconds"]) > 0
     assert found["peak_bytes"] > 0
+
+
+@pytest.mark.parametrize("row", OF_OWN_LOSS)
+def test_packed_documents_and_dropout_change_what_is_trained(row: str) -> None:
+    others, ours = (found_on("cpu", name, "smoke")["losses"] for name in (row, OURS))
+    assert all(abs(loss - other) > 1e-4 for loss, other in zip(others, ours, strict=True)), (others, ours)
+    assert others == pytest.approx(ours, rel=0.05)
+
+
+def test_a_row_of_its_own_loss_is_neither_measured_by_others_nor_their_measure() -> None:
+    assert fault_of(PACKED, made_row(0.1, (5.0, 4.0)), made_row(0.1)) == ""
+    assert fault_of(PACKED, made_row(0.1, (5.0, float("nan"))), made_row(0.1)).startswith("wrong")
+    part = made_part(**{PACKED: made_row(0.5), OURS: made_row(0.5)})
+    packed, whole = ([float(cell) for cell in line.split("|")[6:7]] for line in report(part, H100))
+    # Attention of eight documents has an eighth of the FLOPs.
+    assert packed < whole
+    asked = asked_for("cpu", "smoke")
+    with mock.patch.object(gpu, "ask", return_value={"losses": [3.0, 2.0], "seconds": [0.5]}):
+        assert add_row(OURS, made_part(**{PACKED: made_row(0.5)}), asked)
+        assert not add_row(OURS, made_part(**{EAGER: made_row(0.5)}), asked)
 
 
 @pytest.mark.slow
