@@ -3,6 +3,7 @@
     python -m tests.certificate                                   # the table; progress goes to stderr
     python -m tests.certificate --write docs/certificate.md       # and the page of the documentation
     python -m tests.certificate --layouts tp2 pp2                 # some rows only
+    python -m tests.certificate --families gemma2 olmo2           # families of transformers alone; without names all
     python -m tests.certificate --device cuda --layouts tp2 pp2   # over NCCL, all ranks on one GPU
 
 A cell is the largest deviation over losses, gradients, gradient norms, weights and logged values, over all steps and
@@ -12,6 +13,7 @@ ranks. Exits with 1 where a cell is not within the tolerance of its precision.
 import argparse
 import contextlib
 import io
+import math
 import os
 import platform
 import sys
@@ -35,6 +37,7 @@ from tests.certificate.cases import (
     cells_of,
 )
 from tests.certificate.compare import HALF_QUANTITIES, deviations, half_bound, half_deviations, outcomes
+from tests.certificate.families import FAMILIES, FAMILY_LAYOUTS, fault_of, layouts_of, results_of
 from tests.certificate.runs import HALF_REACH
 from tests.harness.device import CHOICE
 
@@ -228,6 +231,23 @@ Some of the rows were run [on a GPU](benchmarks/gpu.md), with NCCL.
 """
 
 
+def table_of_families(families: list[str]) -> tuple[str, list[str]]:
+    """The table of families of transformers in Markdown, and what is wrong with it, one line each."""
+    columns: dict[str, dict[str, str]] = {}
+    faults: list[str] = []
+    for family in families:
+        began_seconds = time.perf_counter()
+        with contextlib.redirect_stdout(io.StringIO()):
+            results = results_of(family, layouts_of(family))
+        columns[family] = {one.layout.name: f"{max(one.largest.values(), default=math.nan):.0e}" for one in results}
+        faults += [f"{family}: {fault}" for result in results if (fault := fault_of(result))]
+        seconds = time.perf_counter() - began_seconds
+        print(f"{len(columns)} of {len(families)}: {family}, {seconds:.0f} s", file=sys.stderr, flush=True)
+    lines = [["layout", *families], ["---"] + ["---:"] * len(families)]
+    lines += [[layout, *(columns[family].get(layout, "–") for family in families)] for layout in FAMILY_LAYOUTS]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines), faults
+
+
 def _bite() -> float:
     """How much larger than the widest bound a weight's whole change is."""
     widest = max(HALF_ROUNDINGS.values()) ** 0.5 * max(HALF_ROUNDOFF.values())
@@ -249,7 +269,20 @@ def main() -> int:
         "--device", choices=["cpu", "cuda"], default="cpu", help="of the layouts; one device is the CPU"
     )
     parser.add_argument("--write", type=Path, metavar="FILE", help="a Markdown page to write all of it to")
+    parser.add_argument(
+        "--families",
+        nargs="*",
+        choices=list(FAMILIES),
+        metavar="FAMILY",
+        help="families of transformers instead of the rows",
+    )
     arguments = parser.parse_args()
+    if arguments.families is not None:
+        torch.set_num_threads(1)
+        shown, faults = table_of_families(arguments.families or list(FAMILIES))
+        print(shown)
+        print("\n".join(faults), file=sys.stderr)
+        return 1 if faults else 0
     if arguments.write and len(arguments.layouts) < len(ALL_LAYOUTS):
         parser.error("--write takes all rows; leave --layouts out")
     if arguments.write and arguments.device != "cpu":
@@ -257,7 +290,7 @@ def main() -> int:
     os.environ[CHOICE] = arguments.device
     torch.set_num_threads(1)
     rows: dict[str, list[str]] = {}
-    faults: list[str] = []
+    faults = []
     for name in arguments.layouts:
         began_seconds = time.perf_counter()
         rows[name], found = row_of(name) if name in LAYOUTS else half_row_of(name)
