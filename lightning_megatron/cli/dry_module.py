@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_megatron.any_module.cut_error import CutError
 from lightning_megatron.any_module.cut_experts import expert_modules, token_dispatchers
-from lightning_megatron.any_module.layer_list import layers_of
 from lightning_megatron.any_module.pipelined_modules import pipelined_modules
 from lightning_megatron.any_module.plan import ModelPlan
 from lightning_megatron.cli.usage import UsageError
@@ -24,7 +23,7 @@ from lightning_megatron.hf.later_weights import forget_left
 from lightning_megatron.mesh import Mesh, ambient
 from lightning_megatron.pipeline.scheduled import ScheduledCall
 from lightning_megatron.planner.dry_rank import Batch, call_context, lower_weights
-from lightning_megatron.planner.dry_run import global_rank
+from lightning_megatron.planner.dry_run import global_rank, layers_or_links
 from lightning_megatron.planner.fake_process_group import fake_mesh
 from lightning_megatron.planner.memory_tracker import MemoryTracker
 from lightning_megatron.planner.model_size import ModelSize
@@ -106,7 +105,7 @@ class DryModule:
             trained=trained,
             # Ranks share all modules of experts alike.
             num_experts=gcd(*(one.num_experts for _, one in expert_modules(module))) or 1,
-            num_layers=max(len(layers_of(module)), 1),
+            num_layers=max(len(layers_or_links(module)), 1),
         )
 
     def build(self, mesh: Mesh, device: torch.device) -> pl.LightningModule:

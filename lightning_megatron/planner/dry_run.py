@@ -247,8 +247,15 @@ class DryRuns:
             stand_ins=stand_ins,
             parameters=parameters,
             trained=(dense, experts),
-            num_layers=len(layers or layers_of(own.module)),
+            num_layers=len(layers or layers_or_links(own.module)),
         )
+
+
+def layers_or_links(module: nn.Module) -> tuple[str, ...]:
+    """Names of the layers that a module holds or, without a list of like ones, of the links of its one chain, which
+    stages share as they do layers."""
+    chains = [child for child in module.children() if isinstance(child, nn.Sequential)]
+    return layers_of(module) or (tuple(chains[0]._modules) if len(chains) == 1 else ())
 
 
 @contextmanager

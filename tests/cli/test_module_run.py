@@ -75,6 +75,17 @@ MODULE = """\
             raise KeyError("no such key")
 
 
+    class Chain(WithData):
+        def configure_model(self):
+            if self.model is None:
+                parts = [torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.GELU()) for _ in range(4)]
+                self.model = torch.nn.Sequential(torch.nn.Embedding(64, 32), *parts, torch.nn.Linear(32, 64))
+
+        def training_step(self, batch, batch_idx):
+            logits = self.model(batch["tokens"]).flatten(0, 1)
+            return torch.nn.functional.cross_entropy(logits, batch["labels"].flatten())
+
+
     class Empty(Mine):
         def train_dataloader(self):
             return []
@@ -144,6 +155,18 @@ def test_layouts_of_a_module_of_the_users_are_found(module: str, capsys: pytest.
     assert again["step_seconds"] == best["step_seconds"] and again["memory_bytes"] == best["memory_bytes"]
 
 
+def test_links_of_a_chain_are_layers_that_stages_and_chunks_share(
+    module: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = ("plan", f"{module}:Chain", "--gpu", "h100", "--num-gpus", "2", "--global-batch-size", "4")
+    whole, cut = (record_of(capsys, *args, "--layout", layout) for layout in ("mbs=1", "pp=2"))
+    assert whole["layers"] == [6] and cut["layers"] == [3, 3]
+    # Each is launched by the host, however few ranks there are: twice as many links, and half as many microbatches.
+    assert whole["seconds"]["compute"] == pytest.approx(cut["seconds"]["compute"])
+    found = record_of(capsys, *args, "--top", "9")
+    assert any("vp=3" in text for one in found["layouts"] for text in (one["layout"], *one["alike"]))
+
+
 @pytest.mark.parametrize(
     ("args", "words"),
     [
@@ -152,7 +175,7 @@ def test_layouts_of_a_module_of_the_users_are_found(module: str, capsys: pytest.
         (("{}:Mine", *("--world-size", "1", "--global-batch-size", "1")), "has no train_dataloader, and no data"),
         (
             ("{}:None", *("--world-size", "1", "--global-batch-size", "1")),
-            "has no None; it has Draws, Empty, Fails, Loads, Mine",
+            "has no None; it has Chain, Draws, Empty, Fails, Loads, Mine",
         ),
         (("{}:Empty", *("--world-size", "1", "--global-batch-size", "1")), "the data has no batch"),
         (("{}:WithData", "--sequence-length", "7"), "--sequence-length (7) is for a recipe or a model"),
