@@ -160,11 +160,14 @@ def with_run_options(request: PlanRequest[R], options: argparse.Namespace) -> Pl
 
 def _bare(model: Model, lengths: SequenceLengths, batch: int, options: argparse.Namespace) -> PlanRequest[Run]:
     """The request for a model alone, trained with the package's fastest settings."""
-    if strange := [name for name in ("model", "model_kind") if getattr(options, name) is not None]:
-        names = " and ".join(f"--{name.replace('_', '-')}" for name in strange)
-        raise ValueError(f"{names} is for a recipe's file, and {options.config} is none; leave it out")
-    if absurd := model_limit_faults(model):
-        raise ValueError("\n".join(absurd))
+    if faults := [
+        f"{name} ({value}) is for a recipe's file, and {options.config} is none; leave it out"
+        for name, value in (("--model", options.model), ("--model-kind", options.model_kind))
+        if value is not None
+    ]:
+        raise ValueError("\n".join(faults))
+    if faults := model_limit_faults(model):
+        raise ValueError("\n".join(faults))
     lengths = replace(
         lengths,
         sequence=options.sequence_length or lengths.sequence,
@@ -218,8 +221,9 @@ def _of_recipe(path: Path, data: Any, options: argparse.Namespace) -> PlanReques
 
 def _of_hugging_face(path: Path, options: argparse.Namespace) -> PlanRequest[Run]:
     model = model_of_folder(path)
-    if options.global_batch_size is None:
-        raise ValueError(f"--global-batch-size is needed: {path} does not say it")
+    needed = {"--global-batch-size": options.global_batch_size, options.world_option: options.num_gpus}
+    if missing := [name for name, value in needed.items() if value is None]:
+        raise ValueError("\n".join(f"{name} is needed: {path} does not say how many" for name in missing))
     length = min(model.max_sequence_length, _USUAL_LENGTH)
     lengths = SequenceLengths(
         sequence=length,

@@ -767,6 +767,8 @@ def test_a_hugging_face_config_is_planned(tmp_path: Path, capsys: pytest.Capture
     file.write_text(json.dumps(config))
     args = (str(file), "--gpu", "h100", "--num-gpus", "8", "--layout", "tp=4,mbs=1")
     assert "--global-batch-size is needed" in shown(capsys, *args)
+    both = shown(capsys, str(file), "--gpu", "h100")
+    assert "--global-batch-size is needed" in both and "--num-gpus is needed" in both
     wrong = tmp_path / "wrong.json"
     for fields, words in (
         (
@@ -899,7 +901,7 @@ def test_a_gpu_of_one_s_own_is_accepted(tmp_path: Path, capsys: pytest.CaptureFi
             ("llama3_8b", "--gpu", "h100", "--num-gpus", "8", "--decoder-sequence-length", "64"),
             ("--decoder-sequence-length (64)", "T5", "GPT"),
         ),
-        (("llama3_8b", "--gpu", "h100", "--num-gpus", "8", "--model", "gpt_1t"), ("--model is for a recipe",)),
+        (("llama3_8b", "--gpu", "h100", "--num-gpus", "8", "--model", "gpt_1t"), ("--model (gpt_1t) is for a recipe",)),
         ((GPT_1T, "--gpu", "h100", "--model", "llama3_8b"), ("--model (llama3_8b)", "model.config")),
         (("llama3_8b", "--gpu", "h100", "--num-gpus", "8", "--layout", "stages=even"), ("'even'", "layers, cost")),
         (("", "--gpu", "h100"), ("CONFIG is empty; give a recipe's YAML file, a preset",)),
