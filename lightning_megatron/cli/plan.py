@@ -196,6 +196,8 @@ def estimated(
 def _explain(
     options: argparse.Namespace, gpu: Gpu, request: PlanRequest[Any], measure: Measure, size: ModelSize | None
 ) -> None:
+    if options.explain and request.dynamic is not None and options.layout == OF_RECIPE:
+        raise UsageError([ALIKE])
     found, notes = estimated(options, gpu, request, measure, size)
     if options.out is not None:
         _draw(found, request, options.out)
@@ -312,11 +314,7 @@ def _notes(request: PlanRequest[Any], gpu: Gpu, layout: str | None) -> list[str]
 
 def _held(found: Estimate, request: PlanRequest[Any], options: argparse.Namespace) -> list[HeldTensors] | None:
     """What the fullest rank holds at its peak, where that is asked for."""
-    if not options.explain:
-        return None
-    if found.run.balanced is not None:
-        raise UsageError([ALIKE])
-    return request.held_of(found.run, found.fullest)
+    return request.held_of(found.run, found.fullest) if options.explain else None
 
 
 def _held_text(found: Estimate, held: list[HeldTensors] | None) -> list[str]:

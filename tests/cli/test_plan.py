@@ -341,6 +341,10 @@ def test_documents_that_are_balanced_are_planned_as_they_are(
     assert long["num_documents"] == 64 and 16 < int(cut) < 48
     text = printed(capsys, file, *options, "--document-lengths", "median=200,sigma=1")
     assert "documents in" in text and "microbatches a rank, packs: " in text
+    # What cannot be told is refused before anything is written.
+    picture = tmp_path / "plan.svg"
+    assert "takes microbatches that are alike" in shown(capsys, file, *options, "--explain", "--out", str(picture))
+    assert not picture.exists()
     # A search, and a layout that is written out, go without, and are those of the recipe that never had it.
     (tmp_path / "plain").mkdir()
     own = {"trainer.strategy.init_args": {}, "data": BALANCED_DATA | {"packing": "documents"}}
