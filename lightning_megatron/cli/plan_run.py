@@ -166,8 +166,8 @@ def _bare(model: Model, lengths: SequenceLengths, batch: int, options: argparse.
         if value is not None
     ]:
         raise ValueError("\n".join(faults))
-    if faults := model_limit_faults(model):
-        raise ValueError("\n".join(faults))
+    if absurd := model_limit_faults(model):
+        raise ValueError("\n".join(absurd))
     lengths = replace(
         lengths,
         sequence=options.sequence_length or lengths.sequence,
