@@ -155,6 +155,9 @@ class _Dispatched:
         module.register_forward_hook(self._combine)
 
     def _dispatch(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if torch.compiler.is_compiling():
+            # One operator runs the module with its hooks (`uncompiled_modules`).
+            return None
         hidden_TH, expert_ids_TK, probs_TK = signature(module.forward).bind(*args, **kwargs).args
         self._work = work = self.dispatcher.dispatch(hidden_TH, expert_ids_TK, probs_TK)
         rows_RH, probs_R, groups = work.wait()
@@ -163,6 +166,8 @@ class _Dispatched:
         return (rows_RH, ids_R[:, None], probs_R[:, None]), {}
 
     def _combine(self, module: nn.Module, args: Any, output_RH: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            return output_RH
         rows_RH, _, probs_R1 = args
         if not len(rows_RH):
             # What no row went through has no backward, and other ranks would wait for its messages.

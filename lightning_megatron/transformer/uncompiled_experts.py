@@ -44,7 +44,7 @@ def _run(
     dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     module = held_by(layer)()
-    with _with_autograd(), torch.set_grad_enabled(is_training), autocast(hidden_TH, dtype):
+    with with_autograd(), torch.set_grad_enabled(is_training), autocast(hidden_TH, dtype):
         leaf_TH = hidden_TH.detach().requires_grad_(is_training)
         outputs = module.mixed(leaf_TH, *held_by(call))
     kept = handle_of((leaf_TH, outputs) if is_training else None)
@@ -72,7 +72,7 @@ def _(
 def _run_backward(grad_TH: Tensor, grad_auxiliary: Tensor, hidden_TH: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
     leaf_TH, outputs = held_by(kept)
     pairs = [pair for pair in zip(outputs, (grad_TH, grad_auxiliary), strict=True) if pair[0].requires_grad]
-    with _with_autograd():
+    with with_autograd():
         torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
     # The second is that of the anchor: a backward whose results nobody wants would be left out.
     return torch.zeros_like(leaf_TH) if leaf_TH.grad is None else leaf_TH.grad, torch.zeros((), device="cpu")
@@ -95,7 +95,7 @@ _run.register_autograd(_backward, setup_context=_save)
 
 
 @contextmanager
-def _with_autograd() -> Iterator[None]:
+def with_autograd() -> Iterator[None]:
     """Autograd on its own terms, inside of an operator, which torch runs without it."""
     excluded = torch._C._dispatch_tls_local_exclude_set()
     for key in (DispatchKey.AutogradFunctionality, DispatchKey.ADInplaceOrView):

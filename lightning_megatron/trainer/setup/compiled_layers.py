@@ -10,6 +10,7 @@ from torch import nn
 from lightning_megatron.any_module.cut_model import CutModel, cut_of, is_looked_at
 from lightning_megatron.any_module.plan import ModelPlan
 from lightning_megatron.any_module.tensor_styles import ColwiseLinear
+from lightning_megatron.any_module.uncompiled_modules import experts_uncompiled
 from lightning_megatron.comm import collectives
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.pipeline.module import PipelineModule
@@ -102,7 +103,7 @@ def _prepared(layer: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
             for tokens in (*args, *kwargs.values()):
                 if isinstance(tokens, Tokens):
                     tokens.draw()
-        with stood_in(layer), torch._C.DisableTorchFunction():
+        with stood_in(layer), experts_uncompiled(layer), torch._C.DisableTorchFunction():
             return call(*args, **kwargs)
 
     return prepared

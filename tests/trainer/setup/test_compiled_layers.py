@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from lightning_megatron import (
     ConfigurationError,
@@ -252,20 +252,29 @@ def test_gradients_of_weights_in_16_bits_are_not_rounded_to_them(lora: LoraConfi
     assert len(matrices) >= 12 and all(not torch.equal(grad, grad.bfloat16().float()) for grad in matrices)
 
 
-def test_layers_of_a_model_of_transformers_as_it_is_are_compiled_alike() -> None:
-    config = LlamaConfig(
-        vocab_size=131,
-        hidden_size=32,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=48,
-        use_cache=False,
-    )
+WIDTHS: dict[str, Any] = {
+    "vocab_size": 131,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "use_cache": False,
+}
+# What multiplies experts at once takes no float64.
+AS_THEY_ARE: dict[str, tuple[Callable[[], nn.Module], torch.dtype]] = {
+    "dense": (lambda: LlamaForCausalLM(LlamaConfig(**WIDTHS)), torch.float64),
+    "experts": (lambda: MixtralForCausalLM(MixtralConfig(**WIDTHS, num_local_experts=4)), torch.float32),
+}
+
+
+@pytest.mark.parametrize("kind", AS_THEY_ARE)
+def test_layers_of_a_model_of_transformers_as_it_is_are_compiled_alike(kind: str) -> None:
+    make, dtype = AS_THEY_ARE[kind]
     found = []
     for is_compiled in (False, True):
         torch.manual_seed(1)
-        holder = nn.ModuleDict({"net": LlamaForCausalLM(config).double()})
+        holder = nn.ModuleDict({"net": make().to(dtype)})
         if is_compiled:
             layers = compile_layers(AOT_EAGER, holder, ModelPlan(), {}, Mesh.single())
             assert layers == list(holder["net"].model.layers)
@@ -273,6 +282,8 @@ def test_layers_of_a_model_of_transformers_as_it_is_are_compiled_alike() -> None
         loss = holder["net"](input_ids=tokens, labels=tokens).loss
         loss.backward()
         found.append({"loss": loss.detach()} | {name: weight.grad for name, weight in holder.named_parameters()})
+        # Nothing is left in the modules, which are copied and saved.
+        assert all("forward" not in vars(module) for module in holder.modules())
     assert_equal(found[1], found[0])
     assert not counters["graph_break"] and counters["stats"]["unique_graphs"] == 1
 
@@ -320,8 +331,8 @@ def trained_in_shards(model_types: list[str], layout: CutLayout) -> None:
     ids=lambda layout: "tp2+sp" if layout.sp else "tp2" if layout.tp > 1 else "ZeRO-3",
 )
 def test_unchanged_layers_whose_weights_ranks_share_out_are_compiled_alike(layout: CutLayout) -> None:
-    # Qwen3 has norms of which each rank has terms of the gradient, and Phi biases.
-    model_types = every_nth(["qwen3", "llama", "phi"], 2)
+    # Qwen3 has norms of which each rank has terms of the gradient, Mixtral experts that ranks share, and Phi biases.
+    model_types = every_nth(["qwen3", "llama", "mixtral", "phi"], 2)
     run_on_ranks(2, trained_in_shards, model_types, layout, init=False, timeout=240)
 
 
