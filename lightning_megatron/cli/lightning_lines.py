@@ -3,7 +3,7 @@
 import logging
 import warnings
 
-# Loggers, each with a part of what it says in every run or at every save.
+# Loggers, each with a part of what it says in every run or at every save that a program asks for.
 _NO_NEWS = {
     "lightning.pytorch.utilities.rank_zero": "Tip: For seamless cloud",
     "lightning.pytorch.trainer.connectors.checkpoint_connector": "`weights_only` was not set",

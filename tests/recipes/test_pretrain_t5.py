@@ -44,8 +44,6 @@ def test_a_run_of_two_processes_is_resumed_on_stages_over_both_stacks_and_fills_
     (tmp_path / "tiny.yaml").write_text(TINY)
     first = launched(tmp_path, "fit", "--config", "tiny.yaml", script="pretrain_t5.py")
     assert first.returncode == 0, first.stderr
-    # What Lightning says at each save.
-    assert "weights_only" not in first.stderr + first.stdout
     one = losses(tmp_path, 0)
     assert len(one) == 4 and one[3] < one[0]
     header = (tmp_path / "logs" / "tiny" / "version_0" / "metrics.csv").read_text().splitlines()[0].split(",")
