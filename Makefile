@@ -84,6 +84,7 @@ bench: $(VENV)/.ready
 	$(BIN)/python benchmarks/any_module.py
 	$(BIN)/python benchmarks/pipeline.py
 	$(BIN)/python benchmarks/optimizer.py
+	$(BIN)/python benchmarks/optimizer.py --stage 3 --size llama
 	$(BIN)/python benchmarks/experts.py
 	$(BIN)/python benchmarks/generation.py
 	$(BIN)/python benchmarks/data.py

@@ -11,8 +11,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
+from types import MappingProxyType
 from typing import IO, Any
 
 # How long the others may go on after one rank failed: to say that they lost a peer, not to wait for it.
@@ -30,12 +31,17 @@ class RanksTooSlow(RuntimeError):
 
 
 def run_ranks(
-    command: Sequence[str], world: int, *, timeout_seconds: float = 900.0, python: str = sys.executable
+    command: Sequence[str],
+    world: int,
+    *,
+    timeout_seconds: float = 900.0,
+    python: str = sys.executable,
+    environment: Mapping[str, str] = MappingProxyType({}),
 ) -> list[Any]:
     """Last lines printed by `world` processes of `python command...`, by rank.
 
-    Their environment is torchrun's, with one thread a rank. Raises RankFailed, of the rank that failed first, or
-    RanksTooSlow; whatever happens, no process is left.
+    Their environment is torchrun's, with one thread a rank, and what `environment` adds. Raises RankFailed, of the rank
+    that failed first, or RanksTooSlow; whatever happens, no process is left.
     """
     port = _free_port()
     ranks: list[subprocess.Popen[bytes]] = []
@@ -43,8 +49,8 @@ def run_ranks(
         files = [tuple(open_files.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2)) for _ in range(world)]
         try:
             for rank, (output, errors) in enumerate(files):
-                environment = _environment(rank, world, port)
-                ranks.append(subprocess.Popen([python, *command], env=environment, stdout=output, stderr=errors))
+                own = {**_environment(rank, world, port), **environment}
+                ranks.append(subprocess.Popen([python, *command], env=own, stdout=output, stderr=errors))
             failed = _wait(ranks, time.monotonic() + timeout_seconds)
         finally:
             for process in ranks:

@@ -1,4 +1,4 @@
-"""One data-parallel training run of the same small GPT on this rank, by each of the optimizers that are compared.
+"""One data-parallel training run of the same small model on this rank, by each of the optimizers that are compared.
 
 All start from the same weights, see the same rows, and do the same arithmetic: mean loss of the global batch, gradients
 clipped to norm 1, fused AdamW, float32. They differ in who holds, sums and updates what.
@@ -8,7 +8,7 @@ import importlib.util
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from benchmarks.clock import StepClock
 from benchmarks.joined import joined_by_gloo
+from benchmarks.peak import PeakMemory
 from benchmarks.plain_gpt import PlainGPT
 
 LEARNING_RATE = 1e-3
@@ -34,6 +35,8 @@ class NotHere(Exception):
 class Size:
     """The model and the steps of a run."""
 
+    model: Literal["gpt", "llama"] = "gpt"
+    """The GPT of `plain_gpt`, and for this package its own with those weights; or for all the Llama of transformers."""
     layers: int
     hidden: int
     heads: int
@@ -51,21 +54,53 @@ class Size:
 
 @dataclass(kw_only=True)
 class Record:
-    """Record of a run on this rank: its clock, and its own loss of each step."""
+    """Record of a run on this rank: its clock, its peak memory in the timed steps, and its own loss of each step."""
 
     clock: StepClock
+    peak: PeakMemory = field(default_factory=PeakMemory)
     losses: list[Tensor] = field(default_factory=list)
 
     def add(self, loss: Tensor) -> None:
         """Notes the end of a step."""
         self.losses.append(loss.detach())
         self.clock.tick()
+        if self.clock.steps == self.clock.warmup_steps:
+            self.peak.begin()
+        elif self.clock.steps == self.clock.warmup_steps + self.clock.timed_steps:
+            self.peak.end()
 
 
-def make_model(size: Size) -> PlainGPT:
-    """The plain model, with the same weights on every rank and in every row."""
+def make_model(size: Size) -> nn.Module:
+    """The model, with the same weights on every rank and in every row."""
     torch.manual_seed(0)
-    return PlainGPT(size.layers, size.hidden, size.heads, size.sequence, size.vocabulary)
+    if size.model == "gpt":
+        return PlainGPT(size.layers, size.hidden, size.heads, size.sequence, size.vocabulary)
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=size.vocabulary,
+        hidden_size=size.hidden,
+        # Eight thirds, as of Llama's own, and a multiple of 16.
+        intermediate_size=round(size.hidden / 6) * 16,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.heads,
+        max_position_embeddings=size.sequence,
+        use_cache=False,
+    )
+    return LlamaForCausalLM(config).train()
+
+
+def _layers_of(model: nn.Module) -> nn.ModuleList:
+    layers = model.blocks if isinstance(model, PlainGPT) else model.get_submodule("model.layers")
+    assert isinstance(layers, nn.ModuleList)
+    return layers
+
+
+def _loss(model: Callable[..., Any], tokens: Tensor, labels: Tensor) -> Tensor:
+    output = model(tokens, labels=labels)
+    # Models of transformers return more than the loss.
+    loss: Tensor = output if isinstance(output, Tensor) else output.loss
+    return loss
 
 
 def make_loader(size: Size) -> Loader:
@@ -74,7 +109,9 @@ def make_loader(size: Size) -> Loader:
     generator = torch.Generator().manual_seed(1)
     shape = (size.steps, world, size.rows, size.sequence + 1)
     tokens = (torch.rand(shape, generator=generator) ** 4 * size.vocabulary).long()[:, rank].flatten(0, 1)
-    data = torch.utils.data.TensorDataset(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+    inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    # Models of transformers shift labels themselves.
+    data = torch.utils.data.TensorDataset(inputs, labels if size.model == "gpt" else inputs)
     return torch.utils.data.DataLoader(data, batch_size=size.rows)
 
 
@@ -94,20 +131,23 @@ def train_ddp(size: Size, microbatches: int, record: Record, *, overlap: bool) -
 
 
 @joined_by_gloo
-def train_fsdp2(size: Size, microbatches: int, record: Record) -> None:
-    """torch FSDP2, each block a unit; parameters are gathered once a step and stay until its last backward."""
+def train_fsdp2(size: Size, microbatches: int, record: Record, *, stage: int, keeps: bool) -> None:
+    """torch FSDP2, each layer a unit. With stage 1 gradients are summed once a step, with stage 3 for each microbatch.
+    Parameters that it keeps are gathered once a step and stay until its last backward."""
     from torch.distributed.fsdp import fully_shard
 
     mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
     model = make_model(size)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, reshard_after_forward=False)
-    sharded = fully_shard(model, mesh=mesh, reshard_after_forward=False)
+    for layer in _layers_of(model):
+        fully_shard(layer, mesh=mesh, reshard_after_forward=not keeps)
+    sharded = fully_shard(model, mesh=mesh, reshard_after_forward=not keeps)
 
     def before_microbatch(is_last: bool) -> None:
-        sharded.set_requires_gradient_sync(is_last)
-        sharded.set_reshard_after_backward(is_last)
-        sharded.set_is_last_backward(is_last)
+        if keeps:
+            sharded.set_reshard_after_backward(is_last)
+        if stage == 1:
+            sharded.set_requires_gradient_sync(is_last)
+            sharded.set_is_last_backward(is_last)
 
     _train(model, size, microbatches, record, before_microbatch)
 
@@ -122,7 +162,7 @@ def _train(
         losses = []
         for i, rows in enumerate(zip(tokens.chunk(microbatches), labels.chunk(microbatches), strict=True)):
             before_microbatch(i == microbatches - 1)
-            loss = model(*rows) / microbatches
+            loss = _loss(model, *rows) / microbatches
             loss.backward()
             losses.append(loss.detach())
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -130,22 +170,19 @@ def _train(
         record.add(torch.stack(losses).sum())
 
 
-def train_deepspeed(size: Size, microbatches: int, record: Record, *, overlap: bool) -> None:
-    """DeepSpeed's ZeRO stage 1 around the same AdamW; with overlap in buckets of DDP's size."""
+def train_deepspeed(size: Size, microbatches: int, record: Record, *, zero: dict[str, Any]) -> None:
+    """DeepSpeed around the same AdamW, with these settings of its `zero_optimization`."""
     if importlib.util.find_spec("deepspeed") is None:
         raise NotHere("DeepSpeed is not installed here; --deepspeed-python names an interpreter that has it")
-    _train_deepspeed(size, microbatches, record, overlap)
+    _train_deepspeed(size, microbatches, record, zero)
 
 
 @joined_by_gloo
-def _train_deepspeed(size: Size, microbatches: int, record: Record, overlap: bool) -> None:
+def _train_deepspeed(size: Size, microbatches: int, record: Record, zero: dict[str, Any]) -> None:
     import deepspeed
 
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     model = make_model(size)
-    zero: dict[str, Any] = {"stage": 1, "overlap_comm": overlap}
-    if overlap:
-        zero["reduce_bucket_size"] = zero["allgather_bucket_size"] = BUCKET_MB * 2**20 // 4
     engine, *_ = deepspeed.initialize(
         model=model,
         optimizer=make_optimizer(model.parameters()),
@@ -161,7 +198,7 @@ def _train_deepspeed(size: Size, microbatches: int, record: Record, overlap: boo
     for tokens, labels in make_loader(size):
         losses = []
         for rows in zip(tokens.chunk(microbatches), labels.chunk(microbatches), strict=True):
-            loss = engine(*rows)
+            loss = _loss(engine, *rows)
             engine.backward(loss)
             engine.step()
             losses.append(loss.detach() / microbatches)
@@ -169,7 +206,7 @@ def _train_deepspeed(size: Size, microbatches: int, record: Record, overlap: boo
 
 
 def train_ours(size: Size, microbatches: int, record: Record, *, optimizer: dict[str, Any]) -> None:
-    """Our layers under the Trainer, with the arguments of OptimizerConfig; without any, the strategy as it comes."""
+    """A model under the Trainer, with the arguments of OptimizerConfig; without any, the strategy as it comes."""
     from benchmarks.fit import fit
 
     strategy: dict[str, Any] = {"num_microbatches": microbatches}
@@ -193,7 +230,9 @@ def _optimizer_config(settings: dict[str, Any]) -> Any:
 
 
 def build_ours(size: Size) -> nn.Module:
-    """Our GPT with the weights of the plain one."""
+    """Our GPT with the weights of the plain one; a model of transformers as it is."""
+    if size.model != "gpt":
+        return make_model(size)
     from lightning_megatron.models import GPTConfig, GPTModel
 
     config = GPTConfig(

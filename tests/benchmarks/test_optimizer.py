@@ -8,25 +8,26 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.optimizer import DDP, FSDP2, SIZES, report, rows, run_rank, sample_of
+from benchmarks.optimizer import BARS, DDP, DEEPSPEED, KEPT, SIZES, report, rows, run_rank, sample_of
 from benchmarks.replicas import Size, build_ours, make_model
 from benchmarks.yardstick import TOLERANCE, fault_of
 from tests.harness.ranks import run_on_ranks
 
-OURS = [row for row in rows() if row.startswith("ours")]
+STAGED = [(row, stage) for stage in BARS for row in rows(stage) if row != DDP and not row.startswith(DEEPSPEED)]
 
 
 @cache
-def taken(row: str, microbatches: int) -> dict[str, Any]:
+def taken(row: str, microbatches: int, stage: int = 1, size: str = "smoke") -> dict[str, Any]:
     """A sample of the smallest size on two ranks."""
-    return sample_of(run_on_ranks(2, run_rank, row, "smoke", microbatches, init=False))
+    return sample_of(run_on_ranks(2, run_rank, row, stage, size, microbatches, init=False))
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("microbatches", [1, 4])
-@pytest.mark.parametrize("row", ["torch DDP, no overlap", FSDP2, *OURS])
-def test_a_row_takes_the_steps_of_ddp(row: str, microbatches: int) -> None:
-    sample, yardstick = taken(row, microbatches), taken(DDP, microbatches)
+@pytest.mark.parametrize(("row", "stage"), STAGED)
+def test_a_row_takes_the_steps_of_ddp(row: str, stage: int, microbatches: int) -> None:
+    size = "smoke" if stage == 1 else "llama smoke"
+    sample, yardstick = taken(row, microbatches, stage, size), taken(DDP, microbatches, size=size)
     assert fault_of(sample, yardstick, DDP) == ""
     assert sample["wall_seconds"] > 0
     assert len(sample["cpu_seconds_by_rank"]) == 2
@@ -44,7 +45,7 @@ def test_the_number_of_microbatches_leaves_the_loss_alone() -> None:
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is not None, reason="DeepSpeed is here")
 def test_deepspeed_that_is_not_installed_is_left_out_with_its_reason() -> None:
     sample = taken("DeepSpeed ZeRO-1", 1)
-    table, is_right = report({DDP: [taken(DDP, 1)], "DeepSpeed ZeRO-1": [sample]})
+    table, is_right = report({DDP: [taken(DDP, 1)], "DeepSpeed ZeRO-1": [sample]}, 1)
     assert "| DeepSpeed ZeRO-1 | DeepSpeed is not installed here" in table
     assert is_right
 
@@ -62,7 +63,8 @@ def test_our_model_has_the_weights_of_the_plain_one() -> None:
 
 
 def made_sample(cpu_seconds: float, losses: tuple[float, ...] = (4.0, 3.0)) -> dict[str, Any]:
-    return {"cpu_seconds": cpu_seconds, "wall_seconds": 1.0, "losses": list(losses), "torch": "2"}
+    figures = {"cpu_seconds": cpu_seconds, "wall_seconds": 1.0, "peak_bytes": round(1e9 / cpu_seconds)}
+    return {**figures, "losses": list(losses), "torch": "2"}
 
 
 @pytest.mark.parametrize(
@@ -78,7 +80,7 @@ def made_sample(cpu_seconds: float, losses: tuple[float, ...] = (4.0, 3.0)) -> d
 def test_a_row_is_shown_only_where_its_losses_are_those_of_ddp(losses: tuple[float, ...], fault: str) -> None:
     samples = {DDP: [made_sample(7.25)], "ours": [made_sample(2.5, losses)]}
     assert fault_of(samples["ours"][0], samples[DDP][0], DDP).startswith(fault)
-    table, is_right = report(samples)
+    table, is_right = report(samples, 1)
     assert is_right == (fault == "")
     assert ("2.500" in table) == (fault == "")
     assert "7.250" in table
@@ -86,12 +88,20 @@ def test_a_row_is_shown_only_where_its_losses_are_those_of_ddp(losses: tuple[flo
 
 def test_ratios_are_taken_within_rounds() -> None:
     samples = {DDP: [made_sample(s) for s in (1.0, 2.0, 4.0)], "ours": [made_sample(s) for s in (1.5, 4.0, 4.0)]}
-    table, _ = report(samples)
+    table, _ = report(samples, 1)
     [line] = [line for line in table.splitlines() if line.startswith("| ours")]
     assert re.findall(r"\d\.\d{3} ", line)[:2] == ["4.000 ", "1.500 "]
 
 
+def test_a_row_is_held_against_the_better_of_those_that_free_as_it_does() -> None:
+    seconds = {DDP: 1.0, "torch FSDP2": 2.0, f"torch FSDP2{KEPT}": 1.0, f"{DEEPSPEED}-3": 4.0, "ours": 3.0}
+    table, _ = report({row: [made_sample(second)] for row, second in seconds.items()}, 3)
+    [line] = [line for line in table.splitlines() if line.startswith("| ours")]
+    # CPU to FSDP2's, the peak to DeepSpeed's, and nothing to what keeps parameters.
+    assert [cell.strip() for cell in line.split("|")[2:8]] == ["3.000", "1.500", "", "1.333", "", "1.000"]
+
+
 def test_a_row_that_failed_shows_why_and_counts_as_wrong() -> None:
-    table, is_right = report({DDP: [made_sample(1.0)], "ours": [{"failed": "failed: out of luck"}]})
+    table, is_right = report({DDP: [made_sample(1.0)], "ours": [{"failed": "failed: out of luck"}]}, 1)
     assert "| ours | failed: out of luck |" in table
     assert not is_right
