@@ -232,9 +232,7 @@ def take(row: str, arguments: argparse.Namespace, world: int, microbatches: int)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     names = list(dict.fromkeys(name for stage in BARS for name in rows(stage)))
-    parser.add_argument(
-        "--stage", type=int, default=1, choices=list(BARS), help="of ZeRO: what data-parallel ranks shard"
-    )
+    parser.add_argument("--stage", type=int, default=1, choices=list(BARS), help="of ZeRO, what ranks share out")
     parser.add_argument("--rounds", type=int, default=5, help="how often each row runs, interleaved")
     parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4], help="numbers of processes")
     parser.add_argument("--microbatches", type=int, nargs="*", default=[1, 4], choices=[1, 2, 4])
