@@ -174,9 +174,6 @@ class GPTModel(LanguageModel):
             state["hidden"], auxiliary = module(state["hidden"], context.tokens, context.routed)
         elif name == "final_norm":
             state["hidden"] = module(state["hidden"])
-            for further in (f"mtp.{number}" for number in range(len(context.next_tokens))):
-                # Here, since the head may be on another stage.
-                state[further] = self.get_submodule(f"{further}.norm")(state[further])
         else:
             state["hidden"] = module(state["hidden"], context.tokens)
         if name == "embedding":
@@ -200,12 +197,15 @@ class GPTModel(LanguageModel):
         number = int(name.rpartition(".")[2])
         if not context.next_tokens:
             return None
-        before = state[f"mtp.{number - 1}"] if number else state["hidden"]
+        before = state.pop("before_norm") if number else state["hidden"]
         embedded_TH = self.get_submodule("embedding.tokens")(context.next_tokens[number].ids_T)
         if self.config.scales_embedding:
             embedded_TH = scaled(embedded_TH)
         made: tuple[Tensor, Tensor | None] = module(before, embedded_TH, context.tokens, context.routed)
-        state[name] = made[0]
+        # Here, since a part has its own weights alone, and the head may be on another stage.
+        state[name] = module.norm(made[0])
+        if number + 1 < len(context.next_tokens):
+            state["before_norm"] = made[0]
         return made[1]
 
     def _finish(self, head: LanguageModelHead, state: dict[str, Tensor], context: GPTInputs) -> Tensor:

@@ -152,8 +152,8 @@ class TrainsFurther(Trains):
 
 
 LAYOUTS = [
-    *("tp2pp2m2", "pp2vp2m4", "tp2-sp", "cp2", "pp2m4-zb_h1", "pp2vp2m4-zb_v", "dp2pp2m4-zero", "ep2"),
-    *("tp2cp2-sp", "dp4ep2m2-zero2", "pp2ep2m2", "pp2-collective"),
+    *("tp2pp2m2", "pp2vp2m4", "tp2-sp", "cp2", "pp2m4-zb_h1", "dp2pp2m2-zero3", "pp2vp2m4-zb_v", "dp2pp2m4-zero"),
+    *("ep2", "tp2cp2-sp", "dp4ep2m2-zero2", "pp2ep2m2", "pp2-collective"),
 ]
 
 
