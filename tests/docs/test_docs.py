@@ -40,6 +40,7 @@ from lightning_megatron.models import BertConfig, GPTConfig, LlavaConfig
 from lightning_megatron.trainer.precision import SUPPORTED
 from lightning_megatron.transformer.lora import LoraConfig
 from tests.certificate.cases import HALF_LAYOUTS, HALF_ROUNDOFF, LAYOUTS, VARIANTS
+from tests.certificate.families import FAMILIES, FAMILY_LAYOUTS
 from tests.harness.ranks import run_on_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -390,6 +391,9 @@ def test_the_documented_precisions_are_those_supported() -> None:
 def test_the_certificate_shown_has_every_layout_and_variant() -> None:
     page = (ROOT / "docs/certificate.md").read_text()
     tables = [table.splitlines() for table in re.findall(r"(?:^\|.*\n)+", page, re.MULTILINE)]
+    families = tables.pop()
+    assert [line.split("|")[1].strip() for line in families[2:]] == list(FAMILY_LAYOUTS)
+    assert [cell.strip() for cell in families[0].split("|")[2:-1]] == list(FAMILIES)
     for table, layouts, heads in zip(tables, (LAYOUTS, HALF_LAYOUTS), (VARIANTS, HALF_ROUNDOFF), strict=True):
         rows = [line.split("|")[1:-1] for line in table]
         assert [row[0].strip() for row in rows[2:]] == list(layouts)
