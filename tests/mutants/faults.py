@@ -482,7 +482,7 @@ FAULTS = (
         "yield stack",
         ("optim/test_muon.py",),
     ),
-    Fault("optim/muon.py", "axis=replace(shard.axis, rank=rank), ", "", ("optim/test_muon.py",)),
+    Fault("optim/owners.py", "axis=replace(shard.axis, rank=rank), ", "", ("optim/test_muon.py",)),
     Fault(
         "optim/master_weights.py",
         "tensor.shard = param.shard  # type: ignore[attr-defined]",
