@@ -138,8 +138,8 @@ def build_rank(run: RunSettings, mesh: Mesh, new_group: NewGroup, device: torch.
         fp8 = trained.use_fp8(module, run.fp8, mesh, device)
         if run.optimizer.frees_parameters:
             fp8.cast_anew()
-    # The strategy chooses fused kernels on a GPU, which take no tensors without numbers. These hold a root of each
-    # second moment meanwhile, so that the peak of a step is no less than with those.
+    # The strategy chooses fused kernels on a GPU, which take no tensors without numbers.
+    # Those of foreach hold a root of each second moment too, so that the peak of a step is no less.
     optimizer = AdamW(module.parameters(), foreach=True)
     config, low = run.optimizer, _LOW.get(run.precision)
     parts = ModuleParts(module, trained.layers(module) if config.shards_parameters else {})
