@@ -82,9 +82,10 @@ class Now:
 
 
 class Uncut:
-    """The networks of a module as they are before they are cut."""
+    """The networks of a module as they are before they are cut; `was_held` says whether this rank has all values."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, *, was_held: bool = True) -> None:
+        self.was_held = was_held
         self._weights: dict[str, _Weight] = {}
         found: dict[int, _Weight] = {}
         self._modules: list[_Before] = []
@@ -207,6 +208,12 @@ def note_uncut(module: nn.Module, uncut: Uncut) -> None:
     """Keeps with a module what it was before its networks were cut."""
     uncut.keep_changes(module)
     module.__dict__.setdefault(_UNCUT, []).append(uncut)
+
+
+def was_held(module: nn.Module) -> bool:
+    """Whether this rank held the whole of the networks that were cut, of which there are some."""
+    known: list[Uncut] = module.__dict__.get(_UNCUT, [])
+    return any(uncut.names() for uncut in known) and all(uncut.was_held for uncut in known)
 
 
 def take_uncut(module: nn.Module) -> list[Uncut]:

@@ -15,6 +15,7 @@ from lightning_megatron.mesh import ambient_mesh
 from lightning_megatron.sharding import shard_of
 
 _LATER = "_lightning_megatron_later_weights"
+_READ_IN_PARTS = "_lightning_megatron_read_in_parts"
 
 
 class LaterWeights(ABC):
@@ -80,10 +81,16 @@ def fill_later(model: nn.Module, weights: LaterWeights) -> None:
     if sizes.tp * sizes.pp * sizes.ep == 1:
         weights.fill(model)
         return
+    model.__dict__[_READ_IN_PARTS] = True
     if not weights.groups():
         return
     model.__dict__[_LATER] = weights
     weights.note_versions(model)
+
+
+def are_read_in_parts(module: nn.Module) -> bool:
+    """Whether there is a model within a module of which a rank makes, or reads from files, what it keeps alone."""
+    return any(_READ_IN_PARTS in model.__dict__ for model in module.modules())
 
 
 def require_unchanged(module: nn.Module) -> None:

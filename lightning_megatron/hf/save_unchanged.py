@@ -26,6 +26,8 @@ from lightning_megatron.mesh import Mesh
 from lightning_megatron.optim.sharded_params import absent_names
 from lightning_megatron.text_files import read_json_table
 
+_RANKS = "_lightning_megatron_ranks"
+
 
 def is_saved_by_itself(model: nn.Module) -> bool:
     """Whether a model has a method that writes it: one of transformers, or of peft with its adapters."""
@@ -121,26 +123,28 @@ def write_folder(
         raise
 
 
-class _SavePretrained:
-    """The method `save_pretrained` of a model that ranks train: it refuses to write the part that one of them holds."""
+class _Ranks:
+    """The ranks that train a model, or did so in the last run."""
 
-    def __init__(self, model: Any, mesh: Mesh) -> None:
-        self.model, self.mesh = model, mesh
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
 
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        if self.mesh.tp.size * self.mesh.pp.size * self.mesh.sizes.ep > 1:
-            raise RuntimeError(
-                "each rank holds a part of this model, and save_pretrained would write that alone; call "
-                "lightning_megatron.hf.save_pretrained(model, path) on every rank, within a run"
-            )
-        type(self.model).save_pretrained(self.model, *args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_SavePretrained":
-        # Ranks are no part of a copy.
-        return _SavePretrained(memo.get(id(self.model), self.model), self.mesh)
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Ranks":
+        # Process groups cannot be copied.
+        return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _SavePretrained, (self.model, Mesh.single())
+        return _Ranks, (Mesh.single(),)
+
+
+class _SavePretrained:
+    """The method `save_pretrained` of a model of which ranks have parts: it refuses to write that of one of them."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        raise RuntimeError(
+            "each rank holds a part of this model, and save_pretrained would write that alone; call "
+            "lightning_megatron.hf.save_pretrained(model, path) on every rank, within a run"
+        )
 
 
 class _Generate:
@@ -163,19 +167,26 @@ class _Generate:
         return _Generate, (self.model, self.options)
 
 
-def knows_its_ranks(network: nn.Module, mesh: Mesh) -> None:
-    """Makes the models of transformers in a network know the ranks that train them, for `hf.save_pretrained`, and has
-    them generate text as these can."""
+def remember_ranks(network: nn.Module, mesh: Mesh) -> None:
+    """Makes the models of transformers in a network know the ranks that train them, for `hf.save_pretrained`."""
+    for module in network.modules():
+        if is_saved_by_itself(module):
+            module.__dict__[_RANKS] = _Ranks(mesh)
+
+
+def take_methods(network: nn.Module, mesh: Mesh) -> None:
+    """Has the models of transformers in a network generate text as ranks can that have parts of it, and not be written
+    by a rank alone."""
     options = {"use_cache": False} if mesh.pp.size * mesh.cp.size * mesh.sp.size > 1 else {}
     options |= {"synced_gpus": True} if mesh.sizes.ep > 1 else {}
     for module in network.modules():
-        if is_saved_by_itself(module):
-            module.__dict__["save_pretrained"] = _SavePretrained(module, mesh)
+        if is_saved_by_itself(module) and mesh.tp.size * mesh.pp.size * mesh.sizes.ep > 1:
+            module.__dict__["save_pretrained"] = _SavePretrained()
         if options and isinstance(module, PreTrainedModel) and module.can_generate():
             module.__dict__["generate"] = _Generate(module, options)
 
 
 def mesh_of(model: nn.Module) -> Mesh:
-    """The ranks that train a model; one device where no run does."""
-    own = model.__dict__.get("save_pretrained")
-    return own.mesh if isinstance(own, _SavePretrained) else Mesh.single()
+    """The ranks that train a model, or did so last; one device where no run has."""
+    ranks = model.__dict__.get(_RANKS)
+    return ranks.mesh if isinstance(ranks, _Ranks) else Mesh.single()

@@ -16,9 +16,10 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_megatron.any_module.pipelined_modules import pipelined_modules
+from lightning_megatron.any_module.uncut import was_held
 from lightning_megatron.checkpoint.owner_lock import FolderOwner
 from lightning_megatron.comm.async_collectives import no_op
-from lightning_megatron.mesh import Mesh, reset_ambient_mesh
+from lightning_megatron.mesh import Axis, Mesh, reset_ambient_mesh
 from lightning_megatron.optim.data_parallel_comm import DataParallelComm
 from lightning_megatron.optim.replica_check import DifferingCopiesError, bullet_list, differing_copies
 from lightning_megatron.pipeline.module import run_alone
@@ -33,8 +34,9 @@ from lightning_megatron.trainer.fault_tolerance.early_end import EarlyEnd
 from lightning_megatron.trainer.fault_tolerance.failure_watch import FailureWatch
 from lightning_megatron.trainer.fault_tolerance.preemption import Preemption
 from lightning_megatron.trainer.resume.run_state import ResumeState
-from lightning_megatron.trainer.setup import compiled_layers, metric_sync, optimizers
+from lightning_megatron.trainer.setup import compiled_layers, metric_sync, pipelined_models
 from lightning_megatron.trainer.setup.connections import Connections
+from lightning_megatron.trainer.setup.optimizers import release
 from lightning_megatron.trainer.step.first_steps import FirstSteps
 from lightning_megatron.trainer.step.hook_check import HookCheck
 from lightning_megatron.trainer.step.loader_sync import LoaderSync
@@ -50,11 +52,18 @@ class FitRecord:
     history: run_history.FitHistory = field(default_factory=list)
     """Fits that led to the weights as they are."""
     master_slots: MasterSlots = field(default_factory=MasterSlots)
-    """Master weights that the optimizers were left with, as slices of parameters."""
+    """Weights that the optimizers were left with in place of parameters of the module, as slices of parameters."""
     resume_state: ResumeState | None = None
     """Progress of the loaded checkpoint, until the first batch after it."""
-    are_networks_restored: bool = False
-    """Whether networks have whole weights again, of which the optimizers know nothing."""
+
+    def restore_networks(self, module: pl.LightningModule, optimizers: Iterable[Optimizer], world: Axis) -> None:
+        """Makes the networks of a module whole, as `MegatronStrategy.restore_networks` says. Collective over the world.
+
+        The optimizers are left with the parts that this rank had, which checkpoints know by the names of the whole.
+        """
+        stepped = self.master_slots.with_parameters(module, optimizers)
+        pipelined_models.restore_networks(module, world)
+        self.master_slots = stepped
 
 
 @dataclass(kw_only=True)
@@ -168,8 +177,13 @@ class ActiveRun:
         if first is not None:
             exception.add_note(f"this rank failed after another one; the first failure:\n{first}")
 
+    def has_whole_networks(self, module: pl.LightningModule) -> bool:
+        """Whether the run ends on all ranks, each of which held whole the networks that were cut for it."""
+        is_over = not (self.has_failed or self.is_leaving or module.trainer.interrupted)
+        return is_over and was_held(module)
+
     def end(self, module: pl.LightningModule | None, fit: FitRecord) -> None:
-        """Releases all that the run took of the module, of the Trainer's callbacks and of the process.
+        """Releases what the run took of the module, of the Trainer's callbacks and of the process, but for its watch.
 
         It is not collective after a failure: a rank may be gone.
         """
@@ -208,10 +222,8 @@ class ActiveRun:
         metric_sync.restore_metrics(self.synced_metrics)
         self.skipped_step_schedulers.let_go()
         if self.dp_comm is not None:
-            optimizers.release(self.dp_comm, is_interrupted=is_interrupted)
+            release(self.dp_comm, is_interrupted=is_interrupted)
             fit.master_slots = MasterSlots.of(self.dp_comm)
         if is_interrupted:
             # The run never came to its first batch; another fit starts from its own checkpoint, or from none.
             fit.resume_state = None
-        if self.watch is not None:
-            self.watch.stop()

@@ -398,7 +398,6 @@ class MegatronStrategy(ParallelStrategy):
         module = self.lightning_module
         self._run = run = ActiveRun(connections=self._connections, ambient=set_ambient_mesh(self.mesh), watch=watch)
         if module is not None and module.trainer.state.fn == TrainerFn.FITTING:
-            self._last_fit.are_networks_restored = False
             self._last_fit.history = run_history.begun([], module.trainer.global_step, self._saver.world)
             run.local_checkpoint = self._make_local_checkpoint()
         if self.sizes.world > 1 and module is not None and module.trainer.state.fn == TrainerFn.FITTING:
@@ -614,10 +613,12 @@ class MegatronStrategy(ParallelStrategy):
     def restore_networks(self) -> None:
         """Makes the networks that ranks cut for the last run what they were before it, whole in host memory.
 
-        Every rank calls it after a run (`trainer.fit(...)`), and holds the whole of each network then, with its own
-        classes, forward and modules: it can be called, saved by its own methods and fitted on another layout. The
-        optimizers of that run know the weights of ranks, so a checkpoint with their states is saved before. Raises
-        RuntimeError within a run, where no network was cut, and where a fit that failed has left weights in shards.
+        A run that ends without an exception does this by itself, but for a model of which a rank makes, or reads from
+        files, what it keeps alone (`hf.new_unchanged`, `hf.load_unchanged`): the whole may be too large for it.
+        Then, and after an exception, every rank calls this once the run has ended (`trainer.fit(...)`). Each holds the
+        whole of each network then, with its own classes, forward and modules: it can be called, saved by its own
+        methods and fitted on another layout. Raises RuntimeError within a run, where a model was built as the part of
+        a rank, and where a fit that failed has left weights in shards.
         """
         module = self._require_module()
         if self._run is not None:
@@ -626,8 +627,7 @@ class MegatronStrategy(ParallelStrategy):
                 "the Trainer's fit, validate, test or predict has returned"
             )
         optimizer_checks.require_values(module, self._saver.world)
-        pipelined_models.restore_networks(module, self._saver.world)
-        self._last_fit.are_networks_restored = True
+        self._last_fit.restore_networks(module, self.optimizers, self._saver.world)
 
     @property
     def _dp_comm(self) -> DataParallelComm | None:
@@ -866,11 +866,6 @@ class MegatronStrategy(ParallelStrategy):
                 'where to write; a CheckpointIO plugin takes them for files: CheckpointConfig(kind="file")'
             )
         hook_dictionary.require_unchanged_optimizers(checkpoint, len(self.optimizers))
-        if self._last_fit.are_networks_restored and "optimizer_states" in checkpoint:
-            raise RuntimeError(
-                "the optimizers of the last fit know weights that restore_networks() has replaced since; save the "
-                "checkpoint before it, or with weights_only=True"
-            )
         self._refuse_to_save_alone()
         if self._dp_comm is not None:
             self._dp_comm.synchronize()
@@ -1027,20 +1022,29 @@ class MegatronStrategy(ParallelStrategy):
 
     @override
     def teardown(self) -> None:
-        """Ends the run. Not collective after a failure: a rank may be gone."""
+        """Ends the run, and makes networks whole that each rank held whole before it.
+
+        Not collective after a failure: a rank may be gone.
+        """
         if self._plugin.fp8_layers is not None:
             # Not dropped: a checkpoint may still be saved.
             self._plugin.fp8_layers.release()
-        if self._run is not None:
-            self._run.end(self.lightning_module, self._last_fit)
-            self._run = None
-        self._plugin.end()
-        module = self._lightning_module
-        if module is not None and any(parameter.is_meta for parameter in module.parameters()):
-            # It cannot move to the host, and a failure to do so would hide why the run ended before it had weights.
-            self._lightning_module = None
-        super().teardown()
-        self._lightning_module = module
+        run, module = self._run, self._lightning_module
+        try:
+            if run is not None:
+                run.end(module, self._last_fit)
+                self._run = None
+            self._plugin.end()
+            if module is not None and any(parameter.is_meta for parameter in module.parameters()):
+                # It cannot move to the host, and a failure to do so would hide why the run ended before it had weights.
+                self._lightning_module = None
+            super().teardown()
+            self._lightning_module = module
+            if run is not None and module is not None and run.has_whole_networks(module):
+                self._last_fit.restore_networks(module, self.optimizers, self._saver.world)
+        finally:
+            if run is not None and run.watch is not None:
+                run.watch.stop()
 
     @override
     def __getstate__(self) -> dict[str, Any]:

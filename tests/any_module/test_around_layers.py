@@ -244,10 +244,17 @@ def test_numbers_are_those_of_one_device(kind: type[Trains], layouts: tuple[str,
     certify(kind, networks.batches, layouts=every_nth(layouts, 2), steps=2).assert_equal()
 
 
+class Held(L.Callback):
+    """What a rank has of the modules around the blocks."""
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.names = {name.split(".")[1] for name, _ in pl_module.named_parameters()} - {"blocks"}
+
+
 def held(layout: Layout, kind: type[L.LightningModule]) -> set[str]:
-    module = kind()
-    make_trainer(layout, max_steps=1, limit_val_batches=0).fit(module, DataLoader(networks.batches(), batch_size=None))
-    return {name.split(".")[1] for name, _ in module.named_parameters()} - {"blocks"}
+    held, loader = Held(), DataLoader(networks.batches(), batch_size=None)
+    make_trainer(layout, max_steps=1, limit_val_batches=0, callbacks=held).fit(kind(), loader)
+    return held.names
 
 
 @pytest.mark.parametrize(

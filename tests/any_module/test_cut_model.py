@@ -215,12 +215,16 @@ class Unseeded(networks.BuiltOverTensor):
         generator = torch.Generator().manual_seed(os.getpid())
         for parameter in self.parameters():
             torch.nn.init.normal_(parameter, 0.0, 0.1, generator)
+        self.began: dict[str, list[float]] = {}
+
+    def on_train_start(self) -> None:
+        self.began = {name: p.detach().flatten().tolist() for name, p in self.named_parameters()}
 
 
 def began_with(layout: Layout) -> dict[str, list[float]]:
     module = Unseeded()
-    make_trainer(layout, max_epochs=1, limit_train_batches=0).fit(module, networks.loader())
-    return {name: p.detach().flatten().tolist() for name, p in module.named_parameters()}
+    make_trainer(layout, max_epochs=1, limit_train_batches=1).fit(module, networks.loader())
+    return module.began
 
 
 def test_copies_of_a_weight_begin_as_one_whatever_the_seeds() -> None:
@@ -263,10 +267,18 @@ def test_a_module_that_was_cut_is_fitted_again() -> None:
         assert found == pytest.approx(wanted, rel=1e-10)
 
 
+class Stops(networks.BuiltOverTensor):
+    """Its first batch ends in an exception."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        raise ValueError("its own")
+
+
 def fitted_on_other_ranks() -> str:
-    """What is said where a module that was cut over two ranks of tp is fitted on replicas."""
-    module = networks.BuiltOverTensor()
-    make_trainer(Layout(world=2, tp=2), max_epochs=1).fit(module, networks.loader())
+    """What is said where a module that an exception left cut over two ranks of tp is fitted on replicas."""
+    module = Stops()
+    with pytest.raises(ValueError, match="its own"):
+        make_trainer(Layout(world=2, tp=2), max_epochs=1).fit(module, networks.loader())
     with pytest.raises(ConfigurationError) as caught:
         make_trainer(Layout(world=2), max_epochs=1).fit(module, networks.loader())
     return str(caught.value)

@@ -78,12 +78,21 @@ class CountsMessages(L.Callback):
             setattr(collectives, self.name, counted)
 
 
+class OnOwnTokens(L.Callback):
+    """Row-parallel linears of the first block that return a rank's own tokens."""
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        modules = pl_module.net.blocks[0].named_modules()
+        linears = [(name, one) for name, one in modules if isinstance(one, RowwiseLinear)]
+        self.names = {name for name, one in linears if one.tokens is not None}
+
+
 def summed_whole(make: Callable[[], Any]) -> tuple[set[str], int]:
-    counts, module = CountsMessages("all_reduce_", networks.ROWS * networks.TOKENS * networks.WIDTH), make()
-    trainer = make_trainer(Layout(world=2, tp=2, sp=True), max_epochs=1, limit_train_batches=2, callbacks=[counts])
-    trainer.fit(module, networks.loader())
-    linears = [(name, one) for name, one in module.net.blocks[0].named_modules() if isinstance(one, RowwiseLinear)]
-    return {name for name, one in linears if one.tokens is not None}, counts.num_found
+    counts, linears = CountsMessages("all_reduce_", networks.ROWS * networks.TOKENS * networks.WIDTH), OnOwnTokens()
+    callbacks = [counts, linears]
+    trainer = make_trainer(Layout(world=2, tp=2, sp=True), max_epochs=1, limit_train_batches=2, callbacks=callbacks)
+    trainer.fit(make(), networks.loader())
+    return linears.names, counts.num_found
 
 
 def test_a_part_sums_hidden_states_of_own_tokens_alone() -> None:

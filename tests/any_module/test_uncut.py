@@ -1,4 +1,4 @@
-"""Networks that a run has cut are what they were, with whole weights, once they are restored."""
+"""Networks that a run has cut are what they were, with whole weights, once the run has ended."""
 
 import copy
 from typing import Any
@@ -6,15 +6,17 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_megatron import MegatronStrategy
+from lightning_megatron import MegatronStrategy, checkpoint, hf
 from lightning_megatron.any_module.uncut import Uncut, note_uncut, take_uncut
-from lightning_megatron.checkpoint import read_entries
+from lightning_megatron.mesh import Mesh
 from lightning_megatron.optim.config import OptimizerConfig
+from lightning_megatron.sharding import sharded_parameters
 from tests.any_module import networks
-from tests.any_module.model_families import Causal, batches
+from tests.any_module.model_families import Causal, batches, config_of
 from tests.harness.ranks import run_on_ranks
 from tests.trainer.layouts import PLAIN, QUIET, Layout, make_trainer
 
@@ -54,7 +56,9 @@ def structure(module: nn.Module) -> list[Any]:
     for name, child in module.named_modules():
         held = vars(child)
         of_lightning = isinstance(child, L.LightningModule)
-        keys = [] if of_lightning else sorted(key for key in held if not key.endswith(("_config", "_losses")))
+        # `hf.save_pretrained` goes on knowing the ranks that write one folder together.
+        left_out = ("_config", "_losses", "_lightning_megatron_ranks")
+        keys = [] if of_lightning else sorted(key for key in held if not key.endswith(left_out))
         weights = [(key, type(one), one.requires_grad) for key, one in child._parameters.items() if one is not None]
         hooks = [len(one) for key, one in held.items() if key.endswith(("_hooks", "_kwargs", "_called"))]
         numbers = {key: value for key, value in held.items() if isinstance(value, (int, float, str))}
@@ -81,14 +85,14 @@ def on_one_device(model_type: str) -> tuple[list[Any], dict[str, Tensor], Tensor
 
 
 def restored(model_type: str, layout: Layout) -> tuple[list[Any], dict[str, Tensor], Tensor, dict[str, Tensor]]:
-    """The same of a module that was restored, and its weights after two more steps on another layout."""
+    """The same of a module after a run on a layout, and its weights after two more steps on another layout."""
     module = Causal(model_type)
     strategy: Any = fitted(module, layout).strategy
-    strategy.restore_networks()
     of_restored = structure(module), *weights_and_loss(module)
-    with pytest.raises(RuntimeError, match="no network of Causal was cut"):
-        strategy.restore_networks()
-    strategy = fitted(module, Layout(world=layout.world)).strategy
+    # What is whole stays as it is.
+    strategy.restore_networks()
+    assert structure(module) == of_restored[0]
+    fitted(module, Layout(world=layout.world))
     return *of_restored, weights_and_loss(module)[0]
 
 
@@ -143,12 +147,10 @@ class TrainsPlanned(networks.TrainsOverTensor):
         self.net.head.register_forward_hook(lambda module, args, output: 2 * output)
 
 
-def own_network(kind: type[L.LightningModule], layout: Layout, restores: bool) -> tuple[list[Any], Any, Any]:
+def own_network(kind: type[L.LightningModule], layout: Layout) -> tuple[list[Any], Any, Any]:
     module = kind()
-    strategy: Any = fitted(module, layout).strategy
+    fitted(module, layout)
     module.eval()
-    if restores:
-        strategy.restore_networks()
     weights = {name: one.detach().clone() for name, one in module.named_parameters()}
     # What a copy knows of a cut is nothing.
     assert not isinstance(module, TrainsPlanned) or module.net.blocks[0].seen == 1
@@ -164,21 +166,102 @@ def own_network(kind: type[L.LightningModule], layout: Layout, restores: bool) -
     ],
 )
 def test_a_network_of_ones_own_is_what_it_was(kind: type[L.LightningModule], layout: Layout) -> None:
-    [(shape, weights, loss)] = run_on_ranks(1, own_network, kind, PLAIN, False, init=False)
-    for found in run_on_ranks(layout.world, own_network, kind, layout, True, init=False):
+    [(shape, weights, loss)] = run_on_ranks(1, own_network, kind, PLAIN, init=False)
+    for found in run_on_ranks(layout.world, own_network, kind, layout, init=False):
         assert found[0] == shape
         # The gradient of a key's bias is zero but for rounding, which Adam scales up to a part of a step of 1e-3.
         torch.testing.assert_close(found[1:], (weights, loss), rtol=1e-10, atol=1e-10)
 
 
-def saved_after(folder: str) -> None:
+SAVED = {
+    "tp2": Layout(world=2, tp=2),
+    "pp2": Layout(world=2, pp=2, microbatches=2),
+    "dp2tp2-zero1": Layout(world=4, tp=2, optimizer=OptimizerConfig(kind="distributed")),
+    "dp2tp2-zero3": Layout(world=4, tp=2, optimizer=OptimizerConfig(kind="distributed_parameters")),
+}
+
+
+def saved_after(folder: str, layout: Layout, precision: Any) -> None:
     module = networks.TrainsOverTensor()
-    trainer = fitted(module, Layout(world=2, tp=2))
+    trainer = make_trainer(
+        layout,
+        max_steps=2,
+        max_epochs=-1,
+        use_distributed_sampler=True,
+        precision=precision,
+        callbacks=ModelCheckpoint(folder, "within", every_n_train_steps=2),
+        enable_checkpointing=True,
+    )
+    trainer.fit(module, networks.loader(networks.ROWS // layout.dp))
     assert isinstance(trainer.strategy, MegatronStrategy)
-    trainer.strategy.restore_networks()
-    with pytest.raises(RuntimeError, match="replaced since; save the checkpoint before it"):
-        trainer.save_checkpoint(f"{folder}/late.ckpt")
-    trainer.save_checkpoint(f"{folder}/weights.ckpt", weights_only=True)
+    whole = dict(networks.TrainsOverTensor.network().named_parameters())
+    assert {name: one.shape for name, one in module.net.named_parameters()} == {
+        n: one.shape for n, one in whole.items()
+    }
+    trainer.save_checkpoint(f"{folder}/after.ckpt")
+    trainer.strategy.wait_for_checkpoint()
+
+
+@pytest.mark.parametrize("precision", ["64-true", "bf16-true"])
+@pytest.mark.parametrize("name", SAVED)
+def test_a_checkpoint_saved_after_the_run_is_that_of_its_end(name: str, precision: Any, tmp_path: Any) -> None:
+    run_on_ranks(SAVED[name].world, saved_after, str(tmp_path), SAVED[name], precision, init=False)
+    within, after = (checkpoint.read_entries(str(tmp_path / f"{one}.ckpt")) for one in ("within", "after"))
+    assert within.keys() == after.keys() and any(one.startswith("optimizer.0.") for one in within)
+    loaded = [{name: torch.zeros(one.shape, dtype=one.dtype) for name, one in within.items()} for _ in range(2)]
+    for one, tensors in zip(("within", "after"), loaded, strict=True):
+        checkpoint.load(str(tmp_path / f"{one}.ckpt"), tensors, world=Mesh.single().world)
+    for name, one in loaded[0].items():
+        assert torch.equal(one, loaded[1][name]), name
+        assert one.any(), name
+
+
+def averaged(folder: str, layout: Layout) -> dict[str, Tensor]:
+    module = networks.TrainsOverTensor()
+    # Lightning's callback copies the module before `configure_model`.
+    module.configure_model()
+    average = WeightAveraging(avg_fn=lambda average, current, _: (average + current) / 2)
+    trainer = make_trainer(layout, max_steps=3, max_epochs=-1, use_distributed_sampler=True, callbacks=average)
+    trainer.fit(module, networks.loader(networks.ROWS // layout.dp))
+    trainer.save_checkpoint(f"{folder}/after.ckpt")
+    strategy: Any = trainer.strategy
+    strategy.wait_for_checkpoint()
+    return {name: one.detach() for name, one in module.named_parameters(remove_duplicate=False)}
+
+
+@pytest.mark.parametrize("name", ["tp2", "pp2", "dp2tp2-zero1"])
+def test_an_average_of_parts_is_saved_whole_after_the_run(name: str, tmp_path: Any) -> None:
+    weights = run_on_ranks(SAVED[name].world, averaged, str(tmp_path), SAVED[name], init=False)[0]
+    for key in ("", "current_model_state."):
+        loaded = {f"{key}{one}": torch.zeros_like(weight) for one, weight in weights.items()}
+        checkpoint.load(str(tmp_path / "after.ckpt"), loaded, world=Mesh.single().world, among=lambda _: False)
+        # At the end of a fit the module has the average.
+        torch.testing.assert_close(loaded, {f"{key}{one}": weight for one, weight in weights.items()}, rtol=0, atol=0)
+
+
+class Later(Causal):
+    """Reads, or makes, of its model what a rank keeps alone."""
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            self.model = hf.new_unchanged(config_of(self.model_type), seed=1)
+
+
+def restored_by_request(model_type: str, layout: Layout) -> tuple[dict[str, Tensor], bool]:
+    module = Later(model_type)
+    strategy: Any = fitted(module, layout).strategy
+    is_cut = any(True for _ in sharded_parameters(module))
+    strategy.restore_networks()
+    return {name: one.detach() for name, one in module.named_parameters()}, is_cut
+
+
+def test_a_model_that_no_rank_held_is_whole_by_request() -> None:
+    layout = Layout(world=2, tp=2)
+    [(weights, _)] = run_on_ranks(1, restored_by_request, "llama", Layout(), init=False)
+    for found, is_cut in run_on_ranks(2, restored_by_request, "llama", layout, init=False):
+        assert is_cut
+        # Norms of transformers compute in float32.
+        torch.testing.assert_close(found, weights, rtol=0, atol=1e-6)
 
 
 class Restores(networks.TrainsOverTensor):
@@ -188,14 +271,6 @@ class Restores(networks.TrainsOverTensor):
         strategy: Any = self.trainer.strategy
         with pytest.raises(RuntimeError, match="called within a run"):
             strategy.restore_networks()
-
-
-def test_a_checkpoint_with_optimizers_is_saved_before(tmp_path: Any) -> None:
-    run_on_ranks(2, saved_after, str(tmp_path), init=False)
-    assert not (tmp_path / "late.ckpt").exists()
-    whole = dict(networks.TrainsOverTensor.network().named_parameters())
-    entries = read_entries(str(tmp_path / "weights.ckpt"))
-    assert {name: entries[f"net.{name}"].shape for name in whole} == {n: tuple(one.shape) for n, one in whole.items()}
 
 
 class FailsSharded(networks.TrainsOverTensor):
@@ -217,11 +292,20 @@ def restored_too_late() -> None:
         strategy.restore_networks()
 
 
+class Copies(networks.TrainsOverTensor):
+    """Copies itself as the part of a rank."""
+
+    copied: Any = None
+
+    def on_train_end(self) -> None:
+        trainer, self.trainer = self.trainer, None  # type: ignore[assignment]
+        Copies.copied = copy.deepcopy(self)
+        self.trainer = trainer
+
+
 def restored_copy() -> None:
-    module = networks.TrainsOverTensor()
-    fitted(module, Layout(world=2, pp=2, microbatches=2))
-    copied = copy.deepcopy(module)
-    trainer: Any = fitted(copied, Layout(world=2, pp=2, microbatches=2))
+    fitted(Copies(), Layout(world=2, pp=2, microbatches=2))
+    trainer: Any = fitted(Copies.copied, Layout(world=2, pp=2, microbatches=2))
     with pytest.raises(RuntimeError, match="or copied as one, is read whole from a checkpoint"):
         trainer.strategy.restore_networks()
 

@@ -47,6 +47,19 @@ class MasterSlots:
         """Names of the parameters in whose place their master weights are saved."""
         return self.lowered | self.sharded
 
+    def with_parameters(self, module: pl.LightningModule, optimizers: Iterable[Optimizer]) -> "MasterSlots":
+        """These, and each parameter of a module that optimizers step as a slice that is all of it.
+
+        Of a module with other parameters than at the end of the fit they are these alone.
+        """
+        of_fit = {one for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]}
+        of_fit |= {slot.parameter for slot in self.slots.values()}
+        parameters = dict(module.named_parameters())
+        if of_fit.isdisjoint(parameters.values()):
+            return self
+        plain: dict[Tensor, Slot] = {one: Slot.full(name, one) for name, one in parameters.items()}
+        return MasterSlots({**plain, **self.slots}, self.lowered, self.sharded)
+
     @staticmethod
     def of(dp_comm: DataParallelComm) -> "MasterSlots":
         """Master weights of a fit that runs or has ended."""
@@ -92,6 +105,8 @@ class Contents:
         own = {s.name: (master, s) for master, s in master_slots.slots.items() if s.name in master_slots.saved}
         # A weight whose master weights are all on other data-parallel ranks is written by those.
         elsewhere = master_slots.saved - own.keys()
+        # A callback may have a copy of what this rank had of weights that are whole again.
+        parts = {slot.name: slot.parameter for slot in master_slots.slots.values()}
         pieces: dict[str, Piece | list[Piece]] = {}
         meta: dict[str, Any] = {}
         for key, value in checkpoint.items():
@@ -107,7 +122,10 @@ class Contents:
                         master, slot = own[first_name]
                         pieces[prefix + name] = slot.pieces(master)
                     elif not (is_live and first_name in elsewhere):
-                        pieces[prefix + name] = Piece.all_like(live.get(name, tensor), tensor)
+                        like = live.get(name, tensor)
+                        part = parts.get(first_names.get(like, name), like)
+                        is_part = part.shape == tensor.shape != like.shape
+                        pieces[prefix + name] = Piece.all_like(part if is_part else like, tensor)
                 if key != WEIGHTS:
                     meta.setdefault(OTHER_STATES, []).append(key)
                 continue

@@ -57,21 +57,23 @@ def cut_plain_networks(module: pl.LightningModule, mesh: Mesh, given: ModelPlan 
     they are cut. Returns whether something was cut. Raises ValueError for such weights that were changed before.
     """
     if _TRANSFORMERS not in sys.modules:
-        return _cut_networks(module, mesh, given)
-    from lightning_megatron.hf.later_weights import fill_left, require_unchanged
+        return _cut_networks(module, mesh, given, was_held=True)
+    from lightning_megatron.hf.later_weights import are_read_in_parts, fill_left, require_unchanged
+    from lightning_megatron.hf.save_unchanged import remember_ranks
 
     require_unchanged(module)
-    is_cut = _cut_networks(module, mesh, given)
+    remember_ranks(module, mesh)
+    is_cut = _cut_networks(module, mesh, given, was_held=not are_read_in_parts(module))
     fill_left(module)
     return is_cut
 
 
-def _cut_networks(module: pl.LightningModule, mesh: Mesh, given: ModelPlan | None) -> bool:
+def _cut_networks(module: pl.LightningModule, mesh: Mesh, given: ModelPlan | None, *, was_held: bool) -> bool:
     plan = plan_of(module, given)
     # What the plan names may be made later, in `configure_model`.
     if pipelined_modules(module) or plan.faults(module):
         return False
-    uncut = Uncut(module)
+    uncut = Uncut(module, was_held=was_held)
     if is_cut := _cut_by_plan(module, mesh, plan):
         note_uncut(module, uncut)
     return is_cut
@@ -91,9 +93,9 @@ def _cut_by_plan(module: pl.LightningModule, mesh: Mesh, plan: ModelPlan) -> boo
     on_features: dict[str, Callable[[nn.Parameter], bool]] = {}
     for name, network in networks.items():
         if _TRANSFORMERS in sys.modules:
-            from lightning_megatron.hf.save_unchanged import knows_its_ranks
+            from lightning_megatron.hf.save_unchanged import take_methods
 
-            knows_its_ranks(network, mesh)
+            take_methods(network, mesh)
         if not any(True for _ in sharded_parameters(network)):
             if mesh.tp.size > 1:
                 styles = plan.styles_in(name, network)
@@ -146,10 +148,10 @@ def _cut_by_plan(module: pl.LightningModule, mesh: Mesh, plan: ModelPlan) -> boo
 
 def restore_networks(module: nn.Module, world: Axis) -> None:
     """Makes the networks of a module what they were before `cut_plain_networks`, as `MegatronStrategy.restore_networks`
-    says. Collective over the world; raises RuntimeError on all ranks where nothing was cut."""
+    says. Collective over the world; raises RuntimeError on all ranks where what is cut was built so."""
     # A copy of a cut module knows nothing of what that was.
     cuts = [uncut for uncut in take_uncut(module) if uncut.names()]
-    if not cuts:
+    if not cuts and (pipelined_modules(module) or any(True for _ in sharded_parameters(module))):
         raise RuntimeError(
             f"no network of {type(module).__name__} was cut for ranks by the strategy, so there is none to restore; a "
             "model that was built as the part of a rank (GPTModel, DTensors), or copied as one, is read whole from a "

@@ -59,6 +59,8 @@ class Llama(L.LightningModule):
         self.losses: list[float] = []
         self.in_fp8: list[str] = []
         self.first: dict[str, Tensor] = {}
+        self.last: dict[str, Tensor] = {}
+        self.boxes: dict[str, Box] = {}
         self.amaxes: dict[str, Tensor] = {}
 
     def configure_model(self) -> None:
@@ -84,6 +86,10 @@ class Llama(L.LightningModule):
             self.first = weights_of(self)
             assert isinstance(plugin, MegatronPrecision)
             self.amaxes = plugin.fp8_layers.state_dict() if plugin.fp8_layers is not None else {}
+
+    def on_train_end(self) -> None:
+        self.last = weights_of(self)
+        self.boxes = {name: shard_of(weight).box for name, weight in self.named_parameters()}
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -138,8 +144,7 @@ def trained(world: int, layout: dict[str, Any]) -> dict[str, Trained]:
     for name, (sizes, fp8) in (runs | {"wide": (WIDE, None), "mxfp8": (WIDE, MXFP8)}).items():
         module = Llama(**sizes)
         trainer_of(world, layout, fp8=fp8).fit(module, loader(layout))
-        boxes = {key: shard_of(weight).box for key, weight in module.named_parameters()}
-        found[name] = Trained(module.losses, module.in_fp8, module.first, weights_of(module), boxes, module.amaxes)
+        found[name] = Trained(module.losses, module.in_fp8, module.first, module.last, module.boxes, module.amaxes)
         assert not fp8_linears(module) and not any(isinstance(one, WholeLinear) for one in module.modules())
     return found
 

@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import lightning as L
 import pytest
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import KubeflowEnvironment, LightningEnvironment
@@ -28,11 +29,18 @@ def launched_by(**variables: object) -> None:
     os.environ.update({name: str(value) for name, value in variables.items()})
 
 
+class HeldParts(L.Callback):
+    """What this rank holds at the end of a fit."""
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.held = weights(pl_module)
+
+
 def trained(**options: Any) -> Parts:
     """Weights of this rank after four steps on rows of its own data-parallel rank."""
-    module = Small()
-    make_trainer(**{"layout": Layout(world=2), "max_steps": 4, **options}).fit(module, Data())
-    return weights(module)
+    module, parts = Small(), HeldParts()
+    make_trainer(**{"layout": Layout(world=2), "max_steps": 4, "callbacks": parts, **options}).fit(module, Data())
+    return parts.held
 
 
 def operator(rank: int, num_pods: int, port: int) -> dict[str, object]:

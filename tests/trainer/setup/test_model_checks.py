@@ -77,9 +77,14 @@ class Normed(L.LightningModule):
         norms = [torch.nn.BatchNorm1d(2) for _ in range(3)]
         self.chain = torch.nn.Sequential(torch.nn.Linear(2, 2), norms[0], norms[1], norms[2], torch.nn.Linear(2, 2))
         self.outside = torch.nn.BatchNorm1d(2)
+        self.talks: list[list[int]] = []
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         raise AssertionError("synchronised batch norms run on GPUs only; this test sets them up and runs none")
+
+    def on_fit_start(self) -> None:
+        norms = [child for child in self.modules() if isinstance(child, torch.nn.SyncBatchNorm)]
+        self.talks = [torch.distributed.get_process_group_ranks(norm.process_group) for norm in norms]
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -90,8 +95,7 @@ def ranks_of_norms(layout: Layout) -> list[list[int]]:
     module = Normed()
     trainer = make_trainer(layout, sync_batchnorm=True, limit_train_batches=0, limit_val_batches=0)
     trainer.fit(module, torch.utils.data.DataLoader(torch.ones(8, 2), batch_size=4))
-    norms = [child for child in module.modules() if isinstance(child, torch.nn.SyncBatchNorm)]
-    return [torch.distributed.get_process_group_ranks(norm.process_group) for norm in norms]
+    return module.talks
 
 
 @pytest.mark.filterwarnings("ignore:batch norms .* normalise each microbatch:UserWarning")

@@ -154,7 +154,7 @@ def refusals() -> dict[str, str]:
 
 
 def called_outside() -> None:
-    module = Small()
+    module = modules.OwnPipeline()
     fit(module)
     module.net(torch.zeros(2, 8, dtype=torch.float64))
 
