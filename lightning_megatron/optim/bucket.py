@@ -302,7 +302,10 @@ def make_buckets(
             # Names give the order: ranks hold shared parameters in orders of their own.
             members.sort(key=lambda param: param.name)
         sizes, shards = [param.parameter.numel() for param in members], shards_of(members[0].replicas)
-        for layout in bucket_layouts(sizes, num_shards=shards.size, bucket_size=bucket_size, no_split=no_split):
+        # What is around the parts is used at both ends of a step: a bucket of embedding and head would be there in
+        # between for the sake of one of them. What is small goes with either.
+        limit = min(bucket_size, max(sizes) * 9 // 8) if is_sharded and part is None else bucket_size
+        for layout in bucket_layouts(sizes, num_shards=shards.size, bucket_size=limit, no_split=no_split):
             chosen = [members[index] for index in layout.members]
             dtype, low = dtype_of(chosen[0].parameter), low_of(chosen[0].parameter)
             buckets.append(
@@ -319,10 +322,15 @@ def make_buckets(
                 )
             )
     # Buckets of the first stages come last, and within a stage those of its first layers: a bucket of norms alone is
-    # complete late, and no other may wait for it.
+    # complete late, and no other may wait for it. Where parts tell when gradients are complete, those around them are
+    # so at the end.
     return sorted(
         buckets,
-        key=lambda bucket: (-min(bucket.stages, default=0), max(turns[param] for param in bucket.members)),
+        key=lambda bucket: (
+            -min(bucket.stages, default=0),
+            bucket.shards_params and bucket.part is None,
+            max(turns[param] for param in bucket.members),
+        ),
     )
 
 

@@ -134,8 +134,8 @@ ONE_EACH = OptimizerConfig(kind="distributed_parameters", gather_for_hooks=False
 def test_few_parts_are_gathered_at_a_time_and_no_oftener_than_needed() -> None:
     for most, [blocks, others], seen, is_whole in run_on_ranks(2, gathers, ONE_EACH, init=False):
         # Two microbatches: four forwards each, and three backwards beside the one that follows its forward; and four
-        # forwards of validation. What is around the blocks: once a step.
-        assert (most, blocks, others) == (2, 2 * (4 + 3) + 4, 2)
+        # forwards of validation. What is around the blocks: embedding and head once a step, and once for validation.
+        assert (most, blocks, others) == (2, 2 * (4 + 3) + 4, 2 * 2)
         assert seen == [False] and is_whole
 
 
