@@ -21,6 +21,7 @@ from lightning_megatron.cli.usage import UsageError
 from lightning_megatron.comm.p2p import Payload, TensorMeta
 from lightning_megatron.hf.later_weights import forget_left
 from lightning_megatron.mesh import Mesh, ambient
+from lightning_megatron.models.kernels import set_kernels
 from lightning_megatron.pipeline.scheduled import ScheduledCall
 from lightning_megatron.planner.dry_rank import Batch, call_context, lower_weights
 from lightning_megatron.planner.dry_run import global_rank, layers_or_links
@@ -34,7 +35,7 @@ from lightning_megatron.testing.telling import told
 from lightning_megatron.trainer import ConfigurationError
 from lightning_megatron.trainer.setup.early_model_checks import model_faults
 from lightning_megatron.trainer.setup.fp8_layers import linears_of_networks
-from lightning_megatron.trainer.setup.model_checks import share_recomputation
+from lightning_megatron.trainer.setup.model_checks import loss_chunk_faults, share_recomputation
 from lightning_megatron.trainer.setup.pipelined_models import cut_plain_networks, layers_of_networks, plan_of
 from lightning_megatron.trainer.step.user_step import loss_of
 from lightning_megatron.transformer.fp8_layers import TorchFp8Layers, tile_faults, use_torch
@@ -88,7 +89,8 @@ class DryModule:
     def faults(self) -> list[str]:
         """Errors of the module on the run's ranks that show before it is cut."""
         sizes, module = self._run.sizes, self._made(META)
-        if faults := part_faults(self._run.recompute, recomputable_parts(module)):
+        faults = part_faults(self._run.recompute, recomputable_parts(module))
+        if faults := faults + loss_chunk_faults(module, self._run.kernels):
             return faults
         uses_schedule = sizes.pp > 1 or self._run.num_microbatches > 1
         return model_faults(module, sizes, uses_schedule=uses_schedule, plan=self._plan)
@@ -117,6 +119,7 @@ class DryModule:
             if self._run.precision == "bf16-true":
                 module.to(torch.bfloat16)
             share_recomputation(module, self._run.recompute, mesh)
+            set_kernels(module, self._run.dry_kernels)
         except ValueError as error:
             raise UsageError(str(error).splitlines()) from error
         if device.type == "meta":

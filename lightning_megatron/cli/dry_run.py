@@ -124,27 +124,16 @@ def _read(options: argparse.Namespace) -> tuple[RunSettings, Trained, list[str]]
         from lightning_megatron.cli.module_run import read_module_run
 
         asked = read_module_run(options)
-        unchanged = _explained(asked.request, options)
+        unchanged = explained(asked.request, options)
         return unchanged, asked.module(unchanged), _notes(asked.request, options)
     is_own = options.layout in (None, OF_RECIPE)
     own = with_balanced_batch(read_run(options), options.document_lengths, gpu_of(_GPU), is_own=is_own)
-    run, notes = _explained(own, options), _notes(own, options)
+    run, notes = explained(own, options), _notes(own, options)
     if run.fp8 is not None and run.fp8.engine != "torch":
         notes.append(f"fp8 engine {run.fp8.engine!r} runs dry as engine 'torch', whose layers stand for its own")
     return run, FullModel(run), notes
 
 
-def _explained(request: PlanRequest[R], options: argparse.Namespace) -> R:
-    if request.unplanned:
-        raise UsageError(
-            [
-                f"a dry run knows nothing of {name}, which {does}; leave it out of the recipe to run the rest"
-                for name, does in request.unplanned.items()
-            ]
-        )
-    return explained(request, options)
-
-
 def _notes(request: PlanRequest[R], options: argparse.Namespace) -> list[str]:
     is_own = options.layout in (None, OF_RECIPE)
-    return [*request.notes, *([] if is_own else notes_on_layout(request, options.layout))]
+    return [*request.all_notes, *([] if is_own else notes_on_layout(request, options.layout))]

@@ -298,7 +298,7 @@ def _search(
 
 def _notes(request: PlanRequest[Any], gpu: Gpu, layout: str | None) -> list[str]:
     """Notes for a reader of the numbers, with that layout or, without one, of a search."""
-    notes = [*request.notes, *(f"not planned: {name}, which {does}" for name, does in request.unplanned.items())]
+    notes = request.all_notes
     if gpu.timed_as(request.run.plain_products) != request.run.plain_products:
         notes.append(
             f"times are those of products in 16 bits, and in 32-true they are several times longer: GPU {gpu.name!r} "

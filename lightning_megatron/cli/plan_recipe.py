@@ -180,6 +180,7 @@ def _request(
         group_size=pipeline.microbatch_group_size,
         is_overlapped=pipeline.overlap_expert_exchange,
         context=context,
+        kernels=settings["kernels"],
     )
     cut = Facts(
         sizes=sizes, num_microbatches=num_microbatches, microbatch_size=microbatch_size, global_batch_size=batch
@@ -430,18 +431,10 @@ def _unplanned(pipeline: PipelineConfig, kernels: KernelConfig) -> dict[str, str
     found = {}
     if pipeline.mode == "collective":
         found["pipeline mode 'collective'"] = "keeps the activations of all microbatches"
-    if kernels.loss_chunk_tokens:
-        found[f"kernels loss_chunk_tokens ({kernels.loss_chunk_tokens})"] = "keeps the logits of so many tokens alone"
-    if kernels.num_tp_overlap_chunks > 1:
-        found[f"kernels num_tp_overlap_chunks ({kernels.num_tp_overlap_chunks})"] = (
-            "hides messages of tensor parallelism behind products"
-        )
-    if kernels.symmetric_memory:
-        found["kernels symmetric_memory (True)"] = "hides messages of tensor parallelism behind products"
     if kernels.compile_layers:
         found["kernels compile_layers (True)"] = (
             "makes neighbouring operations one kernel, which saves fewer activations"
         )
-    if kernels.attention != "torch":
-        found[f"kernels attention ({kernels.attention!r})"] = "attends by kernels of another library"
+    if kernels.symmetric_memory:
+        found["kernels symmetric_memory (True)"] = "holds buffers that ranks read of each other"
     return found

@@ -38,3 +38,8 @@ class PlanRequest(Generic[R]):
     """Measures what a pipeline rank of the run on a layout holds in each piece of a step."""
     held_of: Callable[[RunSettings, int], list[HeldTensors]] = measured_held
     """Measures which lines of code made what a pipeline rank of the run on a layout holds at its peak."""
+
+    @property
+    def all_notes(self) -> list[str]:
+        """Notes on how the configuration was read, and on what is not planned of it."""
+        return [*self.notes, *(f"not planned: {name}, which {does}" for name, does in self.unplanned.items())]

@@ -47,7 +47,8 @@ def logit_bytes(run: Run, stage: Stage) -> float:
     columns = cost.vocabulary_parameters(run.model, run.sizes) // run.model.hidden_size
     # In float32 the exponentials overwrite the logits.
     each = run.framework.logit_bytes if run.is_half else 4
-    return run.micro_batch_size * tokens / run.sizes.cp * columns * each
+    at_once = run.micro_batch_size * tokens / run.sizes.cp
+    return min(at_once, run.kernels.loss_chunk_tokens or at_once) * columns * each
 
 
 def recompute_bytes(run: Run, stage: Stage) -> float:

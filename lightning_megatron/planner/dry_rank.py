@@ -30,6 +30,7 @@ from lightning_megatron.context.document_exchange import SEGMENTS
 from lightning_megatron.context.documents import NO_DOCUMENT
 from lightning_megatron.mesh import Axis, Mesh, NewGroup, StageLayout
 from lightning_megatron.models import BertConfig, BertModel, GPTModel, LlavaConfig, LlavaModel, T5Config, T5Model
+from lightning_megatron.models.kernels import set_kernels
 from lightning_megatron.moe.config import MoEConfig
 from lightning_megatron.optim.data_parallel_comm import DataParallelComm
 from lightning_megatron.optim.gradients import Gradients
@@ -197,6 +198,7 @@ def build_model(run: Run, mesh: Mesh, device: torch.device) -> PipelineModule:
         model.to(torch.bfloat16)
     recompute.set_recomputed(model, run.recompute)
     model.runner = recompute.RecomputeRunner(run.recompute, tp=mesh.tp, sp=mesh.sp)
+    set_kernels(model, run.dry_kernels)
     if device.type == "meta":
         for layer in model.modules():
             if isinstance(layer, MoELayer):

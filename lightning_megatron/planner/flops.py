@@ -64,7 +64,11 @@ def step_flops(run: Run, convention: Convention = MODEL) -> float:
         model_parts = trainable_parts_of(run.model, lengths, run.trained)
         return batch_flops(model_parts, run.num_accumulated, convention, run.recompute, run.sizes)
     batch = run.num_accumulated * run.global_batch_size
-    return batch_flops(run.model_parts, batch, convention, run.recompute, run.sizes)
+    flops = batch_flops(run.model_parts, batch, convention, run.recompute, run.sizes)
+    if convention.counts_recompute and run.kernels.loss_chunk_tokens:
+        parts = run.model_parts.parts
+        flops += sum(cost.head_flops(run.model, num_tokens=batch * part.logit_tokens) for part in parts)
+    return flops
 
 
 def batch_flops(

@@ -34,6 +34,8 @@ class LayerWork:
     """FLOPs of the experts' grouped products, each product's times 1/M + 1/N + 1/K."""
     head_flops: float = 0.0
     """FLOPs of products that are never in FP8."""
+    logit_flops: float = 0.0
+    """FLOPs of logits within `head_flops`."""
     flash_flops: float = 0.0
     """FLOPs of attention in one fused kernel."""
     flash_edge_flops: float = 0.0
@@ -122,9 +124,9 @@ def _end(part: ModelPart, model_parts: ModelParts, sizes: Sizes, micro_batch: in
     )
     tokens = micro_batch * part.logit_tokens / sizes.cp
     columns = cost.vocabulary_parameters(model_parts.config, sizes) // hidden
+    logits = 2 * tokens * hidden * columns
     moved, gathered = 0.0, 0.0
     if part.logit_tokens:
-        flops += 2 * tokens * hidden * columns
         # Logits are written and read for their maximum; exponentials in float32 are written, modified in place and
         # summed. The backward moves twice as much, its casts included.
         moved = tokens * columns * (2 * width + 10)
@@ -133,7 +135,8 @@ def _end(part: ModelPart, model_parts: ModelParts, sizes: Sizes, micro_batch: in
         tokens = micro_batch * part.embedded_tokens / sizes.cp
         moved, gathered = 3 * tokens * hidden * width, tokens * hidden * width
     return LayerWork(
-        head_flops=flops,
+        head_flops=flops + logits,
+        logit_flops=logits,
         moved_bytes=moved,
         tensor_bytes=gathered if tp > 1 else 0.0,
         num_tensor_messages=int(tp > 1 and gathered > 0),

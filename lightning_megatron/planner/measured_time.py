@@ -11,11 +11,10 @@ from lightning_megatron.mesh import Mesh, Sizes
 from lightning_megatron.planner.collective_time import Group, exchange_seconds, gather_seconds, groups_of, hop_seconds
 from lightning_megatron.planner.constants import Constants
 from lightning_megatron.planner.fake_process_group import Messages
-from lightning_megatron.planner.framework_profile import OURS
 from lightning_megatron.planner.hardware import GIGA, Gpu
 from lightning_megatron.planner.measured import RankWork
 from lightning_megatron.planner.run import RunSettings
-from lightning_megatron.planner.step_time import ROUTING, Pass, StepTime, composed
+from lightning_megatron.planner.step_time import ROUTING, Pass, StepTime, composed, share_in_chunks
 from lightning_megatron.planner.step_trace import Work
 
 # Data-parallel ranks send gradients and weights alone; the first microbatch gathers the weights.
@@ -53,7 +52,7 @@ def _kernel_seconds(run: RunSettings, counts: Mapping[str, float], gpu: Gpu, con
     seconds = (counts.get("products", 0) + edges) / plain_rate
     if fp8_flops := counts.get("fp8 products", 0):
         seconds += fp8_flops / fp8_rate
-    share = constants.attention_share(gpu.family, "first" if plain == "full" else OURS.attention)
+    share = constants.attention_share(gpu.family, "first" if plain == "full" else run.fused_attention)
     seconds += counts.get("attention", 0) / (gpu.attention_flops(plain) * share)
     # These bytes were counted, and are not the least that would do.
     return seconds + counts.get("moved bytes", 0) / gpu.memory_bytes_per_second
@@ -73,9 +72,12 @@ def _exposed(run: RunSettings, work: Work, gpu: Gpu, constants: Constants, *, is
             continue
         name = experts if experts and is_exchange else own
         seconds = _message_seconds(kind, messages, _group_of(name, run.sizes), gpu, constants)
-        is_hidden = name == "tp" and is_backward and OURS.hides_tensor == "backward"
+        hidden = 0.0
+        if name == "tp":
+            # Networks gather tokens in front of a part of a layer, and scatter them in linears.
+            hidden = 1.0 if is_backward else share_in_chunks(run) if kind == "reduce-scatter" else 0.0
         name = name.partition("_")[0]
-        waited[name] = waited.get(name, 0.0) + seconds * (constants.exposed_tensor if is_hidden else 1.0)
+        waited[name] = waited.get(name, 0.0) + seconds * (1 - hidden * (1 - constants.exposed_tensor))
     return waited
 
 

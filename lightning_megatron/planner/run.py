@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -15,7 +15,7 @@ from lightning_megatron.optim.config import OptimizerConfig
 from lightning_megatron.pipeline.registry import ScheduleName, default_name
 from lightning_megatron.pipeline.schedule_spec import Schedule
 from lightning_megatron.planner.balanced_batch import BalancedBatch
-from lightning_megatron.planner.framework_profile import OURS, FrameworkProfile
+from lightning_megatron.planner.framework_profile import OURS, AttentionKernel, FrameworkProfile
 from lightning_megatron.planner.hardware import Products
 from lightning_megatron.planner.model_parts import (
     Layer,
@@ -29,6 +29,7 @@ from lightning_megatron.planner.model_parts import (
 from lightning_megatron.planner.requires_grad import recomputed_parts, stages_of, stages_with_gradients
 from lightning_megatron.planner.trainable import ALL, Trainable, trainable_parts_of
 from lightning_megatron.precision.fp8 import Fp8Config, engine_faults
+from lightning_megatron.precision.kernels import KernelConfig
 from lightning_megatron.rules.cross_config import Facts, faults
 from lightning_megatron.transformer.recompute import RecomputeConfig
 
@@ -67,6 +68,8 @@ class RunSettings:
     """Whether forwards overlap backwards, as under the strategy's overlap_expert_exchange."""
     context: ContextConfig = field(default_factory=ContextConfig)
     """Communication of attention under context parallelism."""
+    kernels: KernelConfig = field(default_factory=KernelConfig)
+    """Kernels in place of torch's own."""
     balanced: BalancedBatch | None = None
     """Documents of a batch and the ranks that run them, under dynamic context parallelism; None: without."""
 
@@ -136,6 +139,19 @@ class RunSettings:
         return {"auto": self.stepped_bytes, "float32": 4, "bfloat16": 2}[self.optimizer.grad_dtype]
 
     @property
+    def dry_kernels(self) -> KernelConfig:
+        """Kernels of a dry run: operations on memory that ranks share need the ranks."""
+        return replace(self.kernels, symmetric_memory=False)
+
+    @property
+    def fused_attention(self) -> AttentionKernel:
+        """Fused attention kernel. FlashAttention's later releases are as fast as the vendor's kernel, which takes no
+        packed documents. Source: Shah et al., arXiv 2407.08608, figure 5."""
+        library = self.kernels.attention
+        is_torch = library == "torch" or (library == "cudnn" and self.lengths.are_packed)
+        return OURS.attention if is_torch else "vendor"
+
+    @property
     def num_tokens(self) -> int:
         """Number of tokens of an optimizer step."""
         return self.num_accumulated * self.global_batch_size * self.lengths.sequence
@@ -199,6 +215,11 @@ class Run(RunSettings):
         return {shared_over_context(part, images, self.micro_batch_size, cp): count for part, count in stage.items()}
 
     @property
+    def fused_attention(self) -> AttentionKernel:
+        """Fused attention kernel of the framework, or that of another library."""
+        return super().fused_attention if self.framework == OURS else self.framework.attention
+
+    @property
     def saves_float8(self) -> bool:
         """Whether linears save and send what they multiply in float8: with scales of blocks they cast it later."""
         return self.fp8 is not None and self.fp8.scaling != "mxfp8"
@@ -245,6 +266,7 @@ def faults_of(run: RunSettings) -> list[str]:
         decoder_sequence_length=run.lengths.decoder_sequence or None,
         schedule=run.schedule,
         recompute=run.recompute,
+        kernels=run.kernels,
         fp8=run.fp8,
         precision=run.precision,
         context=run.context,

@@ -202,7 +202,7 @@ def _part_passes(
     edges = constants.edge * work.edge_flops + constants.grouped_edge * work.grouped_edge_flops
     product = work.product_flops / rate + (edges + work.head_flops) / plain_rate
     # Torch's only float32 kernel is one of the first kind.
-    share = constants.attention_share(gpu.family, "first" if plain == "full" else run.framework.attention)
+    share = constants.attention_share(gpu.family, "first" if plain == "full" else run.fused_attention)
     flash_edges = constants.flash_edge * work.flash_edge_flops + constants.both_ways_edge * work.both_ways_edge_flops
     flash = (work.flash_flops + flash_edges) / (gpu.attention_flops(plain) * share)
     materialised = work.materialised_flops / (ceiling * constants.materialised_share)
@@ -230,7 +230,8 @@ def _part_passes(
     forward = max(product + flash + scored + moved + casts + lowered + adapters, least)
     messages = _messages(run, work, gpu, constants)
     hides = run.framework.hides_tensor
-    exposed = _unhidden_tensor(messages, hides in ("forward", "everywhere"), constants)
+    hidden_share = 1.0 if hides in ("forward", "everywhere") else share_in_chunks(run) if work.num_layers else 0.0
+    exposed = _unhidden_tensor(messages, hidden_share, constants)
     exposed |= _context(run, work, flash + materialised, gpu, constants, is_backward=False)
     if not part.passes_gradient and not part.is_trained:
         return Pass(compute=forward, exposed=exposed), Pass()
@@ -240,13 +241,16 @@ def _part_passes(
     backward = num_products * product + 2 * (casts + adapters)
     backward += (constants.moved_backward if work.num_layers else _HEAD_BACKWARD) * moved
     backward = max(backward + (attended + lowered if part.passes_gradient else 0.0), least)
-    later = _unhidden_tensor(messages, hides in ("backward", "everywhere"), constants)
+    later = _unhidden_tensor(messages, float(hides in ("backward", "everywhere")), constants)
     later |= _context(run, work, attended, gpu, constants, is_backward=True)
     if is_recomputed:
         backward += forward
         later = {axis: seconds + exposed[axis] for axis, seconds in later.items()}
     if "core_attention" in run.recompute.recomputed_parts and work.num_pairs:
         backward += scored
+    if run.kernels.loss_chunk_tokens:
+        # Logits of a chunk are computed once more.
+        backward += work.logit_flops / plain_rate
     if part.layer is not None and work.num_layers and run.recomputes_feed_forward(part.layer):
         backward += product * work.mlp_flops / work.product_flops
         for name in ("ep", ROUTING):
@@ -258,8 +262,15 @@ def _part_passes(
     return Pass(compute=forward, exposed=exposed), Pass(compute=backward, exposed=later)
 
 
-def _unhidden_tensor(messages: Mapping[str, float], is_hidden: bool, constants: Constants) -> dict[str, float]:
-    share = constants.exposed_tensor if is_hidden else 1.0
+def share_in_chunks(run: RunSettings) -> float:
+    """Share of the messages of tp that the forward's products hide as a backward's do: each in chunks but for one of
+    them, or by symmetric memory."""
+    return 1.0 if run.kernels.symmetric_memory else 1 - 1 / run.kernels.num_tp_overlap_chunks
+
+
+def _unhidden_tensor(messages: Mapping[str, float], hidden: float, constants: Constants) -> dict[str, float]:
+    """Messages as they are exposed where products hide that share of those of tp."""
+    share = 1 - hidden * (1 - constants.exposed_tensor)
     return {axis: seconds * (share if axis == "tp" else 1.0) for axis, seconds in messages.items()}
 
 

@@ -166,10 +166,14 @@ def test_documents_that_are_balanced_run_dry_on_the_fullest_ranks(
     assert "without the recipe's dynamic_context" in even["notes"][-1] and even["micro_batch_size"] == 4
 
 
+def test_what_a_dry_run_leaves_out_is_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = recipe_with(tmp_path, strategy={"kernels": {"compile_layers": True}})
+    assert "not planned: kernels compile_layers (True)" in record(capsys, file, "--rank", "0")["notes"][-1]
+
+
 @pytest.mark.parametrize(
     ("strategy", "words"),
     [
-        ({"pipeline": {"mode": "collective"}}, "knows nothing of pipeline mode 'collective'"),
         ({"pipeline": {"overlap_expert_exchange": True}}, "overlap_expert_exchange hides the dispatch of tokens"),
         ({"num_microbatches": 3}, "must be a multiple of data-parallel size x num_microbatches"),
     ],

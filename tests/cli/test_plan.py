@@ -314,6 +314,28 @@ def test_what_the_strategy_does_beyond_a_plan_is_noted(tmp_path: Path, capsys: p
     assert "without the recipe's dynamic_context" in text and "not planned: pipeline mode 'collective'" in text
 
 
+def test_kernels_in_place_of_torchs_own_are_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def planned(**kernels: Any) -> Any:
+        strategy = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "kernels": kernels}
+        changes: dict[str, Any] = {"trainer.strategy.init_args": strategy, "trainer.precision": "bf16"}
+        file = changed(tmp_path, "gpt2_124m.yaml", **changes)
+        return record(capsys, file, "--gpu", "h100", "--layout", "recipe")
+
+    plain, in_chunks, beside = planned(), planned(loss_chunk_tokens=512), planned(num_tp_overlap_chunks=4)
+    for one in (plain, in_chunks, beside):
+        assert not any("not planned" in note for note in one["notes"])
+    assert in_chunks["memory_bytes"][0]["total"] < 0.8 * plain["memory_bytes"][0]["total"]
+    executed = [one["flops"][-1]["step_flops"] for one in (plain, in_chunks, beside)]
+    # Logits of all tokens are computed once more.
+    assert executed[1] - executed[0] == pytest.approx(2 * 512 * 1024 * 768 * 50257, rel=0.01)
+    assert executed[2] == executed[0]
+    assert in_chunks["step_seconds"] > plain["step_seconds"] > beside["step_seconds"]
+    assert planned(attention="flash3")["step_seconds"] < plain["step_seconds"]
+    assert planned(symmetric_memory=True)["step_seconds"] < beside["step_seconds"]
+    [note] = [note for note in planned(compile_layers=True)["notes"] if "not planned" in note]
+    assert note.startswith("not planned: kernels compile_layers (True), which makes neighbouring operations one kernel")
+
+
 BALANCED_DATA = {"sequence_length": 1024, "global_batch_size": 64}
 
 

@@ -23,6 +23,7 @@ from lightning_megatron.planner.model_parts import SequenceLengths
 from lightning_megatron.planner.run import Run, faults_of
 from lightning_megatron.planner.trainable import Trainable
 from lightning_megatron.precision.fp8 import Fp8Config
+from lightning_megatron.precision.kernels import KernelConfig
 from lightning_megatron.transformer.lora import LoraConfig
 from lightning_megatron.transformer.recompute import RecomputeConfig
 from tests.harness.sample import WHOLE, each_setting, every_nth
@@ -132,6 +133,12 @@ RUNS = {
         recompute=RecomputeConfig(granularity="full"),
     ),
     "cp": run_of(LLAMA, Sizes(world=4, cp=2, pp=2)),
+    "loss and messages in chunks": run_of(
+        LLAMA,
+        Sizes(world=4, tp=2, pp=2, sequence_parallel=True),
+        micro_batch_size=2,
+        kernels=KernelConfig(loss_chunk_tokens=1024, num_tp_overlap_chunks=4),
+    ),
     "bf16-true": run_of(GPT, Sizes(world=2), precision="bf16-true"),
     "float32": run_of(GPT, Sizes(world=2), precision="32-true", optimizer=DISTRIBUTED),
     "gradients in 16 bits": run_of(

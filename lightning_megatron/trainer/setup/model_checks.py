@@ -11,7 +11,7 @@ from lightning_megatron.any_module.pipelined_modules import names_inside, pipeli
 from lightning_megatron.any_module.tensor_styles import ColwiseLinear
 from lightning_megatron.comm import collectives
 from lightning_megatron.mesh import Axis, Mesh, Sizes
-from lightning_megatron.models.heads import LanguageModelHead
+from lightning_megatron.models.kernels import set_kernels
 from lightning_megatron.models.language_model import LanguageModel
 from lightning_megatron.moe.experts import Experts
 from lightning_megatron.precision.kernels import KernelConfig
@@ -295,17 +295,25 @@ def share_recomputation(module: nn.Module, config: RecomputeConfig, mesh: Mesh) 
         model.runner = recompute.RecomputeRunner(config, tp=mesh.tp, sp=mesh.sp)
 
 
+def loss_chunk_faults(module: nn.Module, config: KernelConfig) -> list[str]:
+    """Why a module computes no loss in chunks, where `config` asks for that: nothing, or one sentence."""
+    if not config.loss_chunk_tokens or any(
+        isinstance(model, LanguageModel) for model in pipelined_modules(module).values()
+    ):
+        return []
+    return [
+        f"kernels loss_chunk_tokens ({config.loss_chunk_tokens}) is for this package's language models, whose heads "
+        f"compute the loss, and {type(module).__name__} has none; leave it out"
+    ]
+
+
 def share_kernels(module: nn.Module, config: KernelConfig, mesh: Mesh) -> None:
     """Sets how the models of a module compute what `config` names.
 
     Raises ConfigurationError, on all ranks of a model replica, where none can do so.
     """
-    models = pipelined_modules(module).values()
-    if config.loss_chunk_tokens and not any(isinstance(model, LanguageModel) for model in models):
-        raise ConfigurationError(
-            f"kernels loss_chunk_tokens ({config.loss_chunk_tokens}) is for this package's language models, whose "
-            f"heads compute the loss, and {type(module).__name__} has none; leave it out"
-        )
+    if faults := loss_chunk_faults(module, config):
+        raise ConfigurationError(faults)
     # Colwise linears of a network read tokens that are gathered in front of the part of a layer that they are in.
     kinds = [type(one) for one in module.modules() if isinstance(one, ParallelLinear)]
     has_linears = any(kind is not ColwiseLinear for kind in kinds)
@@ -321,8 +329,4 @@ def share_kernels(module: nn.Module, config: KernelConfig, mesh: Mesh) -> None:
             f"kernels {option} is for linears that are cut over tensor-parallel ranks, and {type(module).__name__} has "
             "none; leave it out"
         )
-    for part in module.modules():
-        if isinstance(part, LanguageModelHead):
-            part.chunk_tokens = config.loss_chunk_tokens
-        elif isinstance(part, ParallelLinear):
-            part.num_chunks, part.is_symmetric = config.num_tp_overlap_chunks, config.symmetric_memory
+    set_kernels(module, config)
