@@ -23,7 +23,7 @@ from lightning_megatron.hf.later_weights import forget_left
 from lightning_megatron.mesh import Mesh, ambient
 from lightning_megatron.models.kernels import set_kernels
 from lightning_megatron.pipeline.scheduled import ScheduledCall
-from lightning_megatron.planner.dry_rank import Batch, call_context, lower_weights
+from lightning_megatron.planner.dry_rank import TRUE_DTYPES, Batch, call_context, lower_weights
 from lightning_megatron.planner.dry_run import global_rank, layers_or_links
 from lightning_megatron.planner.fake_process_group import fake_mesh
 from lightning_megatron.planner.memory_tracker import MemoryTracker
@@ -116,8 +116,8 @@ class DryModule:
             with ambient(mesh):
                 module = self._made(device)
                 cut_plain_networks(module, mesh, self._plan)
-            if self._run.precision == "bf16-true":
-                module.to(torch.bfloat16)
+            if (dtype := TRUE_DTYPES.get(self._run.precision)) is not None:
+                module.to(dtype)
             share_recomputation(module, self._run.recompute, mesh)
             set_kernels(module, self._run.dry_kernels)
         except ValueError as error:

@@ -299,10 +299,13 @@ def _search(
 def _notes(request: PlanRequest[Any], gpu: Gpu, layout: str | None) -> list[str]:
     """Notes for a reader of the numbers, with that layout or, without one, of a search."""
     notes = request.all_notes
-    if gpu.timed_as(request.run.plain_products) != request.run.plain_products:
+    wanted = request.run.plain_products
+    if (timed := gpu.timed_as(wanted)) != wanted:
+        field, peak = ("double_tflops", "float64") if wanted == "double" else ("full_tflops", "float32")
+        rates = "16 bits" if timed == "half" else "float32"
         notes.append(
-            f"times are those of products in 16 bits, and in 32-true they are several times longer: GPU {gpu.name!r} "
-            "has no full_tflops, its peak in float32; give it in its file"
+            f"times are those of products in {rates}, and in {request.run.precision} they are several times longer: "
+            f"GPU {gpu.name!r} has no {field}, its peak in {peak}; give it in its file"
         )
     if gpu.family == "volta" and request.run.precision.startswith("bf16"):
         notes.append(

@@ -9,6 +9,7 @@ T tokens of a microbatch on this rank, H hidden.
 from functools import lru_cache
 
 from lightning_megatron.models import BertConfig
+from lightning_megatron.planner.layer_work import has_no_kernel
 from lightning_megatron.planner.model_parts import Layer, ModelPart, Stage, sent_tokens
 from lightning_megatron.planner.run import Run
 from lightning_megatron.transformer import cost
@@ -45,8 +46,8 @@ def logit_bytes(run: Run, stage: Stage) -> float:
     if not tokens:
         return 0.0
     columns = cost.vocabulary_parameters(run.model, run.sizes) // run.model.hidden_size
-    # In float32 the exponentials overwrite the logits.
-    each = run.framework.logit_bytes if run.is_half else 4
+    # From float32 on the exponentials overwrite the logits.
+    each = run.framework.logit_bytes if run.is_half else run.bytes_per_element
     at_once = run.micro_batch_size * tokens / run.sizes.cp
     return min(at_once, run.kernels.loss_chunk_tokens or at_once) * columns * each
 
@@ -129,6 +130,10 @@ def layer_bytes(run: Run, part: ModelPart, recompute: RecomputeConfig) -> float:
     if config.activation == "relu" and not layer.has_experts:
         # A squared ReLU saves its input.
         saved += framework.squares_relu * streams * sequence * config.ffn_hidden_size / tp * width
+    if config.attention_dropout == 0 and has_no_kernel(layer, sizes, width) and not layer.is_by_document(sizes):
+        # Torch saves the weights that it materialises.
+        seen = min(layer.window or layer.sequence, layer.sequence)
+        saved += streams * sequence * seen * config.num_attention_heads / tp * width
     if config.attention_dropout > 0 and "core_attention" not in recompute.recomputed_parts:
         # The formula is that of this package's attention, with as many queries as keys.
         pairs = streams * sequence * layer.sequence * config.num_attention_heads / tp

@@ -55,6 +55,8 @@ from lightning_megatron.transformer.moe import MoELayer
 
 Batch = dict[str, Any]
 _LOW = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+TRUE_DTYPES = {"bf16-true": torch.bfloat16, "64-true": torch.float64}
+"""Dtypes of all weights of a run, where that is not float32, by the precision."""
 _GRADIENTS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # The ready LightningModules call their model so, and its parameters' names begin with it.
 _PREFIX = "model"
@@ -194,8 +196,8 @@ def build_model(run: Run, mesh: Mesh, device: torch.device) -> PipelineModule:
         model = _model(run, mesh)
         if run.trained.lora is not None:
             add_lora(model, run.trained.lora, seed=0)
-    if run.precision == "bf16-true":
-        model.to(torch.bfloat16)
+    if (dtype := TRUE_DTYPES.get(run.precision)) is not None:
+        model.to(dtype)
     recompute.set_recomputed(model, run.recompute)
     model.runner = recompute.RecomputeRunner(run.recompute, tp=mesh.tp, sp=mesh.sp)
     set_kernels(model, run.dry_kernels)
@@ -246,8 +248,8 @@ def call_context(run: RunSettings, device: torch.device) -> AbstractContextManag
     if (low := _LOW.get(run.precision)) is not None:
         # A meta tensor goes by the host's autocast.
         stack.enter_context(torch.autocast("cpu" if device.type == "meta" else device.type, dtype=low))
-    elif run.precision == "bf16-true":
-        stack.enter_context(_default_dtype(torch.bfloat16))
+    elif (dtype := TRUE_DTYPES.get(run.precision)) is not None:
+        stack.enter_context(_default_dtype(dtype))
     return stack
 
 

@@ -61,7 +61,7 @@ class Estimate:
         which they say nothing."""
         if self.constants != fitted():
             return None
-        precision = "FP8" if self.timed_as == "fp8" else "16 bits" if self.timed_as == "half" else "float32"
+        precision = {"fp8": "FP8", "half": "16 bits", "full": "float32", "double": "float64"}[self.timed_as]
         of_experts = any(rank.trained[1] for rank in self.ranks)
         has_experts = bool(self.size.active) or self.size.num_experts > 1 or of_experts
         return ratios_like(self.gpu.family, precision, has_experts=has_experts)
@@ -117,8 +117,7 @@ class Estimate:
     @property
     def checkpoint_bytes(self) -> float:
         """Bytes of weights, in float32 where there are master weights, and of the trained weights' two moments."""
-        low = 2 if self.run.precision == "bf16-true" else 4
-        return float(low * (self.size.parameters + 2 * self.size.trained))
+        return float(self.run.stepped_bytes * (self.size.parameters + 2 * self.size.trained))
 
 
 def estimate(

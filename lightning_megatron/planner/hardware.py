@@ -17,8 +17,8 @@ from lightning_megatron.text_files import read_text, yaml_of
 
 GIGA, TERA = 1e9, 1e12
 
-Products = Literal["full", "half", "fp8"]
-"""Precision of matrix products: float32 without tensor cores, which is torch's default; 16 bits; FP8."""
+Products = Literal["double", "full", "half", "fp8"]
+"""Precision of matrix products: float64; float32 without tensor cores, which is torch's default; 16 bits; FP8."""
 
 # No field of a GPU is so large, in any unit.
 _MOST = 1e12
@@ -65,6 +65,8 @@ class Gpu:
     """Dense peak in FP8; 0: it has no such units."""
     full_tflops: float = 0.0
     """Peak in float32 without tensor cores, or in TF32 for scripts that turn it on in torch; 0: not known."""
+    double_tflops: float = 0.0
+    """Peak in float64, on tensor cores that have it; 0: not known."""
     half_matmul_tflops: float = 0.0
     """The most that a large matmul in 16 bits was measured to reach; 0: not measured."""
     fp8_matmul_tflops: float = 0.0
@@ -95,7 +97,7 @@ class Gpu:
         positive = ("memory_gb", "half_tflops", *(f"{name}_per_second" for name in per_second))
         faults = [f"{name} ({getattr(self, name)}) must be above 0" for name in positive if not getattr(self, name) > 0]
         of_kinds = [f"{kind}_{what}" for what in ("tflops", "matmul_tflops") for kind in ("fp8", "full")]
-        natural = (*of_kinds, "half_matmul_tflops", "nvlink_gb_per_second")
+        natural = (*of_kinds, "double_tflops", "half_matmul_tflops", "nvlink_gb_per_second")
         faults += [f"{name} ({getattr(self, name)}) must be 0 or above" for name in natural if getattr(self, name) < 0]
         faults += [
             f"{name}_matmul_tflops ({measured}) must be at most {name}_tflops ({peak}), the peak"
@@ -130,27 +132,32 @@ class Gpu:
         return self.network_gb_per_second * GIGA
 
     def timed_as(self, products: Products) -> Products:
-        """Precision whose rates time products of this one: 16 bits for float32 without a known peak."""
-        return "half" if products == "full" and not self.full_tflops else products
+        """Precision whose rates time products of this one: float32 for float64, and 16 bits for float32, without a
+        known peak."""
+        lower: dict[Products, Products] = {"double": "full", "full": "half"}
+        while products in lower and not self.peak_flops(products):
+            products = lower[products]
+        return products
 
     def peak_flops(self, products: Products) -> float:
         """Dense peak of matrix products in FLOP/s; 0 without such units, or where it is not known."""
-        return {"full": self.full_tflops, "half": self.half_tflops, "fp8": self.fp8_tflops}[products] * TERA
+        peaks = {"double": self.double_tflops, "full": self.full_tflops, "half": self.half_tflops}
+        return {**peaks, "fp8": self.fp8_tflops}[products] * TERA
 
     def matmul_flops(self, products: Products) -> float:
         """The most that a matmul is known to reach, in FLOP/s.
 
-        Where float32 is not measured, it reaches the same share of its peak as 16 bits.
+        Where float32 or float64 is not measured, it reaches the same share of its peak as 16 bits.
         """
         measured = {"full": self.full_matmul_tflops, "half": self.half_matmul_tflops, "fp8": self.fp8_matmul_tflops}
-        if products == "full" and not self.full_matmul_tflops:
-            return self.full_tflops * TERA * self.matmul_flops("half") / self.peak_flops("half")
+        if products in ("double", "full") and not measured.get(products):
+            return self.peak_flops(products) * self.matmul_flops("half") / self.peak_flops("half")
         return (measured[products] * TERA) or _USUAL_SHARE * self.peak_flops(products)
 
     def attention_flops(self, products: Products) -> float:
         """Matmul ceiling of an attention kernel in FLOP/s, which FP8 does not change."""
-        if products == "full" and self.family == "volta":
-            return self.matmul_flops("full")
+        if products == "double" or (products == "full" and self.family == "volta"):
+            return self.matmul_flops(products)
         return self.matmul_flops("half") / (_HALF_PRODUCTS if products == "full" else 1)
 
 

@@ -106,13 +106,13 @@ def layer_work_of(part: ModelPart, model_parts: ModelParts, sizes: Sizes, micro_
 def has_no_kernel(layer: Layer, sizes: Sizes, width: int) -> bool:
     """Whether self-attention on elements of so many bytes has no kernel, so that torch materialises scores.
 
-    The float32 kernel takes a key for each query head; over cp, within documents and in windows this package repeats
-    keys for it.
+    There is none in float64. The float32 kernel takes a key for each query head; over cp, within documents and in
+    windows this package repeats keys for it.
     """
     config = layer.config
     is_grouped = config.num_attention_heads // sizes.tp > max(config.num_query_groups // sizes.tp, 1)
     is_windowed = 0 < layer.window < layer.sequence
-    return width == 4 and is_grouped and not (layer.is_by_document(sizes) or is_windowed)
+    return width == 8 or (width == 4 and is_grouped and not (layer.is_by_document(sizes) or is_windowed))
 
 
 def _end(part: ModelPart, model_parts: ModelParts, sizes: Sizes, micro_batch: int, width: int) -> LayerWork:
@@ -178,7 +178,8 @@ def _layer(layer: Layer, sizes: Sizes, micro_batch: int, width: int) -> LayerWor
     moved += 2 * tokens / sp * narrow * width
     own_flops, memory_flops = _attention(layer, streams, cp, tp)
     drops = config.attention_dropout > 0
-    # Cross-attention always has a kernel.
+    # Cross-attention has a kernel up to float32.
+    has_kernel_across = not drops and width < 8
     is_materialised = drops or has_no_kernel(layer, sizes, width)
     pairs = grouped_pairs = 0.0
     if drops:
@@ -239,11 +240,11 @@ def _layer(layer: Layer, sizes: Sizes, micro_batch: int, width: int) -> LayerWor
         product_flops=sum(flops) + grouped_flops,
         edge_flops=edges,
         grouped_edge_flops=own * grouped_edges,
-        flash_flops=(not is_materialised) * own_flops + (not drops) * memory_flops,
+        flash_flops=(not is_materialised) * own_flops + has_kernel_across * memory_flops,
         flash_edge_flops=(not is_materialised) * layer.is_causal * own_edge,
-        both_ways_edge_flops=(not drops) * memory_edge + (not is_materialised) * (not layer.is_causal) * own_edge,
+        both_ways_edge_flops=has_kernel_across * memory_edge + (not is_materialised) * (not layer.is_causal) * own_edge,
         # Masked pairs are computed too.
-        materialised_flops=is_materialised * own_flops * (1 + layer.is_causal) + drops * memory_flops,
+        materialised_flops=is_materialised * own_flops * (1 + layer.is_causal) + (not has_kernel_across) * memory_flops,
         moved_bytes=moved,
         bounded_bytes=bounded,
         num_pairs=pairs,

@@ -52,7 +52,7 @@ def _kernel_seconds(run: RunSettings, counts: Mapping[str, float], gpu: Gpu, con
     seconds = (counts.get("products", 0) + edges) / plain_rate
     if fp8_flops := counts.get("fp8 products", 0):
         seconds += fp8_flops / fp8_rate
-    share = constants.attention_share(gpu.family, "first" if plain == "full" else run.fused_attention)
+    share = constants.attention_share(gpu.family, run.fused_attention if plain == "half" else "first")
     seconds += counts.get("attention", 0) / (gpu.attention_flops(plain) * share)
     # These bytes were counted, and are not the least that would do.
     return seconds + counts.get("moved bytes", 0) / gpu.memory_bytes_per_second

@@ -56,10 +56,11 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     query, key, value = _lowered((query, key, value))
-    # GPUs have no kernel for grouped queries in other dtypes, and the one below has none for the rest.
+    # GPUs have no kernel in float64, none for grouped queries in float32, and the one below has none for the rest.
     is_grouped = enable_gqa and query.dtype not in (torch.float16, torch.bfloat16)
     is_trained = attn_mask is not None and attn_mask.requires_grad
-    if is_grouped or is_trained or query.dim() != 4 or value.shape[-1] != query.shape[-1]:
+    is_double = query.dtype == torch.float64
+    if is_double or is_grouped or is_trained or query.dim() != 4 or value.shape[-1] != query.shape[-1]:
         options = {"scale": scale, "enable_gqa": enable_gqa}
         scored: Tensor = _SDPA.decompose(query, key, value, attn_mask, dropout_p, is_causal, **options)
         return scored

@@ -20,7 +20,12 @@ EXECUTED = "executed by this package"
 
 # A report of a longer pipeline shows its ends and its middle.
 _MOST_STAGES = 6
-_PRODUCTS: dict[Products, str] = {"full": "float32 without tensor cores", "half": "16 bits", "fp8": "FP8"}
+_PRODUCTS: dict[Products, str] = {
+    "double": "float64",
+    "full": "float32 without tensor cores",
+    "half": "16 bits",
+    "fp8": "FP8",
+}
 # So many rejected layouts are shown that lack the least memory.
 _NUM_NEAREST = 3
 

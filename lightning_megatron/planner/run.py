@@ -33,7 +33,8 @@ from lightning_megatron.precision.kernels import KernelConfig
 from lightning_megatron.rules.cross_config import Facts, faults
 from lightning_megatron.transformer.recompute import RecomputeConfig
 
-PRECISIONS = ("bf16-mixed", "bf16-true", "16-mixed", "32-true")
+PRECISIONS = ("bf16-mixed", "bf16-true", "16-mixed", "32-true", "64-true")
+_WIDE: dict[str, tuple[Products, int]] = {"32-true": ("full", 4), "64-true": ("double", 8)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,12 +112,12 @@ class RunSettings:
     @property
     def is_half(self) -> bool:
         """Whether products are in 16 bits or fewer."""
-        return self.precision != "32-true"
+        return self.precision not in _WIDE
 
     @property
     def plain_products(self) -> Products:
         """Precision of the matrix products that are never in FP8."""
-        return "half" if self.is_half else "full"
+        return _WIDE[self.precision][0] if self.precision in _WIDE else "half"
 
     @property
     def products(self) -> Products:
@@ -126,12 +127,12 @@ class RunSettings:
     @property
     def bytes_per_element(self) -> int:
         """Bytes of an activation element."""
-        return 2 if self.is_half else 4
+        return _WIDE[self.precision][1] if self.precision in _WIDE else 2
 
     @property
     def stepped_bytes(self) -> int:
         """Bytes of a weight that the optimizer updates, and of each of its moments."""
-        return 2 if self.precision == "bf16-true" else 4
+        return 4 if self.is_mixed else self.bytes_per_element
 
     @property
     def gradient_bytes(self) -> int:

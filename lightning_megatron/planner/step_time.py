@@ -202,7 +202,7 @@ def _part_passes(
     edges = constants.edge * work.edge_flops + constants.grouped_edge * work.grouped_edge_flops
     product = work.product_flops / rate + (edges + work.head_flops) / plain_rate
     # Torch's only float32 kernel is one of the first kind.
-    share = constants.attention_share(gpu.family, "first" if plain == "full" else run.fused_attention)
+    share = constants.attention_share(gpu.family, run.fused_attention if plain == "half" else "first")
     flash_edges = constants.flash_edge * work.flash_edge_flops + constants.both_ways_edge * work.both_ways_edge_flops
     flash = (work.flash_flops + flash_edges) / (gpu.attention_flops(plain) * share)
     materialised = work.materialised_flops / (ceiling * constants.materialised_share)

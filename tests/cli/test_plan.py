@@ -218,7 +218,14 @@ def test_the_kind_of_a_model_is_asked_for_or_named_or_shown_by_its_data(
 
 @pytest.mark.parametrize(
     ("value", "full"),
-    [("bf16", "bf16-mixed"), ("16", "16-mixed"), (16, "16-mixed"), (32, "32-true"), (None, "32-true")],
+    [
+        ("bf16", "bf16-mixed"),
+        ("16", "16-mixed"),
+        (16, "16-mixed"),
+        (32, "32-true"),
+        (None, "32-true"),
+        (64, "64-true"),
+    ],
 )
 def test_a_precision_is_what_the_trainer_takes_it_for(
     value: Any, full: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -226,10 +233,31 @@ def test_a_precision_is_what_the_trainer_takes_it_for(
     file = changed(tmp_path, "bert_large.yaml", **{"trainer.precision": value})
     planned = record(capsys, file, "--gpu", "h100", "--layout", "recipe")
     assert planned["precision"] == full
-    peak = ("float32 without tensor cores", 67e12) if full == "32-true" else ("16 bits", 989.4e12)
+    peaks = {"32-true": ("float32 without tensor cores", 67e12), "64-true": ("float64", 67e12)}
+    peak = peaks.get(full, ("16 bits", 989.4e12))
     assert (planned["peak_of"], planned["peak_flops_per_second"]) == peak and planned["notes"] == []
     shown = printed(capsys, file, "--gpu", "h100", "--layout", "recipe")
     assert f"the peak: dense peak in {peak[0]}, {peak[1] / 1e12:g} TFLOP/s" in shown
+
+
+def test_numbers_of_eight_bytes_take_twice_the_memory_and_longer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def planned(precision: str, gpu: str) -> Any:
+        file = changed(tmp_path, "gpt2_124m.yaml", **{"trainer.precision": precision})
+        return record(capsys, file, "--gpu", gpu, "--layout", "mbs=1")
+
+    # A100 multiplies in float64 as fast as in float32, where that has no tensor cores.
+    full, double = (planned(precision, "a100") for precision in ("32-true", "64-true"))
+    for kind in ("weights", "gradients", "moments"):
+        # Tensors are rounded up to the same blocks.
+        assert double["memory_bytes"][0][kind] == pytest.approx(2 * full["memory_bytes"][0][kind], rel=1e-3)
+    # No kernel of attention has float64: scores are saved.
+    assert double["memory_bytes"][0]["activations"] > 2.2 * full["memory_bytes"][0]["activations"]
+    assert double["step_seconds"] > 1.2 * full["step_seconds"] and double["peak_of"] == "float64"
+    unknown = planned("64-true", "l40s")
+    assert unknown["notes"][-1].startswith("times are those of products in float32, and in 64-true they are several")
+    assert "has no double_tflops, its peak in float64" in unknown["notes"][-1]
 
 
 def test_transformer_engine_s_precision_is_planned_where_it_is_not_installed(

@@ -141,6 +141,7 @@ RUNS = {
     ),
     "bf16-true": run_of(GPT, Sizes(world=2), precision="bf16-true"),
     "float32": run_of(GPT, Sizes(world=2), precision="32-true", optimizer=DISTRIBUTED),
+    "float64": run_of(SHALLOW, Sizes(world=2, pp=2), lengths=SHORT, precision="64-true"),
     "gradients in 16 bits": run_of(
         GPT, Sizes(world=4), optimizer=OptimizerConfig(kind="distributed", grad_dtype="bfloat16")
     ),

@@ -43,6 +43,7 @@ def test_every_known_gpu_says_where_its_numbers_are_from_and_measures_less_than_
     for gpu in known_gpus().values():
         assert len(gpu.source) > 10
         assert 0.5 * gpu.half_tflops <= gpu.matmul_flops("half") / 1e12 < gpu.half_tflops
+        assert 0.5 * gpu.double_tflops <= gpu.matmul_flops("double") / 1e12 <= gpu.double_tflops
         assert 0.5 * gpu.full_tflops <= gpu.matmul_flops("full") / 1e12 < gpu.full_tflops <= gpu.half_tflops / 2
 
 
