@@ -112,6 +112,14 @@ class ContextLayout:
         before = rank % self.ulysses_size * self.num_rows
         return min(max(_num(self.runs[rank // self.ulysses_size]) - before, 0), self.num_rows)
 
+    def first_rows(self, rank: int) -> list[int]:
+        """Row of a rank that holds the first token of each segment, PADDING where none of its rows does."""
+        before, found = rank % self.ulysses_size * self.num_rows, [PADDING] * len(self.lengths)
+        for run in self.runs[rank // self.ulysses_size]:
+            if run.position == 0 and 0 <= run.row - before < self.num_rows:
+                found[run.segment] = run.row - before
+        return found
+
     @cached_property
     def group_places(self) -> Tensor:
         """Place of each row, int64 [ring_size, group rows], on the host."""

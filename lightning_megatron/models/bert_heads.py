@@ -20,6 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_megatron.comm import collectives, differentiable
+from lightning_megatron.comm.host_numbers import on_device
+from lightning_megatron.context.context_layout import PADDING
 from lightning_megatron.mesh import Axis
 from lightning_megatron.models.heads import LanguageModelHead
 from lightning_megatron.sharding import Initial, shard_parameter
@@ -74,7 +76,7 @@ class SentenceOrderHead(nn.Module):
         self.output = ReplicatedLinear(hidden, 2, tp=tp, partial=None, initial=initial)
 
     def forward(self, hidden_TH: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
-        """Logits [B, 2] from [T/sp, H], and which samples' first tokens are this rank of cp's: bool [B]."""
+        """Logits [B, 2] from [T/sp, H], and 1 for each sample whose first token is this rank of cp's: int64 [B]."""
         first_BH, is_own_B = self._first_tokens(hidden_TH, tokens)
         return self.output(self.pooler(first_BH).tanh()), is_own_B
 
@@ -82,7 +84,7 @@ class SentenceOrderHead(nn.Module):
         """Logits of all samples on every rank of tp and cp, for ranks that all do the same with them; 0 of an empty
         sample."""
         logits_B2, is_own_B = self(hidden_TH, tokens)
-        own_B2 = torch.where(is_own_B.unsqueeze(1), logits_B2, 0)
+        own_B2 = torch.where(is_own_B.bool().unsqueeze(1), logits_B2, 0)
         return differentiable.reduce(differentiable.copy(own_B2, tokens.cp), tokens.cp)
 
     def loss_sum(self, hidden_TH: Tensor, targets: SampleTargets, tokens: Tokens) -> Tensor:
@@ -90,8 +92,8 @@ class SentenceOrderHead(nn.Module):
         logits_B2, is_own_B = self(hidden_TH, tokens)
         wide = torch.promote_types(logits_B2.dtype, torch.float32)
         losses_B = F.cross_entropy(logits_B2.to(wide), targets.labels_B, ignore_index=IGNORED, reduction="none")
-        weights_B: Tensor = targets.weights_B * is_own_B
-        own: Tensor = (losses_B * weights_B.to(wide)).sum()
+        weights_B = torch.mul(targets.weights_B, is_own_B, out=torch.empty_like(losses_B))
+        own: Tensor = (losses_B * weights_B).sum()
         return own
 
     def tallies(self, hidden_TH: Tensor, targets: SampleTargets, tokens: Tokens) -> dict[str, Tensor]:
@@ -100,7 +102,7 @@ class SentenceOrderHead(nn.Module):
         if torch.is_grad_enabled():
             return {}
         logits_B2, is_own_B = self(hidden_TH, tokens)
-        counts_B = is_own_B & (targets.labels_B != IGNORED) & (targets.weights_B > 0)
+        counts_B = is_own_B.bool() & (targets.labels_B != IGNORED) & (targets.weights_B > 0)
         is_right_B = counts_B & (logits_B2.argmax(dim=-1) == targets.labels_B)
         counts = torch.stack((is_right_B, counts_B)).sum(1, dtype=torch.float64)
         correct, samples = collectives.all_reduce(counts, tokens.cp)
@@ -112,20 +114,21 @@ class SentenceOrderHead(nn.Module):
         return beside
 
     def _first_tokens(self, hidden_TH: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
-        """The hidden state of each sample's first token, zeros for those that other ranks of cp hold: [B, H]."""
-        length = hidden_TH.shape[0]
-        # Places of the batch in this rank's stream, -1 for those of other ranks; the last takes padding.
-        num_places = tokens.shape[0] * tokens.shape[1]
-        places_T = tokens.flat(torch.arange(num_places, device=tokens.device).view(tokens.shape), padding=num_places)
-        indices = torch.full((num_places + 1,), -1, device=tokens.device)
-        indices[places_T] = torch.arange(len(places_T), device=tokens.device)
-        index_B = indices[:num_places].view(tokens.shape)[:, 0]
-        local_B = index_B - self.sp.rank * length
-        # Below 0 where another rank of cp has the token.
-        nearest_B = local_B.clamp(0, length - 1)
-        rows_BH = hidden_TH.index_select(0, nearest_B)
-        first_BH = rows_BH.masked_fill((nearest_B != local_B).unsqueeze(1), 0.0)
-        return differentiable.reduce(first_BH, self.sp), index_B >= 0
+        """The hidden state of each sample's first token, zeros for those that other ranks of cp hold, [B, H]; and 1 for
+        each that is this rank of cp's, int64 [B]."""
+        places, length = tokens.first_places(), hidden_TH.shape[0]
+        own = range(self.sp.rank * length, (self.sp.rank + 1) * length)
+        # One copy to the device of what the host knows.
+        index_B, is_here_B, is_own_B = on_device(
+            [
+                [place - own.start if place in own else 0 for place in places],
+                [place in own for place in places],
+                [place != PADDING for place in places],
+            ],
+            hidden_TH.device,
+        )
+        first_BH = hidden_TH.index_select(0, index_B) * is_here_B.unsqueeze(1)
+        return differentiable.reduce(first_BH, self.sp), is_own_B
 
 
 class _Beside(torch.autograd.Function):

@@ -178,5 +178,7 @@ class LanguageModelHead(WeightGradientLayer):
         if auxiliary is not None:
             own = own + (auxiliary - auxiliary.detach()).to(own.dtype)
         total = differentiable.reduce(differentiable.copy(own, tokens.cp), tokens.cp)
-        divisor = targets.sum_of_weights.masked_fill(targets.sum_of_weights == 0, 1.0)
-        return total / divisor.to(total.dtype)
+        # The sum of weights, or 1 in place of 0.
+        divisor = torch.empty_like(targets.sum_of_weights, dtype=total.dtype)
+        torch.add(targets.sum_of_weights, targets.sum_of_weights == 0, out=divisor)
+        return total / divisor

@@ -42,6 +42,7 @@ from lightning_megatron.tensor.activation import Activation, activate
 from lightning_megatron.tensor.cross_entropy import IGNORED
 from lightning_megatron.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.transformer.decode_state import DecodeState
+from lightning_megatron.transformer.position_cache import PositionCache
 from lightning_megatron.transformer.tokens import Tokens
 
 _VISION, _PROJECTOR, _LANGUAGE = "vision", "projector", "language"
@@ -141,8 +142,10 @@ class ImageInputs:
     """Pixels of this rank's images: [images, channels, height, width]."""
     stream: Tokens
     """Token stream of their patches."""
+    is_feature_T: Tensor
+    """Whether a row of all ranks' features replaces an own token: [T/sp]."""
     features_T: Tensor
-    """Row of all ranks' features that replaces each own token, int64 [T/sp]; -1: none."""
+    """Which row replaces it, int64 [T/sp]; -1: none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,20 +165,19 @@ class _Placed(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden_TH: Tensor, features_FH: Tensor, rows_T: Tensor) -> Tensor:
-        is_image_T1 = (rows_T >= 0).unsqueeze(1)
-        ctx.save_for_backward(rows_T, is_image_T1)
+    def forward(ctx: Any, hidden_TH: Tensor, features_FH: Tensor, is_feature_T: Tensor, rows_T: Tensor) -> Tensor:
+        ctx.save_for_backward(is_feature_T, rows_T)
         ctx.num_rows, ctx.dtype = len(features_FH), features_FH.dtype
-        taken_TH = features_FH.index_select(0, rows_T.clamp(min=0)).to(hidden_TH.dtype)
-        return torch.where(is_image_T1, taken_TH, hidden_TH)
+        # Row -1, the last one, is read by none.
+        return torch.where(is_feature_T.unsqueeze(1), features_FH[rows_T].to(hidden_TH.dtype), hidden_TH)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor | None, ...]:
-        rows_T, is_image_T1 = ctx.saved_tensors
+        is_feature_T, rows_T = ctx.saved_tensors
         # Its padding index is left out.
         grad_FH = torch.ops.aten.embedding_dense_backward(grad_TH, rows_T, ctx.num_rows, -1, False).to(ctx.dtype)
-        return grad_TH.masked_fill(is_image_T1, 0.0), grad_FH, None
+        return grad_TH.masked_fill(is_feature_T.unsqueeze(1), 0.0), grad_FH, None, None
 
 
 class Projector(nn.Module):
@@ -208,6 +210,7 @@ class LlavaModel(GPTModel):
     def __init__(self, config: LlavaConfig, *, mesh: Mesh | None = None, seed: int | None = None) -> None:
         mesh = mesh if mesh is not None else ambient_mesh()
         super().__init__(config, mesh=mesh, seed=seed, first_parts=_first_parts(config, mesh))
+        self.image_positions = PositionCache(config.vision)
         used = [f"{_VISION}.layers.{i}" for i in range(config.num_vision_layers)]
         # Recomputed as those of the language model are.
         self.layer_names |= frozenset(used)
@@ -307,7 +310,8 @@ class LlavaModel(GPTModel):
         if context.image_inputs is not None:
             # Each rank reads the features of its own tokens: its gradient is a partial sum.
             features_FH = differentiable.all_gather(differentiable.all_gather(projected_TH, self.mesh.sp), self.mesh.cp)
-            hidden_TH = _Placed.apply(hidden_TH, features_FH, context.image_inputs.features_T)
+            images = context.image_inputs
+            hidden_TH = _Placed.apply(hidden_TH, features_FH, images.is_feature_T, images.features_T)
         return embedding.placed(hidden_TH, context.tokens)
 
     def _runs_vision(self, num_images: int) -> bool:
@@ -333,18 +337,19 @@ class LlavaModel(GPTModel):
 
         # The draws of this call: their owner sets others for the next, before the backward of this one.
         make_keys = partial(_image_keys, replace(self.draws), counts, pixels.device)
-        stream = image_stream(num_own, lambda: own(make_keys()), config.vision, self.mesh, pixels.device)
-        # Feature number n of the call is that of an image n // P, in front of which other tokens are left out.
-        # These are one for each image that has no use for its class token, and what pads the stream of each rank.
-        number = is_image_BS.flatten().cumsum(0).sub_(1)
-        image, class_tokens = number // config.features_per_image, int(not config.keeps_class_token)
-        row = number.add(image, alpha=class_tokens).add_(class_tokens) if class_tokens else number
-        if padding := stream.num_tokens - num_own * config.vision.max_sequence_length:
-            row = row.add(image // num_own, alpha=padding)
-        features_T = tokens.shard(tokens.flat(row.view_as(is_image_BS).masked_fill(~is_image_BS, -1), padding=-1))
-        # The tower computes in the dtype of its weights.
-        dtype = self.get_parameter(f"{_VISION}.embedding.patches").dtype
-        return ImageInputs(pixels=own(pixels).to(dtype), stream=stream, features_T=features_T)
+        stream = image_stream(num_own, lambda: own(make_keys()), self.image_positions, self.mesh, pixels.device)
+        # Rows of the streams of all ranks that are features, image by image: without those of class tokens that are of
+        # no use, and what pads the stream of each rank.
+        rows_F = torch.arange(cp.size * stream.num_tokens, device=pixels.device).view(cp.size, -1)
+        rows_FP = rows_F[:, : stream.num_real].unflatten(1, stream.shape)[..., int(not config.keeps_class_token) :]
+        features_BS = torch.full(is_image_BS.shape, -1, device=pixels.device)
+        features_BS.masked_scatter_(is_image_BS, rows_FP.reshape(-1))
+        return ImageInputs(
+            pixels=own(pixels),
+            stream=stream,
+            is_feature_T=tokens.shard(tokens.flat(is_image_BS)),
+            features_T=tokens.shard(tokens.flat(features_BS, padding=-1)),
+        )
 
     def _pixels(self, images: Ragged | None, device: torch.device) -> Tensor:
         side, channels = self.config.vision.image_size, self.config.vision.num_channels

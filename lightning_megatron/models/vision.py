@@ -11,6 +11,7 @@ Source: Dosovitskiy et al., arXiv 2010.11929, section 3.1; Radford et al., arXiv
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from math import prod
 from typing import ClassVar
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from lightning_megatron.comm import rng
 from lightning_megatron.config_dataclass import config_dataclass
+from lightning_megatron.context.context_layout import cut
 from lightning_megatron.mesh import Axis, Mesh, Sizes
 from lightning_megatron.models.embedding import PositionEmbedding
 from lightning_megatron.pipeline.module import Part
@@ -29,6 +31,7 @@ from lightning_megatron.transformer.attention import BIDIRECTIONAL
 from lightning_megatron.transformer.build import build_norm
 from lightning_megatron.transformer.config import TransformerConfig
 from lightning_megatron.transformer.layer import TransformerLayer
+from lightning_megatron.transformer.position_cache import PositionCache
 from lightning_megatron.transformer.tokens import Tokens, unsplit_stream
 
 
@@ -104,34 +107,39 @@ class PatchEmbedding(nn.Module):
 
     def forward(self, images: Tensor, tokens: Tokens) -> Tensor:
         # Every rank cuts its own tokens out of the pixels: no message, and no product of tokens that others have.
-        pixels_NSX = F.pad(cut_into_patches(images, self.patch_size), (0, 0, 1, 0))
-        pixels_TX = tokens.shard(tokens.pad(pixels_NSX.flatten(0, 1)))
+        pixels_TX = tokens.shard(tokens.pad(self._pixels(images).flatten(0, 1)))
         # The class token's row of zeros has no part in the product: the token comes with the position before all.
         class_SH = F.pad(self.class_token.unsqueeze(0), (0, 0, 0, len(self.positions.weight) - 1))
         hidden_TH = F.linear(pixels_TX, self.patches.flatten(1)) + self.positions(tokens, class_SH)
         normed_TH: Tensor = self.norm(hidden_TH)
         return normed_TH
 
-
-def cut_into_patches(images: Tensor, size: int) -> Tensor:
-    """The pixels of each patch, row by row of patches: [N, patches, C * size * size] of [N, C, height, width]."""
-    patches: Tensor = images.unflatten(3, (-1, size)).unflatten(2, (-1, size))
-    return patches.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+    def _pixels(self, images: Tensor) -> Tensor:
+        """Pixels of each token, patches row by row after zeros for the class token: [N, S, C * side * side], in the
+        dtype of the weights."""
+        side = self.patch_size
+        patches = images.unflatten(3, (-1, side)).unflatten(2, (-1, side)).permute(0, 2, 4, 1, 3, 5)
+        num_images, height, width, *pixels = patches.shape
+        shape = (num_images, 1 + height * width, prod(pixels))
+        tokens_NSX = torch.empty(shape, dtype=self.patches.dtype, device=images.device)
+        tokens_NSX[:, 0].zero_()
+        tokens_NSX[:, 1:].unflatten(2, pixels).unflatten(1, (height, width)).copy_(patches)
+        return tokens_NSX
 
 
 def image_stream(
-    num_images: int, make_image_keys: Callable[[], Tensor], config: VisionConfig, mesh: Mesh, device: torch.device
+    num_images: int, make_image_keys: Callable[[], Tensor], positions: PositionCache, mesh: Mesh, device: torch.device
 ) -> Tokens:
     """The stream of the images that this rank looks at; their keys, int64 [N], name what is dropped of each."""
-    num_tokens = config.max_sequence_length
-    positions = torch.arange(num_tokens, device=device)
-    # Two of them: a compiler takes no tensor twice.
-    cos_1NR, sin_1NR = torch.empty(2, 1, num_tokens, 0, dtype=torch.float64, device=device).unbind()
+    num_tokens = positions.config.max_sequence_length
+    own = positions.rows(num_tokens, partial(cut, (num_tokens,)), 0, device)
 
     def make_keys() -> Tensor:
-        return rng.bits(make_image_keys().unsqueeze(1), positions)
+        return rng.bits(make_image_keys().unsqueeze(1), own.positions_1N)
 
-    return unsplit_stream(mesh, (num_images, num_tokens), positions.unsqueeze(0), make_keys, cos_1NR, sin_1NR)
+    shape = (num_images, num_tokens)
+    stream = unsplit_stream(mesh, shape, own.positions_1N, make_keys, own.cos_1NR, own.sin_1NR)
+    return replace(stream, positions=own.flat)
 
 
 def vision_parts(config: VisionConfig, mesh: Mesh, prefix: str, num_used: int) -> Sequence[Part]:

@@ -92,10 +92,12 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad_T: Tensor) -> tuple[Tensor | None, ...]:
         exps_TV, sum_T, index_T, is_foreign_T, is_ignored_T = ctx.saved_tensors
         grad_T = grad_T.masked_fill(is_ignored_T, 0.0)
-        grad_TV = exps_TV.clone() if ctx.is_kept else exps_TV
-        grad_TV.mul_((grad_T / sum_T).unsqueeze(1))
+        # Exponentials less the sum at the label: these times grad/sum are the gradient, in one pass and of its dtype.
+        scaled_TV = exps_TV.clone() if ctx.is_kept else exps_TV
         if ctx.smoothing:
-            grad_TV.narrow(1, 0, ctx.valid).sub_((grad_T * (ctx.smoothing / ctx.vocab_size)).unsqueeze(1))
-        target_T = zero_foreign_(grad_T * (ctx.smoothing - 1.0), is_foreign_T)
-        grad_TV.scatter_add_(1, index_T.unsqueeze(1), target_T.unsqueeze(1))
-        return grad_TV.to(ctx.dtype), None, None, None, None, None, None
+            scaled_TV.narrow(1, 0, ctx.valid).sub_((sum_T * (ctx.smoothing / ctx.vocab_size)).unsqueeze(1))
+        target_T = zero_foreign_(sum_T * (ctx.smoothing - 1.0), is_foreign_T)
+        scaled_TV.scatter_add_(1, index_T.unsqueeze(1), target_T.unsqueeze(1))
+        grad_TV = scaled_TV if scaled_TV.dtype == ctx.dtype else torch.empty_like(scaled_TV, dtype=ctx.dtype)
+        torch.mul(scaled_TV, (grad_T / sum_T).unsqueeze(1), out=grad_TV)
+        return grad_TV, None, None, None, None, None, None

@@ -39,13 +39,13 @@ class PositionCache:
     """The positions of calls of a model: made once for rows of a length, and the frequencies once for all."""
 
     def __init__(self, config: TransformerConfig) -> None:
-        self._config = config
+        self.config = config
         self._kept: dict[object, Positions] = {}
         self._frequencies: dict[torch.device, Tensor] = {}
 
     def __reduce__(self) -> tuple[type["PositionCache"], tuple[TransformerConfig]]:
         # A copy of a model makes its own.
-        return PositionCache, (self._config,)
+        return PositionCache, (self.config,)
 
     def rows(self, key: object, make_layout: Callable[[], ContextLayout], rank: int, device: torch.device) -> Positions:
         """Positions of calls whose rows are segments; `key` says which layout they have."""
@@ -69,7 +69,7 @@ class PositionCache:
 
         Where layers with a window rotate otherwise, their pairs follow those of the others: R is twice the width.
         """
-        config, device = self._config, positions_BN.device
+        config, device = self.config, positions_BN.device
         if device not in self._frequencies:
             pairs = config.rotary_width
             frequencies_R = rotary.frequencies(pairs, config.rotary_base, config.rope_scaling, device)

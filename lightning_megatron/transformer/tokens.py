@@ -55,6 +55,8 @@ class Tokens:
     """
     is_packed: bool
     """Whether segments are documents, and the stream is one sample."""
+    document_starts: tuple[int, ...]
+    """Index in the caller's [B * S] of the first token of each document, where the stream is packed."""
     positions_1N: Tensor
     """Positions of this rank's tokens in their segments, int64 [1, N]; [B, N] where rows continue from their own
     positions."""
@@ -164,6 +166,16 @@ class Tokens:
     def flat_own(self, values_BN: Tensor) -> Tensor:
         """One of this rank's values per token of the stream: [T]."""
         return self._with_padding(values_BN.expand(self.batch, self.num_rows).reshape(-1), 0)
+
+    def first_places(self) -> list[int]:
+        """Index in the stream of the first token of each of the caller's rows, PADDING where another rank of cp holds
+        it, or the row has no token there."""
+        rows, sequence = self.layout.first_rows(self.context.rank), self.shape[1]
+        if self.is_packed:
+            places = dict(zip(self.document_starts, rows, strict=True))
+            return [places.get(row * sequence, PADDING) for row in range(self.shape[0])]
+        [first] = rows
+        return [PADDING if first == PADDING else row * self.num_rows + first for row in range(self.batch)]
 
     def unflat(self, values_TV: Tensor) -> Tensor:
         """Values of each token of the caller's [batch, sequence], from the streams of all ranks; 0 where it is in none.
@@ -309,6 +321,7 @@ def stream_of(
         # Documents are in order: as many tokens as the batch has are all of it.
         index_X=None if documents is None or documents.num_tokens == prod(shape) else documents.index_X,
         is_packed=documents is not None,
+        document_starts=() if documents is None else documents.starts,
         positions_1N=own.positions_1N,
         # The draws of this call: their owner sets others for the next, before the backward of this one.
         make_keys=partial(_token_keys, shape, documents, replace(draws), device),
@@ -349,6 +362,7 @@ def unsplit_stream(
         layout=cut((sequence,)),
         index_X=None,
         is_packed=False,
+        document_starts=(),
         positions_1N=positions_1N,
         make_keys=make_keys,
         rotary_cos_1NR=cos_1NR,

@@ -21,7 +21,7 @@ def positions_of(lengths: list[int]) -> tuple[Tensor, Tensor]:
 @given(lengths_of_segments, outers, inners, st.booleans())
 def test_every_token_lies_on_one_rank_in_order(lengths: list[int], ring: int, ulysses: int, is_zigzag: bool) -> None:
     layout = cut(lengths, ring_size=ring, ulysses_size=ulysses, is_zigzag=is_zigzag)
-    _, positions = positions_of(lengths)
+    segments, positions = positions_of(lengths)
     places = torch.cat([layout.places(rank) for rank in range(layout.size)])
     assert sorted(places[places != PADDING].tolist()) == list(range(sum(lengths)))
     assert torch.equal(places[layout.rows], torch.arange(sum(lengths)))
@@ -31,6 +31,8 @@ def test_every_token_lies_on_one_rank_in_order(lengths: list[int], ring: int, ul
         assert torch.equal(of_segment[own != PADDING], positions[real])
         assert torch.equal(own == PADDING, of_segment == PADDING)
         assert (real.diff() > 0).all()  # the order of the stream stays
+        firsts = {int(segments[own[row]]): row for row in torch.nonzero(of_segment == 0).flatten().tolist()}
+        assert layout.first_rows(rank) == [firsts.get(segment, PADDING) for segment in range(len(lengths))]
 
 
 @given(lengths_of_segments, outers, inners, st.booleans())

@@ -64,6 +64,10 @@ def _documents() -> Batch:
     return {**_rows(1), "segments": segments.unsqueeze(0)}
 
 
+def _samples() -> Batch:
+    return {**_rows(16), "token_types": torch.ones(16, 512, dtype=torch.int64)}
+
+
 def _pairs() -> Batch:
     """One row: attention with a bias runs in tiles, so that kernels grow with the batch."""
     encoder, decoder = torch.ones(1, 512, dtype=torch.int64), torch.ones(1, 171, dtype=torch.int64)
@@ -131,7 +135,10 @@ CASES = {
     "Mixtral 8x7B": Case(config=_mixtral, batch=lambda: _rows(1)),
     "GPT-2 124M": Case(config=_gpt2, batch=lambda: _rows(8)),
     "GPT-2 124M, dropout 0.1": Case(config=_gpt2_dropping, batch=lambda: _rows(8)),
-    "BERT base": Case(config=_bert, batch=lambda: {**_rows(16), "token_types": torch.ones(16, 512).long()}),
+    "BERT base": Case(config=_bert, batch=_samples),
+    "BERT base, sentence order": Case(
+        config=_bert, batch=lambda: {**_samples(), "sentence_order_labels": torch.ones(16, dtype=torch.int64)}
+    ),
     "T5 base, one row of 512 + 171 tokens": Case(config=_t5, batch=_pairs),
     "CLIP ViT-L/14 of a LLaVA": Case(config=_llava, batch=_images, with_other=lambda: _llava(1, 2)),
 }
@@ -147,8 +154,8 @@ class Cost:
     """Bytes that these read and write."""
     layer_flops: int
     """FLOPs of a layer's products."""
-    call_kernels: int
-    """Kernels of a model call beside those of its layers, of all kinds."""
+    call_kernels: Counter[str]
+    """Kernels of a model call beside those of its layers, of all kinds, by the file that asks for them."""
     copies: Counter[str]
     """Copies between host and device in a call of a model of one layer, by direction and line."""
     waits: Counter[str]
@@ -159,17 +166,27 @@ class Cost:
 
 def cost_of(case: Case) -> Cost:
     one, two = (work_of(case, case.config(layers)) for layers in (1, 2))
-    layer_kernels = two.num_kernels - one.num_kernels
-    other_kernels = 0 if case.with_other is None else work_of(case, case.with_other()).num_kernels - one.num_kernels
+    call_kernels = _by_file(one)
+    # Less those of a layer of each kind.
+    for more in [two] if case.with_other is None else [two, work_of(case, case.with_other())]:
+        call_kernels.subtract(_by_file(more))
+        call_kernels.update(_by_file(one))
     return Cost(
-        layer_kernels=layer_kernels,
+        layer_kernels=two.num_kernels - one.num_kernels,
         layer_bytes=two.num_bytes - one.num_bytes,
         layer_flops=two.flops - one.flops,
-        call_kernels=one.num_kernels - layer_kernels - other_kernels,
+        call_kernels=call_kernels,
         copies=one.copies,
         waits=one.waits,
         layer_waits=two.waits.total() - one.waits.total(),
     )
+
+
+def _by_file(work: Work) -> Counter[str]:
+    found = Counter[str]()
+    for launch in work.launches:
+        found[launch.site.partition(":")[0]] += launch.num_kernels
+    return found
 
 
 def work_of(case: Case, config: Any) -> Work:

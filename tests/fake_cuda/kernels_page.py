@@ -36,6 +36,20 @@ _HEAD = (
 )
 
 
+# Kernels of a call that are aimed at.
+MOST = 60
+_CALLS = f"""
+## Calls of more than {MOST} kernels
+
+A call is to ask for no more than {MOST} kernels beside its layers. Where one asks for more, these are all of them, by
+the file that asks. A LLaVA is one call of two stacks: to the kernels of a Llama's call come those that cut patches and
+embed them, find the image tokens of labels and text, count them for the host, and put features in their places, each
+with what its gradient takes. The order of sentences adds to BERT's call a second head, with a loss of its own, and a
+weight for each sample. What could join them is a compiler, or a kernel for each: torch has none, and layers alone are
+compiled.
+"""
+_CALLS_HEAD = "| model | kernels of a call, by file |\n|---|---|"
+
 _COMPILED = """
 ## Compiled layers
 
@@ -61,17 +75,28 @@ def compiled_row_of(name: str, cost: Cost, compiled: CompiledCost) -> str:
 def row_of(name: str, cost: Cost) -> str:
     return (
         f"| {name} | {cost.layer_kernels} | {cost.layer_bytes / 1e9:.2f} | {cost.layer_flops / 1e12:.3f} "
-        f"| {cost.call_kernels} | {cost.copies.total()} | {cost.waits.total()} | {cost.layer_waits} |"
+        f"| {cost.call_kernels.total()} | {cost.copies.total()} | {cost.waits.total()} | {cost.layer_waits} |"
     )
+
+
+def calls_row_of(name: str, cost: Cost) -> str:
+    """The row of a call of more than MOST kernels; of other calls there is none: empty."""
+    if cost.call_kernels.total() <= MOST:
+        return ""
+    found = sorted((-number, file) for file, number in cost.call_kernels.items() if number)
+    return f"| {name}, a call | {', '.join(f'{file} {-number}' for number, file in found)} |"
 
 
 def page_of(costs: dict[str, Cost], compiled: dict[str, CompiledCost]) -> str:
     """The page. Raises KeyError where a case is missing."""
     rows = [row_of(name, costs[name]) for name in CASES]
+    calls = [row for name in CASES if (row := calls_row_of(name, costs[name]))]
     of_compiled = [compiled_row_of(name, costs[case], compiled[name]) for name, (case, _) in COMPILED.items()]
-    return "\n".join([_INTRODUCTION, _HEAD, *rows, _COMPILED, _COMPILED_HEAD, *of_compiled, ""])
+    tables = [_HEAD, *rows, _CALLS, _CALLS_HEAD, *calls, _COMPILED, _COMPILED_HEAD, *of_compiled]
+    return "\n".join([_INTRODUCTION, *tables, ""])
 
 
 def shown_row(name: str, page: Path = PAGE) -> str:
-    """The row of the page."""
-    return next(line for line in page.read_text(encoding="utf-8").splitlines() if line.startswith(f"| {name} |"))
+    """The row of the page; empty: it has none."""
+    lines = page.read_text(encoding="utf-8").splitlines()
+    return next((line for line in lines if line.startswith(f"| {name} |")), "")

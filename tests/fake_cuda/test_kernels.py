@@ -13,7 +13,7 @@ from lightning_megatron.moe.capacity import ExpertCapacity
 from lightning_megatron.moe.config import MoEConfig, RouterConfig
 from tests.fake_cuda.cases import CASES, Case, cost_of, work_of
 from tests.fake_cuda.compiled import COMPILED, compiled_cost
-from tests.fake_cuda.kernels_page import COMMAND, row_of, shown_row
+from tests.fake_cuda.kernels_page import COMMAND, calls_row_of, row_of, shown_row
 from tests.harness import fake_cuda
 from tests.harness.ranks import on_ranks, run_on_ranks
 from tests.harness.sample import WHOLE
@@ -27,8 +27,9 @@ PLAINER = ("Llama 3 8B", "GPT-2 124M")
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", [name for name in CASES if WHOLE in os.environ or name not in PLAINER])
 def test_a_microbatch_asks_of_a_gpu_what_the_page_shows(name: str) -> None:
-    [found] = run_on_ranks(1, counted_row, name, init=False)
-    assert found == shown_row(name), f"if this is a change for the better, write the page: {COMMAND}"
+    [found] = run_on_ranks(1, counted_rows, name, init=False)
+    shown = shown_row(name), shown_row(f"{name}, a call")
+    assert found == shown, f"if this is a change for the better, write the page: {COMMAND}"
 
 
 @pytest.mark.matrix
@@ -44,8 +45,9 @@ def compiled_numbers(name: str) -> tuple[int, float]:
     return cost.kernels, round(cost.bytes / 1e9, 2)
 
 
-def counted_row(name: str) -> str:
-    return row_of(name, cost_of(CASES[name]))
+def counted_rows(name: str) -> tuple[str, str]:
+    cost = cost_of(CASES[name])
+    return row_of(name, cost), calls_row_of(name, cost)
 
 
 EXPERTS = MoEConfig(router=RouterConfig(num_experts=4, top_k=2), ffn_hidden_size=64)
