@@ -27,6 +27,7 @@ from torch.utils.cpp_extension import load
 ROOT = Path(__file__).resolve().parents[2]
 _ATEN = torch.ops.aten
 _apply_of_torch = nn.Module._apply
+_grad_fn_of_torch = Tensor.grad_fn.__get__
 # An H100's.
 _CAPABILITY = (9, 0)
 # Whoever writes what they make is not always seen: a message of another rank, say.
@@ -77,6 +78,7 @@ class FakeCuda(TorchDispatchMode):
         self._answers.append(mock.patch.object(nn.Module, "_apply", _apply))
         # Torch copies a tensor of any other kind to the host as one.
         self._answers.append(mock.patch.object(FakeTensor, "tolist", lambda x: x.cpu().tolist()))
+        self._answers.append(mock.patch.object(FakeTensor, "grad_fn", property(_grad_fn)))
         # Storages on the device whose integers are known, and these, by their addresses.
         self._numbers: dict[int, tuple[Any, Tensor]] = {}
 
@@ -183,6 +185,17 @@ def _apply(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = Tr
             assert parameter is None or fn(parameter).dtype == parameter.dtype, "build the module in its dtype"
     module._buffers = {name: x if x is None else fn(x) for name, x in module._buffers.items()}
     return module
+
+
+def _grad_fn(x: Tensor) -> Any:
+    """In place of torch's, which fails an assertion (`new_fn`, torch/csrc/autograd/variable.cpp) for a view whose memory
+    was written since it was made: of a subclass it runs the view again, with autograd off if it is off for operations,
+    as in inference mode, or under `no_grad` where a mode runs. Of tensors with numbers it runs nothing."""
+    views = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+    autograd = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradFunctionality) | views
+    included, excluded = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    with torch._C._ForceDispatchKeyGuard(included | views, excluded - autograd):
+        return _grad_fn_of_torch(x)
 
 
 def is_cuda(x: Any) -> bool:
