@@ -188,9 +188,9 @@ def _apply(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = Tr
 
 
 def _grad_fn(x: Tensor) -> Any:
-    """In place of torch's, which fails an assertion (`new_fn`, torch/csrc/autograd/variable.cpp) for a view whose memory
-    was written since it was made: of a subclass it runs the view again, with autograd off if it is off for operations,
-    as in inference mode, or under `no_grad` where a mode runs. Of tensors with numbers it runs nothing."""
+    """In place of torch's, which fails an assertion (`new_fn` in torch/csrc/autograd/variable.cpp) for a view whose
+    memory was written since it was made: of a subclass it runs the view again, without autograd where operations run
+    without it, as in inference mode, or under `no_grad` in a mode. Of tensors with numbers it runs nothing."""
     views = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
     autograd = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradFunctionality) | views
     included, excluded = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
