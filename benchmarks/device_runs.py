@@ -6,6 +6,9 @@ to its own end, so that all that is between steps counts.
 """
 
 import importlib.util
+import os
+import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -20,12 +23,15 @@ from torch import Tensor, nn
 from benchmarks.plain_llama import build_plain, our_weights
 from lightning_megatron.models import GPTConfig, GPTModel
 from lightning_megatron.precision.kernels import AttentionLibrary
+from lightning_megatron.transformer import cost
 from lightning_megatron.transformer.recompute import RecomputePart
 
 # Larger ones make the first steps of Adam diverge, and with them the losses of implementations that round differently.
 LEARNING_RATE = 1e-5
 # Documents of a packed row, equally long, and the probability of dropout.
 DOCUMENTS, DROPOUT = 8, 0.1
+# Of a parameter: its main weight and both moments of Adam, in float32.
+BYTES_OF_STATE = 12
 
 
 class NotHere(Exception):
@@ -65,6 +71,8 @@ class Recorder:
         self.is_cuda = plan.device.type == "cuda"
         self.losses: list[Tensor] = []
         self.ends: list[Any] = []
+        self.more: dict[str, Any] = {}
+        """Further figures of a run."""
 
     def add(self, loss: Tensor) -> None:
         """Notes the end of a step without waiting for the device."""
@@ -92,7 +100,7 @@ class Recorder:
             status = Path("/proc/self/status").read_text().splitlines()
             peak_bytes = next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
         losses = [loss.item() for loss in self.losses]
-        return {"seconds": seconds, "losses": losses, "peak_bytes": peak_bytes}
+        return {"seconds": seconds, "losses": losses, "peak_bytes": peak_bytes, **self.more}
 
 
 def train_ours(
@@ -101,8 +109,9 @@ def train_ours(
     *,
     strategy: Callable[[GPTConfig], dict[str, Any]] = lambda config: {},
     inputs: dict[str, Tensor] | None = None,
+    **trainer_options: Any,
 ) -> None:
-    """Our GPT under the Trainer and MegatronStrategy, with more arguments of the strategy and inputs of the model."""
+    """Our GPT under the Trainer and MegatronStrategy, with more arguments of these and inputs of the model."""
     from benchmarks.fit import fit
     from lightning_megatron.precision.fp8 import engine_faults
     from lightning_megatron.trainer.setup.attention_library import attention_faults
@@ -128,7 +137,28 @@ def train_ours(
         accelerator="gpu" if plan.device.type == "cuda" else "cpu",
         devices=1,
         precision="bf16-mixed",
+        **trainer_options,
     )
+
+
+def train_saving(plan: Plan, recorder: Recorder) -> None:
+    """Our GPT, whose state is saved after the warm-up; timed steps run while it is written."""
+    from benchmarks.timed_saves import TimedSaves
+
+    needed = BYTES_OF_STATE * cost.model_parameters(plan.config)
+    with tempfile.TemporaryDirectory() as folder:
+        free = {
+            "on the disk": shutil.disk_usage(folder).free,
+            "in host memory": os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        }
+        # Of files two saves are there for a moment.
+        for place, of_saves in (("on the disk", 2), ("in host memory", 1)):
+            if free[place] < of_saves * needed:
+                missing = f"{of_saves * needed / 1e9:.0f} GB, of which {free[place] / 1e9:.0f} are free {place}"
+                raise NotHere(f"left out: it needs {missing}; --layers takes fewer")
+        saves = TimedSaves(plan.warmup_steps, Path(folder), plan.device)
+        train_ours(plan, recorder, callbacks=[saves])
+        recorder.more["saves"] = saves.figures
 
 
 def train_packed(plan: Plan, recorder: Recorder) -> None:

@@ -1,13 +1,14 @@
 """Speed of training a GPT on one GPU: this package in bf16 and FP8, plain torch, compiled, and Hugging Face's models.
 
-Needs this package, torch and lightning; rows that need more, such as transformers, Liger or FlashAttention-3, say so
-where it is absent.
+Needs this package, torch and lightning; rows that need more, such as transformers, Liger, megatron-core or
+FlashAttention-3, say so where it is absent. megatron-core's layers are those without Transformer Engine and Apex.
 A Llama of 1.3 billion parameters, one with the width of the 8 billion Llama 3, and layers of eight experts, two a
 token, with the sizes of Mixtral 8x7B; as many layers as fit by the formula of `benchmarks/shapes.py`, the same number
 for all rows; sequences of 4096 and 8192. Ours runs under the Trainer. Each row is a fresh process: warm-up steps, then
 timed ones, of which the median counts. A row that runs out of memory or of time says so. One whose loss strays from
 that of the first row shows no time, and the exit status is 1; with eight documents packed into a row, and with dropout,
-losses are others, and must be numbers.
+losses are others, and must be numbers. In the row that saves, the state is copied to host memory after the warm-up and
+written to the disk while the timed steps run; a line below the tables says how long training waited for the copy.
 
 TFLOP/s are model FLOPs by formula: matrix products of forward and backward, of experts those chosen, causal attention
 counted half, and within a document, without recomputation. MFU is their share of the data sheet's dense peak at the
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 OURS, COMPILED, EAGER = "ours, bf16", "plain torch, compiled", "plain torch, eager"
 PACKED, DROPPING = "ours, bf16, packed rows", "ours, bf16, dropout"
+SAVING, MEGATRON = "ours, bf16, saving", "megatron-core, its own layers"
 # Rows that train something else: their losses are those of no other row.
 OF_OWN_LOSS = (PACKED, DROPPING)
 AIMS = "55% MFU in bf16, with experts 400 TFLOP/s; 1.4 times the tokens/s of bf16 in FP8"
@@ -50,12 +52,14 @@ PRECISIONS = {"bf16": "bf16-mixed", "fp8": "transformer-engine"}
 def rows() -> dict[str, "Row"]:
     """Functions that train each row, by its name."""
     from benchmarks import device_runs as runs
+    from benchmarks.megatron_run import train_megatron_on_device
 
     return {
         COMPILED: partial(runs.train_plain, is_compiled=True),
         EAGER: partial(runs.train_plain, is_compiled=False),
         "Hugging Face": runs.train_hugging_face,
         "Hugging Face, Liger": partial(runs.train_hugging_face, with_liger=True),
+        MEGATRON: train_megatron_on_device,
         OURS: runs.train_ours,
         "ours, bf16, compiled layers": partial(runs.train_ours, strategy=runs.compiled_strategy),
         "ours, bf16, cuDNN attention": partial(
@@ -65,6 +69,7 @@ def rows() -> dict[str, "Row"]:
             runs.train_ours, strategy=partial(runs.attention_strategy, library="flash3")
         ),
         "ours, bf16, recompute": partial(runs.train_ours, strategy=runs.recompute_strategy),
+        SAVING: runs.train_saving,
         PACKED: runs.train_packed,
         DROPPING: runs.train_dropping,
         "ours, bf16, Transformer Engine": partial(
@@ -234,6 +239,19 @@ def report(part: dict[str, Any], device_name: str) -> list[str]:
     return lines
 
 
+def saves_line(part: dict[str, Any]) -> str:
+    """What a save of a part's state costs training; empty: there was none."""
+    saves = part["rows"].get(SAVING, {}).get("saves")
+    if not saves:
+        return ""
+    first, second = saves["seconds"]
+    size = saves["bytes"] / 1e9
+    return (
+        f"{part['size']} at {part['sequence']}: training waits {second:.3f} s for a save of {size:.3g} GB "
+        f"({size / second:.3g} GB/s), and {first:.3f} s for the first, which makes buffers in host memory"
+    )
+
+
 HEAD = (
     "| shape | layers | sequence | row | tokens/s | TFLOP/s | MFU, causal half | MFU, attention whole | of matmul "
     "| peak GiB | tokens/s to ours bf16 | last loss |\n" + "|---" * 12 + "|"
@@ -316,6 +334,7 @@ def compare(arguments: argparse.Namespace) -> bool:
                 if arguments.json:
                     arguments.json.write_text(json.dumps(record, indent=1))
             print("\n".join(report(part, name)), flush=True)
+    print("\n".join(["", *filter(None, map(saves_line, record["parts"]))]))
     return is_right
 
 

@@ -1,23 +1,27 @@
-"""A training run of megatron-core's GPT with experts on CPU ranks, from the same weights as the other runs.
+"""Training runs of megatron-core's GPT, from the same weights as the other runs: with experts on CPU ranks, and on one
+device, in bfloat16.
 
 megatron-core is written for GPUs: it names the device "cuda" where it makes small tensors and streams. In the process
-of this run alone these names are mapped to the CPU; its computations are its own. Its layers are those without
+of a run on CPUs these names are mapped to the CPU; its computations are its own. Its layers are those without
 Transformer Engine and Apex, experts one after another, tokens sent by its all-to-all.
 """
 
 import contextlib
 import importlib.util
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial, wraps
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks import device_runs as runs
+from benchmarks.device_runs import Plan, Recorder
 from benchmarks.expert_runs import LEARNING_RATE, NotHere, Record, Size, make_loader
-from benchmarks.joined import joined_by_gloo
+from benchmarks.joined import joined_by, joined_by_gloo
 from benchmarks.plain_llama import build_plain, our_weights
+from lightning_megatron.models import GPTConfig
 
 
 class _NoStream:
@@ -75,9 +79,14 @@ def lead_to_cpu() -> None:
     )
 
 
+def is_installed() -> bool:
+    """Whether megatron-core is."""
+    return importlib.util.find_spec("megatron") is not None and importlib.util.find_spec("megatron.core") is not None
+
+
 def train_megatron(size: Size, record: Record, *, ep: int) -> None:
     """Trains with data parallelism over all ranks and experts sharded over `ep` of them."""
-    if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
+    if not is_installed():
         raise NotHere("megatron-core is not installed here; --megatron-python names an interpreter that has it")
     lead_to_cpu()
     _train(size, record, ep)
@@ -85,52 +94,99 @@ def train_megatron(size: Size, record: Record, *, ep: int) -> None:
 
 @joined_by_gloo
 def _train(size: Size, record: Record, ep: int) -> None:
+    world = int(os.environ["WORLD_SIZE"])
+    _train_steps(
+        size.config(),
+        make_loader(size, world),
+        record.add,
+        microbatches=size.microbatches(world),
+        ep=ep,
+        learning_rate=LEARNING_RATE,
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+    )
+
+
+def train_megatron_on_device(plan: Plan, recorder: Recorder) -> None:
+    """Trains a dense model or one of experts on one device, with weights in bfloat16 and main weights in float32."""
+    if not is_installed():
+        raise runs.NotHere("left out: megatron-core is not installed")
+    if plan.device.type == "cpu":
+        lead_to_cpu()
+    joined_by("nccl" if plan.device.type == "cuda" else "gloo")(_train_steps)(
+        plan.config,
+        plan.make_loader(),
+        recorder.add,
+        microbatches=plan.microbatches,
+        ep=1,
+        learning_rate=runs.LEARNING_RATE,
+        device=plan.device,
+        dtype=torch.bfloat16,
+    )
+
+
+def _train_steps(
+    config: GPTConfig,
+    loader: Iterable[Sequence[Tensor]],
+    on_step: Callable[[Tensor], None],
+    *,
+    microbatches: int,
+    ep: int,
+    learning_rate: float,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> None:
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+    from megatron.core.transformer.module import Float16Module
     from megatron.core.transformer.moe import moe_utils
 
-    world = int(os.environ["WORLD_SIZE"])
     # Attention takes a generator of the GPU before its dropout, which is 0.
     tracker: Any = CudaRNGStatesTracker
     tracker.fork = lambda self, *_: contextlib.nullcontext()
     # Its router looks for a kernel of Transformer Engine by a name that is only there with it.
     vars(moe_utils).setdefault("te_general_gemm", None)
     parallel_state.initialize_model_parallel(expert_model_parallel_size=ep)
-    model = build_megatron(size, ep)
-    ddp = DistributedDataParallel(model.config, DistributedDataParallelConfig(overlap_grad_reduce=False), model)
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(optimizer="adam", lr=LEARNING_RATE, weight_decay=0.01, clip_grad=1.0, bf16=False, fp16=False),
-        [ddp],
+    is_low = dtype == torch.bfloat16
+    model = build_megatron(config, ep=ep, device=device, dtype=dtype)
+    whole = Float16Module(model.config, model) if is_low else model
+    reduction = DistributedDataParallelConfig(overlap_grad_reduce=False, grad_reduce_in_fp32=is_low)
+    ddp = DistributedDataParallel(model.config, reduction, whole)
+    settings = OptimizerConfig(
+        optimizer="adam", lr=learning_rate, weight_decay=0.01, clip_grad=1.0, bf16=is_low, params_dtype=dtype
     )
+    optimizer = get_megatron_optimizer(settings, [ddp])
     for group in optimizer.param_groups:
         # It does not offer the faster kernel, which the other runs use; its optimizer is torch's AdamW all the same.
         group["fused"], group["foreach"] = True, False
     model.config.finalize_model_grads_func = finalize_model_grads
-    forward_backward, count = get_forward_backward_func(), size.microbatches(world)
-    for tokens, labels in make_loader(size, world):
+    model.config.grad_scale_func = optimizer.scale_loss if is_low else None
+    forward_backward = get_forward_backward_func()
+    for batch in loader:
+        tokens, labels = (part.to(device) for part in batch)
         ddp.zero_grad_buffer()
         optimizer.zero_grad()
         losses = forward_backward(
             forward_step_func=_forward_step,
-            data_iterator=zip(tokens.chunk(count), labels.chunk(count), strict=True),
+            data_iterator=zip(tokens.chunk(microbatches), labels.chunk(microbatches), strict=True),
             model=[ddp],
-            num_microbatches=count,
-            seq_length=size.sequence,
-            micro_batch_size=size.microbatch_rows,
+            num_microbatches=microbatches,
+            seq_length=tokens.shape[1],
+            micro_batch_size=len(tokens) // microbatches,
             forward_only=False,
         )
         is_done, *_ = optimizer.step()
         assert is_done
-        record.add(torch.stack([loss["loss"] for loss in losses]).mean())
+        on_step(torch.stack([loss["loss"] for loss in losses]).mean())
     parallel_state.destroy_model_parallel()
 
 
 def _forward_step(microbatches: Iterator[tuple[Tensor, Tensor]], model: Any) -> Any:
     tokens, labels = next(microbatches)
-    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+    positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     return model(tokens, positions, None, labels=labels), partial(_loss)
 
 
@@ -140,26 +196,26 @@ def _loss(losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     return loss, {"loss": loss.detach().clone()}
 
 
-def build_megatron(size: Size, ep: int) -> Any:
-    """Its GPT of this size, with this rank's part of the common weights."""
+def build_megatron(config: GPTConfig, *, ep: int, device: torch.device, dtype: torch.dtype) -> Any:
+    """Its GPT of this architecture, with this rank's part of the common weights."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer import TransformerConfig
 
-    config = size.config()
+    experts: dict[str, Any] = {}
+    if config.moe is not None:
+        router = config.moe.router
+        experts = {"num_moe_experts": router.num_experts, "moe_router_topk": router.top_k}
+        experts |= {"moe_ffn_hidden_size": config.ffn_hidden_size, "moe_router_load_balancing_type": "none"}
+        experts |= {"moe_token_dispatcher_type": "alltoall", "expert_model_parallel_size": ep}
     model = GPTModel(
         config=TransformerConfig(
-            num_layers=size.layers,
-            hidden_size=size.hidden,
-            num_attention_heads=size.heads,
+            num_layers=config.num_layers,
+            hidden_size=config.hidden_size,
+            num_attention_heads=config.num_attention_heads,
             num_query_groups=config.num_query_groups,
-            ffn_hidden_size=size.ffn,
-            moe_ffn_hidden_size=size.ffn,
-            num_moe_experts=size.experts,
-            moe_router_topk=size.top_k,
-            moe_router_load_balancing_type="none",
-            moe_token_dispatcher_type="alltoall",
-            expert_model_parallel_size=ep,
+            ffn_hidden_size=config.ffn_hidden_size,
+            **experts,
             gated_linear_unit=True,
             activation_func=torch.nn.functional.silu,
             bias_activation_fusion=False,
@@ -172,18 +228,19 @@ def build_megatron(size: Size, ep: int) -> Any:
             gradient_accumulation_fusion=False,
             use_cpu_initialization=True,
             perform_initialization=False,
-            params_dtype=torch.float32,
+            params_dtype=dtype,
+            bf16=dtype == torch.bfloat16,
         ),
         transformer_layer_spec=get_gpt_layer_local_spec(
-            num_experts=size.experts, moe_grouped_gemm=False, normalization="RMSNorm"
+            num_experts=experts.get("num_moe_experts"), moe_grouped_gemm=False, normalization="RMSNorm"
         ),
-        vocab_size=size.vocabulary,
-        max_sequence_length=size.sequence,
+        vocab_size=config.vocab_size,
+        max_sequence_length=config.max_sequence_length,
         position_embedding_type="rope",
         rotary_base=int(config.rotary_base),
         share_embeddings_and_output_weights=False,
-    )
-    weights = _megatron_weights(size, ep)
+    ).to(device)
+    weights = _megatron_weights(config, ep, device)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(weights.pop(name))
@@ -191,25 +248,29 @@ def build_megatron(size: Size, ep: int) -> Any:
     return model
 
 
-def _megatron_weights(size: Size, ep: int) -> dict[str, Tensor]:
+def _megatron_weights(config: GPTConfig, ep: int, device: torch.device) -> dict[str, Tensor]:
     """The common weights under its names: one matrix an expert, numbered from 0 on each rank."""
-    config, own = size.config(), size.experts // ep
-    ours = our_weights(build_plain(config, torch.device("cpu")), config)
-    first = int(os.environ["RANK"]) % ep * own
+    ours = our_weights(build_plain(config, device), config)
     weights = {
         "embedding.word_embeddings.weight": ours["embedding.tokens.weight"],
         "decoder.final_layernorm.weight": ours["final_norm.weight"],
         "output_layer.weight": ours["head.weight"],
     }
-    for i in range(size.layers):
+    for i in range(config.num_layers):
         there, here = f"decoder.layers.{i}", f"layers.{i}"
         weights |= {
             f"{there}.input_layernorm.weight": ours[f"{here}.attention_norm.weight"],
             f"{there}.self_attention.linear_qkv.weight": ours[f"{here}.attention.qkv.weight"],
             f"{there}.self_attention.linear_proj.weight": ours[f"{here}.attention.projection.weight"],
             f"{there}.pre_mlp_layernorm.weight": ours[f"{here}.mlp_norm.weight"],
-            f"{there}.mlp.router.weight": ours[f"{here}.moe.router.weight"],
         }
+        if config.moe is None:
+            weights[f"{there}.mlp.linear_fc1.weight"] = ours[f"{here}.mlp.up.weight"].flatten(0, 1)
+            weights[f"{there}.mlp.linear_fc2.weight"] = ours[f"{here}.mlp.down.weight"]
+            continue
+        weights[f"{there}.mlp.router.weight"] = ours[f"{here}.moe.router.weight"]
+        own = config.moe.router.num_experts // ep
+        first = int(os.environ["RANK"]) % ep * own
         for j in range(own):
             expert = f"{there}.mlp.experts.local_experts.{j}"
             weights[f"{expert}.linear_fc1.weight"] = ours[f"{here}.moe.experts.up"][first + j].flatten(0, 1)

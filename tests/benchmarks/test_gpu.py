@@ -1,6 +1,7 @@
 """The benchmark of one GPU runs at its smallest shape, its rows agree, and its table holds what it says."""
 
 import argparse
+import importlib.util
 import json
 from functools import cache
 from pathlib import Path
@@ -12,12 +13,15 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks import gpu
+from benchmarks.device_runs import BYTES_OF_STATE
 from benchmarks.gpu import (
     COMPILED,
     EAGER,
+    MEGATRON,
     OF_OWN_LOSS,
     OURS,
     PACKED,
+    SAVING,
     TOLERANCE,
     add_row,
     chosen_rows,
@@ -26,6 +30,7 @@ from benchmarks.gpu import (
     report,
     rows,
     run_row,
+    saves_line,
 )
 from benchmarks.plain_llama import build_plain, our_weights
 from benchmarks.shapes import SHAPES, USABLE
@@ -34,6 +39,7 @@ from lightning_megatron.transformer import cost
 from tests.harness.ranks import run_on_ranks
 
 GIB = 2**30
+HAS_MEGATRON = importlib.util.find_spec("megatron") is not None
 # Rows of libraries that run on GPUs alone.
 OF_GPUS = (
     "Hugging Face, Liger",
@@ -63,6 +69,8 @@ def found_on(device: str, row: str, size: str) -> dict[str, Any]:
 def test_a_row_trains_as_plain_torch_does(row: str, size: str, device: str) -> None:
     if row.startswith("Hugging Face"):
         pytest.importorskip("transformers")
+    if row.startswith("megatron-core"):
+        pytest.importorskip("megatron.core")
     found, yardstick = found_on(device, row, size), found_on(device, EAGER, size)
     if row in OF_GPUS and device == "cpu":
         assert fault_of(row, found, yardstick).startswith("left out: ")
@@ -78,6 +86,29 @@ def test_packed_documents_and_dropout_change_what_is_trained(row: str) -> None:
     others, ours = (found_on("cpu", name, "smoke")["losses"] for name in (row, OURS))
     assert all(abs(loss - other) > 1e-4 for loss, other in zip(others, ours, strict=True)), (others, ours)
     assert others == pytest.approx(ours, rel=0.05)
+
+
+def test_a_row_that_saves_says_how_long_training_waits() -> None:
+    found = found_on("cpu", SAVING, "smoke")
+    parameters = cost.model_parameters(SHAPES["smoke"].config(2, 32))
+    assert found["saves"]["bytes"] > BYTES_OF_STATE * parameters
+    assert all(seconds > 0 for seconds in found["saves"]["seconds"])
+    part = made_part(**{SAVING: found | {"saves": {"seconds": [4.0, 0.5], "bytes": 20e9}}})
+    assert "training waits 0.500 s for a save of 20 GB (40 GB/s), and 4.000 s for the first" in saves_line(part)
+    assert saves_line(made_part(**{SAVING: {"not_here": ""}})) == ""
+
+
+def test_a_row_that_has_no_room_to_save_is_left_out() -> None:
+    usage = mock.Mock(free=1000)
+    with mock.patch("shutil.disk_usage", return_value=usage):
+        found = run_row(SAVING, asked_for("cpu", "smoke"))
+    assert "are free on the disk" in found["not_here"] and fault_of(SAVING, found, None).startswith("left out")
+
+
+@pytest.mark.skipif(HAS_MEGATRON, reason="megatron-core is here")
+def test_megatron_core_that_is_not_installed_is_left_out_with_its_reason() -> None:
+    found = run_row(MEGATRON, asked_for("cpu", "smoke"))
+    assert found == {"not_here": "left out: megatron-core is not installed"}
 
 
 def test_a_row_of_its_own_loss_is_neither_measured_by_others_nor_their_measure() -> None:
