@@ -1,0 +1,38 @@
+"""What Lightning says at every save is left out, and what it says of a run is not."""
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from lightning_megatron.cli.lightning_lines import _NO_NEWS, leave_out_what_is_no_news
+from tests.trainer.layouts import PLAIN, make_trainer
+from tests.trainer.modules import Data, Small
+
+
+class Kept(logging.Handler):
+    """Keeps the texts of all records."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def test_a_save_says_nothing_of_every_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    logger, kept = logging.getLogger("lightning.pytorch.trainer.connectors.checkpoint_connector"), Kept()
+    # A recipe in this process may have left filters there, and other tests read what Lightning says.
+    for name in _NO_NEWS:
+        monkeypatch.setattr(logging.getLogger(name), "filters", [])
+    monkeypatch.setattr(logger, "handlers", [kept])
+    trainer = make_trainer(PLAIN, max_steps=1, max_epochs=-1)
+    trainer.fit(Small(), Data())
+    trainer.save_checkpoint(tmp_path / "one.ckpt")
+    assert [text for text in kept.texts if "weights_only" in text]
+    kept.texts.clear()
+    leave_out_what_is_no_news()
+    trainer.save_checkpoint(tmp_path / "two.ckpt")
+    logger.info("of this run")
+    assert kept.texts == ["of this run"]
