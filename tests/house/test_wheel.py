@@ -1,7 +1,9 @@
 """What pip installs is enough: the wheel has the recipes, and runs them where there is no repository."""
 
+import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -58,6 +60,32 @@ def test_the_wheel_has_every_recipe_and_nothing_else_of_the_repository(wheel: Pa
     assert "lightning_megatron/recipes/demo.sh" not in names
 
 
+RELATIVE_LINK = re.compile(r"\]\((?!#|https://)[^)]*\)")
+
+
+@pytest.mark.slow
+def test_the_readme_of_the_wheel_has_no_link_that_needs_the_repository(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        [name] = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+        shown = archive.read(name).decode()
+    assert "# lightning_megatron" in shown and "Tutorials: `docs/tutorials/index.md`" in shown
+    assert not RELATIVE_LINK.findall(shown)
+    assert RELATIVE_LINK.findall((ROOT / "README.md").read_text())
+
+
+def test_the_links_of_the_readme_lead_to_the_repository_where_it_has_an_address() -> None:
+    pytest.importorskip("hatchling", reason="the hook is one of hatchling, of the extra dev")
+    hook = importlib.import_module("hatch_build")
+    text = "![a picture](docs/a.svg) and [a page](docs/b.md#part), [the web](https://x.y), [below](#part), [c.md](c.md)"
+    assert hook.readme_of_index(text, "https://x.y/z/", "v1") == (
+        "![a picture](https://x.y/z/raw/v1/docs/a.svg) and [a page](https://x.y/z/blob/v1/docs/b.md#part), "
+        "[the web](https://x.y), [below](#part), [c.md](https://x.y/z/blob/v1/c.md)"
+    )
+    assert hook.readme_of_index(text, "", "v1") == (
+        "a picture: `docs/a.svg` and a page: `docs/b.md`, [the web](https://x.y), [below](#part), c.md"
+    )
+
+
 @pytest.mark.slow
 def test_the_sources_have_what_every_target_of_the_makefile_reads(tmp_path: Path) -> None:
     pytest.importorskip("hatchling", reason="the sources are packed by hatchling, of the extra dev")
@@ -72,7 +100,8 @@ def test_the_sources_have_what_every_target_of_the_makefile_reads(tmp_path: Path
         for kind in ("py", "md", "yaml", "svg", "json")
         for file in (ROOT / folder).rglob(f"*.{kind}")
     ]
-    kept += [*ROOT.glob("*.md"), *(ROOT / name for name in ("Makefile", "constraints.txt", "CITATION.cff", "LICENSE"))]
+    files = ("Makefile", "constraints.txt", "hatch_build.py", "CITATION.cff", "LICENSE")
+    kept += [*ROOT.glob("*.md"), *(ROOT / name for name in files)]
     lost = {file.relative_to(ROOT).as_posix() for file in kept} - names
     assert len(kept) > 1000 and not lost, lost
     assert not any(name.startswith((".ci", "build/", "dist/")) for name in names)
