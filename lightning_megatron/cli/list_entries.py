@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 from jsonargparse import Namespace
 
-from lightning_megatron.cli.option_errors import error_lines
+from lightning_megatron.cli.option_errors import about_option
 from lightning_megatron.cli.usage import UsageError
 
 _OPTION = re.compile(r"--trainer\.(callbacks|logger)\.([A-Z]\w*)\.([a-z]\w*)(?:=(.*))?", re.DOTALL)
@@ -83,6 +83,6 @@ def telling_entries(options: Sequence[EntryOption]) -> Iterator[None]:
     try:
         yield
     except (TypeError, ValueError, KeyError) as error:
-        # The first line names the list.
-        why = " ".join(error_lines(str(error))[1:])
+        # The first word names the list.
+        why = about_option(str(error), ()).partition(": ")[2]
         raise UsageError([f"{', '.join(option.option for option in options)}: {why}"]) from error

@@ -40,6 +40,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "tiny.yaml").write_text(TINY)
     (tmp_path / "typo.yaml").write_text("model:\n  config:\n    num_layer: 3\n")
     (tmp_path / "strategy.yaml").write_text("trainer:\n  strategy: [1]\n")
+    (tmp_path / "no_tables.yaml").write_text("trainer: 5\nfit:\n  model:\n    config: [1]\n")
+    (tmp_path / "no_options.yaml").write_text("# trainer:\n")
+    (tmp_path / "a_list.yaml").write_text("- trainer\n")
     (tmp_path / "empty").mkdir()
     (tmp_path / "garbage.ckpt").write_bytes(b"no checkpoint")
     for name in ("other.ckpt", "damaged.ckpt"):
@@ -85,11 +88,17 @@ MISTAKES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "an unknown option": (("--data.pth=x",), ("--data.pth=x; the nearest is --data.path",)),
     "a strategy that is a list": (
         ("--config=strategy.yaml",),
-        ("--trainer.strategy: must be text or the class_path of a Strategy", "Given value: [1]"),
+        ("--trainer.strategy ([1]) must be text or the class_path of a Strategy",),
     ),
+    "sections that are no tables": (
+        ("--config=no_tables.yaml",),
+        ("trainer (5) must be a table of options, as in", "model.config ([1]) must be a table of options, as in"),
+    ),
+    "a file without options": (("--config=no_options.yaml",), ("--config (no_options.yaml): it has no options",)),
+    "a file that is a list": (("--config=a_list.yaml",), ("(a_list.yaml): it holds ['trainer'], and must be a table",)),
     "a number of steps that is a word": (
         ("--trainer.max_epochs=many",),
-        ("--trainer.max_epochs: must be a whole number or null Given value: many",),
+        ("--trainer.max_epochs (many) must be a whole number or null",),
     ),
     "an option by a part of its name": (
         ("--trainer.max_step=3", "--data.path=nowhere"),
@@ -107,7 +116,7 @@ MISTAKES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("--config=nothere.yaml",),
         ("--config: File does not exist", "nothere.yaml"),
     ),
-    "a number that is none": (("--trainer.max_steps=abc",), ("--trainer.max_steps: Expected", "abc")),
+    "a number that is none": (("--trainer.max_steps=abc",), ("--trainer.max_steps (abc) must be a whole number",)),
     "a size that is not one": (("--model.config.num_layers=0",), ("num_layers (0) must be at least 1",)),
     "a head size that does not come out": (("--model.config.hidden_size=33",), ("hidden_size (33)",)),
     "a rate below zero": (("--model.optimizer.lr=-1",), ("lr (-1",)),
@@ -116,7 +125,15 @@ MISTAKES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("gpipe",),
     ),
     "a bucket below one": ((f"{STRATEGY}.optimizer.bucket_size=-1",), ("cannot run:", "bucket_size (-1) must be")),
-    "an unknown optimizer kind": ((f"{STRATEGY}.optimizer.kind=zero3",), ("zero3", "'distributed'")),
+    "an unknown optimizer kind": (
+        (f"{STRATEGY}.optimizer.kind=zero3",),
+        (f"error: {STRATEGY}.optimizer.kind (zero3) must be one of 'replicated', 'distributed'",),
+    ),
+    "a class that is none": (("--trainer.callbacks+=Nope",), ("--trainer.callbacks (Nope) must be the dotted path",)),
+    "an entry's value": (
+        ("--trainer.callbacks.ModelCheckpoint.every_n_epochs=x",),
+        ("ModelCheckpoint.every_n_epochs: every_n_epochs (x) must be a whole number or null\n",),
+    ),
     "a gather without shards": ((f"{STRATEGY}.optimizer.overlap_param_gather=true",), ("needs a distributed kind",)),
     "an unknown part to recompute": ((f"{STRATEGY}.recompute.parts=[core]",), ("core", "'core_attention'")),
     "a loss scale that shrinks by growing": ((f"{STRATEGY}.loss_scale.growth_factor=0.5",), ("growth_factor (0.5)",)),
