@@ -28,6 +28,7 @@ from lightning_megatron.trainer.setup.early_model_checks import early_model_faul
 from lightning_megatron.trainer.setup.launch_checks import launch_faults, num_started, queue_faults
 from lightning_megatron.trainer.setup.memory_checks import memory_faults
 from lightning_megatron.trainer.setup.process_groups import timeout_faults
+from lightning_megatron.trainer.setup.written_folders import unwritable_faults
 from lightning_megatron.transformer.config import TransformerConfig
 
 # Steps of the runs that are no fit.
@@ -133,6 +134,7 @@ def faults(trainer: pl.Trainer, arguments: tuple[Any, ...]) -> list[str]:
             count, precision = strategy.num_processes, facts.precision
             found += memory_faults(facts.model, sizes, num_processes=count, precision=precision)
     if trainer.training:
+        found += unwritable_faults(trainer)
         found += _uncut_faults(trainer.lightning_module, sizes, num_microbatches, microbatch_size, pipeline)
         if strategy.dynamic_context is not None:
             found += _dynamic_faults(trainer.lightning_module, pipeline)
