@@ -23,9 +23,8 @@ from lightning_megatron.planner.calibration import MeasuredStep, Parts, calibrat
 from lightning_megatron.planner.constants import Constants, fitted
 from lightning_megatron.planner.estimate import Estimate
 from lightning_megatron.planner.hardware import Gpu
-from lightning_megatron.planner.measured import UnmeasuredError
 from lightning_megatron.planner.plan_cache import PlanCache
-from lightning_megatron.planner.run import RunSettings
+from lightning_megatron.planner.run import RunSettings, UnmeasuredError
 
 # A constant that moved by less is left to the fitted ones.
 _LEAST_CHANGE = 1e-3

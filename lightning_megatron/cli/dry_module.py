@@ -28,7 +28,7 @@ from lightning_megatron.planner.dry_run import global_rank, layers_or_links
 from lightning_megatron.planner.fake_process_group import fake_mesh
 from lightning_megatron.planner.memory_tracker import MemoryTracker
 from lightning_megatron.planner.model_size import ModelSize
-from lightning_megatron.planner.run import RunSettings
+from lightning_megatron.planner.run import RunSettings, UnmeasuredError
 from lightning_megatron.precision.fp8 import Fp8Config
 from lightning_megatron.tensor.weight_gradients import WeightGradients
 from lightning_megatron.testing.telling import told
@@ -50,7 +50,7 @@ def telling_model(does: str) -> Iterator[None]:
     """Raises UsageError, in a line that says what the model `does`, for whatever its code raises inside the block."""
     try:
         yield
-    except (UsageError, CutError, NotImplementedError):
+    except (UsageError, CutError, NotImplementedError, UnmeasuredError):
         raise
     except ConfigurationError as error:
         raise UsageError(error.faults) from error
@@ -88,7 +88,7 @@ class DryModule:
 
     def faults(self) -> list[str]:
         """Errors of the module on the run's ranks that show before it is cut."""
-        sizes, module = self._run.sizes, self._made(META)
+        sizes, module = self._run.sizes, self.whole(META)
         faults = part_faults(self._run.recompute, recomputable_parts(module))
         if faults := faults + loss_chunk_faults(module, self._run.kernels):
             return faults
@@ -97,7 +97,7 @@ class DryModule:
 
     def size(self) -> ModelSize:
         """Size of the largest network of the module, with the parameters of all."""
-        module = self._made(META)
+        module = self.whole(META)
         numbers = [parameter.numel() for parameter in module.parameters()]
         trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
         largest = max(module.children(), key=lambda child: sum(one.numel() for one in child.parameters()))
@@ -114,7 +114,7 @@ class DryModule:
         """A module that holds the part of this rank."""
         try:
             with ambient(mesh):
-                module = self._made(device)
+                module = self.whole(device)
                 cut_plain_networks(module, mesh, self._plan)
             if (dtype := TRUE_DTYPES.get(self._run.precision)) is not None:
                 module.to(dtype)
@@ -135,7 +135,8 @@ class DryModule:
         replicas = mesh.axis("dp+cp")
         return use_torch({}, config, tp=mesh.tp, replicas=replicas, pp=mesh.pp, device=device, others=linears)
 
-    def _made(self, device: torch.device) -> pl.LightningModule:
+    def whole(self, device: torch.device) -> pl.LightningModule:
+        """The module before it is cut, on a device."""
         with telling_model("cannot be made on the meta device"), quiet():
             try:
                 with device:

@@ -28,7 +28,7 @@ from lightning_megatron.planner.dry_report import dry_record, dry_text
 from lightning_megatron.planner.dry_run import dry_run, shown_ranks
 from lightning_megatron.planner.hardware import gpu_of
 from lightning_megatron.planner.held_tensors import held_tensors
-from lightning_megatron.planner.run import RunSettings
+from lightning_megatron.planner.run import RunSettings, UnmeasuredError
 from lightning_megatron.rules.limits import limit_faults
 
 # The GPU whose planned times balance documents where a recipe with dynamic context parallelism gives no costs.
@@ -96,7 +96,7 @@ def run_dry_run(options: argparse.Namespace) -> None:
         with _telling(trained):
             found = [dry_run(run, rank, full_model=trained) for rank in ranks]
             held = {rank: held_tensors(run, rank, trained) for rank in ranks} if options.explain else None
-    except (CutError, NotImplementedError) as error:
+    except (CutError, NotImplementedError, UnmeasuredError) as error:
         raise UsageError(str(error).splitlines()) from error
     print(json.dumps(dry_record(found, notes, held)) if options.json else dry_text(found, notes, held))
 

@@ -8,7 +8,7 @@ module.py:MyModule                        the user's own, with its data   the op
 
 import argparse
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
@@ -25,6 +25,7 @@ from lightning_megatron.cli.dry_module import META, DryModule, quiet
 from lightning_megatron.cli.plan_recipe import run_of_causal_recipe
 from lightning_megatron.cli.plan_request import PlanRequest
 from lightning_megatron.cli.plan_run import require_no_module, with_run_options
+from lightning_megatron.cli.planned_optimizer import ConfiguredOptimizer, step_fault
 from lightning_megatron.cli.usage import UsageError
 from lightning_megatron.hf.adapters import add_adapters
 from lightning_megatron.hf.unchanged import on_meta, read_config
@@ -41,8 +42,8 @@ from lightning_megatron.testing.user_file import called, spec_fault
 from lightning_megatron.text_files import read_table
 
 _ASSUMED = (
-    "states are those of AdamW, whatever configure_optimizers makes, and the strategy's optimizer is "
-    "OptimizerConfig(kind='distributed', overlap_grad_reduce=True, overlap_param_gather=True)"
+    "the strategy's optimizer is OptimizerConfig(kind='distributed', overlap_grad_reduce=True, "
+    "overlap_param_gather=True)"
 )
 
 
@@ -154,6 +155,13 @@ def _of_file(options: argparse.Namespace) -> ModuleRun:
     if faults := _faults_of_fp8(request.run):
         raise UsageError(faults)
     made = partial(_user_module, options.config, row)
+    with quiet():
+        fault = step_fault(ConfiguredOptimizer(), made(replace(settings, sizes=Sizes())).whole(META))
+    if fault:
+        does = f"does not step tensors without numbers ({fault}): states are those of AdamW"
+        request = replace(request, unplanned={"configure_optimizers": does})
+    else:
+        request = replace(request, run=replace(request.run, make_optimizer=ConfiguredOptimizer()))
     return ModuleRun(request=request, module=cache(made), depends_on="")
 
 

@@ -34,7 +34,7 @@ from lightning_megatron.planner.dry_report import held_lines
 from lightning_megatron.planner.estimate import Estimate, estimate
 from lightning_megatron.planner.hardware import GIGA, Gpu, gpu_of
 from lightning_megatron.planner.held_tensors import HeldTensors
-from lightning_megatron.planner.measured import Measure, UnmeasuredError
+from lightning_megatron.planner.measured import Measure
 from lightning_megatron.planner.model_size import ModelSize
 from lightning_megatron.planner.plan_cache import PlanCache
 from lightning_megatron.planner.presets import PRESETS
@@ -47,7 +47,7 @@ from lightning_megatron.planner.report import (
     record_of,
     rejected_record,
 )
-from lightning_megatron.planner.run import Run, RunSettings
+from lightning_megatron.planner.run import Run, RunSettings, UnmeasuredError
 from lightning_megatron.planner.search import Found, fewest_gpus, search
 
 # Layouts of a search.

@@ -14,14 +14,13 @@ from lightning_megatron.planner.held_tensors import HeldTensors
 from lightning_megatron.planner.measured import (
     Measure,
     Measured,
-    UnmeasuredError,
     measured,
     measured_held,
     measured_levels,
 )
 from lightning_megatron.planner.model_size import ModelSize
 from lightning_megatron.planner.plan_cache import PlanCache
-from lightning_megatron.planner.run import RunSettings
+from lightning_megatron.planner.run import RunSettings, UnmeasuredError
 from lightning_megatron.planner.step_trace import Level
 
 

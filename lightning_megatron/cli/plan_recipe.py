@@ -8,11 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from jsonargparse import Namespace
+from torch import nn
 
 from lightning_megatron.any_module.plan import ModelPlan
+from lightning_megatron.cli.option_errors import settings_of
 from lightning_megatron.cli.plan_dynamic import ONE_A_ROW
 from lightning_megatron.cli.plan_file import KINDS, is_causal_recipe, model_of_folder
 from lightning_megatron.cli.plan_request import PlanRequest, R
+from lightning_megatron.cli.planned_optimizer import recipe_optimizer, step_fault
+from lightning_megatron.cli.recipe_optimizer import OPTIMIZER
 from lightning_megatron.cli.recipe_reader import (
     CAUSAL,
     FINETUNING,
@@ -27,6 +31,7 @@ from lightning_megatron.context.balance import DynamicContextConfig
 from lightning_megatron.context.config import ContextConfig
 from lightning_megatron.hf.load import upcycling
 from lightning_megatron.hub import CONFIG_FILES, model_folder
+from lightning_megatron.lightning_modules.adamw import AdamWConfig
 from lightning_megatron.mesh import Sizes
 from lightning_megatron.models import LlavaConfig, T5Config
 from lightning_megatron.moe.config import MoEConfig
@@ -409,21 +414,16 @@ def _is_packed(config: Namespace) -> bool:
 
 
 def _with_optimizer(request: PlanRequest[R], config: Namespace, data: Mapping[str, Any]) -> PlanRequest[R]:
-    """The request, with an optimizer that is planned as AdamW among what is not planned."""
-    return replace(request, unplanned={**request.unplanned, **_unplanned_optimizer(config, data.get("optimizer"))})
-
-
-def _unplanned_optimizer(config: Namespace, chosen: Any) -> dict[str, str]:
-    """An optimizer that is planned as AdamW, and what it does; `chosen` takes the place of the module's own."""
-    if chosen:
+    """The request for the run with the recipe's optimizer, or with one that does not run here among what is not
+    planned."""
+    chosen = data.get(OPTIMIZER)
+    settings = (config.get("model") or Namespace()).get("optimizer") or AdamWConfig()
+    make = recipe_optimizer(settings_of(AdamWConfig, settings), chosen)
+    if fault := step_fault(make, nn.Linear(2, 2, device="meta")):
         name = chosen.get("class_path") if isinstance(chosen, Mapping) else chosen
-        return {f"optimizer ({name})": "may hold other moments than AdamW's two"}
-    optimizer = (config.get("model") or Namespace()).get("optimizer") or Namespace()
-    name = optimizer.get("matrix_optimizer", "adamw")
-    if name == "adamw":
-        return {}
-    does = "holds one moment of a matrix and not two, and in a step copies of some weights"
-    return {f"model.optimizer matrix_optimizer ({name!r})": does}
+        does = f"does not step tensors without numbers ({fault}): its states count as AdamW's"
+        return replace(request, unplanned={**request.unplanned, f"optimizer ({name})": does})
+    return replace(request, run=replace(request.run, make_optimizer=make))
 
 
 def _unplanned(pipeline: PipelineConfig, kernels: KernelConfig) -> dict[str, str]:

@@ -13,6 +13,7 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.cli import LightningArgumentParser, ReduceLROnPlateau
 from lightning.pytorch.utilities import rank_zero_info
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_megatron.lightning_modules.adamw import decay_groups
@@ -45,7 +46,7 @@ def use_optimizer(
     rank_zero_info(f"--{OPTIMIZER} {optimizer['class_path']}: the values of model.optimizer have no effect")
 
     def configure_optimizers(self: L.LightningModule) -> Any:
-        made = _optimizer(self, optimizer)
+        made = chosen_optimizer(self, optimizer)
         if not scheduler:
             return made
         chosen = _made(scheduler, made)
@@ -57,7 +58,9 @@ def use_optimizer(
     module.configure_optimizers = MethodType(configure_optimizers, module)  # type: ignore[method-assign]
 
 
-def _optimizer(module: L.LightningModule, init: Mapping[str, Any]) -> Optimizer:
+def chosen_optimizer(module: nn.Module, init: Mapping[str, Any]) -> Optimizer:
+    """The optimizer of a module's parameters with this class_path and init_args. Raises ConfigurationError with what it
+    says of them."""
     kind, settings = pkgutil.resolve_name(init["class_path"]), dict(init.get("init_args") or {})
     known = inspect.signature(kind).parameters
     default = known["weight_decay"].default if "weight_decay" in known else 0.0

@@ -124,7 +124,7 @@ def adamw_with_warmup(module: L.LightningModule, config: AdamWConfig) -> dict[st
 
     Raises ConfigurationError where the curve does not fit the steps of the run.
     """
-    optimizer = _optimizer(module, config)
+    optimizer = optimizer_of(module, config)
     num_steps = module.trainer.estimated_stepping_batches
     total_steps = config.total_steps or num_steps
     if math.isinf(total_steps):
@@ -155,7 +155,8 @@ def _curves(config: AdamWConfig, total_steps: int, num_steps: float) -> tuple[Ra
     return rate, WeightDecayRamp(start=start, end=end, total_steps=int(num_steps), style=style)
 
 
-def _optimizer(module: L.LightningModule, config: AdamWConfig) -> Optimizer:
+def optimizer_of(module: nn.Module, config: AdamWConfig) -> Optimizer:
+    """The optimizer of a module's parameters, AdamW or Muon, without a curve."""
     named, weight_decay = module.named_parameters(), max(config.weight_decay, config.end_weight_decay)
     if config.matrix_optimizer == "adamw":
         return AdamW(decay_groups(named, weight_decay), lr=config.lr, betas=config.betas, eps=config.epsilon)

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.optim import AdamW, Optimizer
+from torch.optim import Optimizer
 
 from lightning_megatron.any_module.loss_count import mean_count
 from lightning_megatron.any_module.model_parts import ModuleParts
@@ -35,7 +35,10 @@ from lightning_megatron.moe.config import MoEConfig
 from lightning_megatron.optim.data_parallel_comm import DataParallelComm
 from lightning_megatron.optim.gradients import Gradients
 from lightning_megatron.optim.master_weights import MasterWeights
+from lightning_megatron.optim.owned_weights import OwnedWeights
 from lightning_megatron.optim.part_gathers import ModelParts, first_parts
+from lightning_megatron.optim.separable import separable_faults
+from lightning_megatron.optim.update_scope import is_elementwise, update_scope_of
 from lightning_megatron.pipeline import microbatches
 from lightning_megatron.pipeline.module import PipelineModule
 from lightning_megatron.pipeline.ragged import Ragged
@@ -43,7 +46,8 @@ from lightning_megatron.pipeline.registry import spec_of
 from lightning_megatron.planner.balanced_batch import BalancedBatch
 from lightning_megatron.planner.fake_process_group import fake_mesh
 from lightning_megatron.planner.memory_tracker import MemoryTracker
-from lightning_megatron.planner.run import Run, RunSettings
+from lightning_megatron.planner.run import Run, RunSettings, UnmeasuredError
+from lightning_megatron.planner.step_work import choose_foreach, states_of
 from lightning_megatron.precision.fp8 import Fp8Config
 from lightning_megatron.tensor import weight_gradients
 from lightning_megatron.tensor.weight_gradients import WeightGradients
@@ -128,12 +132,12 @@ class Rank:
 
     def moments(self) -> Iterator[Tensor]:
         """Tensors of the optimizer's state, which exist after its first step."""
-        for state in self.optimizer.state.values():
-            yield from (value for value in state.values() if isinstance(value, Tensor))
+        return states_of(self.optimizer)
 
 
 def build_rank(run: RunSettings, mesh: Mesh, new_group: NewGroup, device: torch.device, trained: Trained) -> Rank:
-    """The rank of a mesh, ready for its first step. The run must have no errors."""
+    """The rank of a mesh, ready for its first step. The run must have no errors; raises UnmeasuredError where its
+    optimizer cannot step what a rank holds."""
     module = trained.build(mesh, device)
     models = pipelined_modules(module)
     fp8 = None
@@ -141,10 +145,13 @@ def build_rank(run: RunSettings, mesh: Mesh, new_group: NewGroup, device: torch.
         fp8 = trained.use_fp8(module, run.fp8, mesh, device)
         if run.optimizer.frees_parameters:
             fp8.cast_anew()
-    # The strategy chooses fused kernels on a GPU, which take no tensors without numbers.
-    # Those of foreach hold a root of each second moment too, so that the peak of a step is no less.
-    optimizer = AdamW(module.parameters(), foreach=True)
+    optimizer = run.make_optimizer(module)
+    choose_foreach(optimizer)
     config, low = run.optimizer, _LOW.get(run.precision)
+    has_master_weights = config.needs_master_weights or low is not None
+    faults, _ = separable_faults([optimizer], config, mesh, has_master_weights=has_master_weights)
+    if faults:
+        raise UnmeasuredError("\n".join(faults))
     parts = ModuleParts(module, trained.layers(module) if config.shards_parameters else {})
     gradients = Gradients(
         module.named_parameters(),
@@ -155,18 +162,20 @@ def build_rank(run: RunSettings, mesh: Mesh, new_group: NewGroup, device: torch.
         config=config,
         stages=stages_by_name(module),
         dtype=_GRADIENTS.get(config.grad_dtype),
+        no_split=not is_elementwise(optimizer, config.update_scope),
         low=low,
         names_by_rank=trained.names_by_rank(module),
         part_of=first_parts(parts.parameters).get,
+        kept=[parameter for group in optimizer.param_groups for parameter in group["params"]],
     )
-    has_master_weights = config.needs_master_weights or low is not None
     master_weights = MasterWeights(gradients, [optimizer]) if has_master_weights else None
     sharded = None
     if master_weights is not None and master_weights.sharded:
         sharded = ModelParts.of(
             master_weights.sharded, parts.parameters, parts.stages, parts.lasts, layers=parts.layers
         )
-    dp_comm = DataParallelComm(gradients, master_weights, parts.parameters, parts=sharded)
+    owned = OwnedWeights([optimizer] if update_scope_of(optimizer, config.update_scope) == "parameter" else ())
+    dp_comm = DataParallelComm(gradients, master_weights, parts.parameters, parts=sharded, owned=owned)
     if config.overlap_param_gather or sharded is not None:
         parts.hook(dp_comm)
     if mesh.pp.size > 1 and spec_of(run.schedule.name).splits_backward:
@@ -188,6 +197,11 @@ def build_rank(run: RunSettings, mesh: Mesh, new_group: NewGroup, device: torch.
         weight_gradients=shared,
         fp8=fp8,
     )
+
+
+def in_prefix(model: PipelineModule) -> nn.Module:
+    """A module that calls a model as the ready LightningModules do."""
+    return nn.ModuleDict({_PREFIX: model})
 
 
 def build_model(run: Run, mesh: Mesh, device: torch.device) -> PipelineModule:
@@ -398,7 +412,7 @@ class FullModel:
 
     def build(self, mesh: Mesh, device: torch.device) -> nn.Module:
         """A module that holds the part of this rank."""
-        return nn.ModuleDict({_PREFIX: build_model(self._run, mesh, device)})
+        return in_prefix(build_model(self._run, mesh, device))
 
     def use_fp8(self, own: nn.Module, config: Fp8Config, mesh: Mesh, device: torch.device) -> TorchFp8Layers:
         """Lets the layers of the module `own` multiply in FP8."""

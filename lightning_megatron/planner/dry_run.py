@@ -25,7 +25,7 @@ from lightning_megatron.pipeline.registry import spec_of
 from lightning_megatron.pipeline.schedule import Action
 from lightning_megatron.planner.balanced_runs import fullest_line
 from lightning_megatron.planner.dry_rank import FullModel, Rank, Trained, build_rank, hidden_tokens, resized
-from lightning_megatron.planner.dry_step import DryStep
+from lightning_megatron.planner.dry_step import OPTIMIZER_STEP, DryStep
 from lightning_megatron.planner.fake_process_group import Ledger, MessageCounts, fake_mesh
 from lightning_megatron.planner.memory_tracker import MemoryTracker
 from lightning_megatron.planner.model_parts import ModelPart
@@ -38,6 +38,7 @@ from lightning_megatron.planner.step_trace import (
     Trace,
     Work,
     events_of,
+    flops_of,
     kinds_of,
     levels_of,
     passes_of,
@@ -45,6 +46,7 @@ from lightning_megatron.planner.step_trace import (
     with_only,
     works_of,
 )
+from lightning_megatron.planner.step_work import StepWork, step_work
 
 META = torch.device("meta")
 
@@ -81,6 +83,8 @@ class DryRun:
     """Number of dense and of expert parameters of the rank that are trained."""
     num_layers: int
     """Number of layers of the rank."""
+    step: StepWork
+    """What the optimizer's step takes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +96,7 @@ class _Known:
     parameters: int
     trained: tuple[int, int]
     num_layers: int
+    step: StepWork
 
 
 class DryRuns:
@@ -141,6 +146,7 @@ class DryRuns:
             passes=passes_of(known.trace, [own[chunk, min(1, self._count - 1)] for chunk in range(len(stages))]),
             trained=known.trained,
             num_layers=known.num_layers,
+            step=known.step,
         )
 
     def levels(self, rank: int) -> list[Level]:
@@ -248,6 +254,7 @@ class DryRuns:
             parameters=parameters,
             trained=(dense, experts),
             num_layers=len(layers or layers_or_links(own.module)),
+            step=step_work(own.moments(), sum(one.numel() for one in own.stepped), flops_of(trace, OPTIMIZER_STEP)),
         )
 
 

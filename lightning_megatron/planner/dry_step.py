@@ -28,6 +28,8 @@ from lightning_megatron.transformer.recompute import RecomputeRunner
 
 # Gradients are clipped to this norm, whatever a recipe says: the memory of clipping is negligible.
 _MAX_NORM = 1.0
+OPTIMIZER_STEP = "the optimizer's step"
+"""Name of a piece of a trace."""
 _PHASES: Mapping[Kind, Phase] = {
     Kind.RECV_FORWARD: "awaited",
     Kind.RECV_BACKWARD: "awaited",
@@ -109,9 +111,11 @@ class DryStep:
         for batch in range(min(own.run.num_accumulated, 2)):
             self._take_batch(program, count, is_first=batch == 0)
         self._reduce()
-        self.go_on(None, "the optimizer's step")
+        self.go_on(None, OPTIMIZER_STEP)
         dp_comm.prepare_step()
+        dp_comm.owned.begin_step(own.optimizer)
         own.optimizer.step()
+        dp_comm.owned.end_step(own.optimizer)
         dp_comm.update_params()
         for model in own.models.values():
             model.end_step(is_skipped=False)

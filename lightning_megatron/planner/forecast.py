@@ -11,11 +11,11 @@ from typing import Any, Protocol
 
 from lightning_megatron.planner.constants import Constants
 from lightning_megatron.planner.hardware import Gpu
-from lightning_megatron.planner.measured import Measure, Measured, RankWork, UnmeasuredError
+from lightning_megatron.planner.measured import Measure, Measured
 from lightning_megatron.planner.measured_time import measured_time
 from lightning_megatron.planner.memory import Memory, rank_memory, with_overhead
 from lightning_megatron.planner.pipeline_load import saved_by_chunk
-from lightning_megatron.planner.run import Run, RunSettings
+from lightning_megatron.planner.run import Run, RunSettings, UnmeasuredError
 from lightning_megatron.planner.step_time import step_time
 from lightning_megatron.planner.step_trace import Work
 from lightning_megatron.transformer.recompute import RecomputeConfig
@@ -87,7 +87,7 @@ class FewSamples:
             for work in (forward, backward):
                 if sent := work.messages.get(("pp", "send")):
                     work.messages["pp", "send"] = sent * run.sizes.vp
-            ranks.append(RankWork(passes=(forward, backward), trained=one.trained, num_layers=one.num_layers))
+            ranks.append(replace(one, passes=(forward, backward)))
         return measured_time(run, ranks, self._gpu, self._constants).total
 
     def _few(self, run: RunSettings) -> list[tuple[int, RunSettings]]:

@@ -13,6 +13,7 @@ from lightning_megatron.planner.memory import WORKSPACE_BYTES, Memory, with_over
 from lightning_megatron.planner.memory_tracker import OTHERS
 from lightning_megatron.planner.run import Run, RunSettings
 from lightning_megatron.planner.step_trace import Level, Work
+from lightning_megatron.planner.step_work import StepWork
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +25,8 @@ class RankWork:
     trained: tuple[int, int]
     """Number of dense and of expert parameters that it trains."""
     num_layers: int
+    step: StepWork
+    """What the optimizer's step takes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,10 +44,6 @@ Measure = Callable[[Any], Measured]
 """Measures a run without errors. Raises UnmeasuredError where what it trains does not run on its ranks."""
 
 
-class UnmeasuredError(Exception):
-    """A run on whose ranks a model cannot be cut, or does not run; the message has the errors, one a line."""
-
-
 @lru_cache(maxsize=256)
 def measured(run: RunSettings, trained: Trained | None = None) -> Measured:
     """Measurement of a run without errors; of ranks that share a stage, that of the fullest. A `Run` has its own
@@ -55,7 +54,9 @@ def measured(run: RunSettings, trained: Trained | None = None) -> Measured:
     return Measured(
         memory=tuple(map(_memory_of, found)),
         flops=flops if run.balanced is None else None,
-        ranks=tuple(RankWork(passes=one.passes, trained=one.trained, num_layers=one.num_layers) for one in found),
+        ranks=tuple(
+            RankWork(passes=one.passes, trained=one.trained, num_layers=one.num_layers, step=one.step) for one in found
+        ),
     )
 
 

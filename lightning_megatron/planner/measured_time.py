@@ -26,7 +26,8 @@ _PRODUCTS_OF_EXPERTS = 2
 def measured_time(run: RunSettings, ranks: Sequence[RankWork], gpu: Gpu, constants: Constants) -> StepTime:
     """Time of a step of pipeline ranks that do this work, first stage first."""
     passes = [_passes(run, rank, gpu, constants) for rank in ranks]
-    return composed(run, passes, lambda index: ranks[index].trained, gpu, constants)
+    steps = [rank.step for rank in ranks]
+    return composed(run, passes, lambda index: ranks[index].trained, steps, gpu, constants)
 
 
 def _passes(run: RunSettings, rank: RankWork, gpu: Gpu, constants: Constants) -> tuple[Pass, Pass]:

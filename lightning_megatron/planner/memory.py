@@ -24,6 +24,7 @@ from lightning_megatron.planner.activations import (
     recompute_bytes,
     stage_bytes,
 )
+from lightning_megatron.planner.expected_step import expected_step
 from lightning_megatron.planner.model_parts import ModelPart, adapter_parameters, parameters_of
 from lightning_megatron.planner.pipeline_load import saved_by_chunk
 from lightning_megatron.planner.run import Run
@@ -128,8 +129,7 @@ def _up_weight(run: Run, config: TransformerConfig) -> int:
 def _states(run: Run, held_by_kind: tuple[int, int], trained_by_kind: tuple[int, int]) -> dict[str, float]:
     """Bytes that a rank holds from step to step, by kind, for its dense and its expert parameters, all and trained; the
     host's are a kind of their own."""
-    # AdamW has two moments.
-    master, moments = run.stepped_bytes * run.is_mixed, 2 * run.stepped_bytes
+    master, moments = run.stepped_bytes * run.is_mixed, expected_step(run).states * run.stepped_bytes
     sharding = "always" if run.optimizer.shards_parameters else run.framework.shards_weights
     offloaded = run.optimizer.offload_fraction if run.optimizer.cpu_offload else 0.0
     # Sharded weights are the master weights; low-precision ones are gathered for one layer at a time.

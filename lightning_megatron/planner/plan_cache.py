@@ -19,6 +19,7 @@ from lightning_megatron.planner.measured import Measure, Measured, RankWork, mea
 from lightning_megatron.planner.memory import Memory
 from lightning_megatron.planner.run import RunSettings
 from lightning_megatron.planner.step_trace import Work
+from lightning_megatron.planner.step_work import StepWork
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -72,7 +73,14 @@ def _measured_of(record: dict[str, Any]) -> Measured:
             for work in rank["passes"]
         )
         dense, experts = rank["trained"]
-        ranks.append(RankWork(passes=(forward, backward), trained=(dense, experts), num_layers=rank["num_layers"]))
+        ranks.append(
+            RankWork(
+                passes=(forward, backward),
+                trained=(dense, experts),
+                num_layers=rank["num_layers"],
+                step=StepWork(**rank["step"]),
+            )
+        )
     memory = tuple(Memory(**rank) for rank in record["memory"])
     return Measured(memory=memory, flops=record["flops"], ranks=tuple(ranks))
 

@@ -27,6 +27,7 @@ from lightning_megatron.planner.model_parts import (
     shared_over_context,
 )
 from lightning_megatron.planner.requires_grad import recomputed_parts, stages_of, stages_with_gradients
+from lightning_megatron.planner.step_work import PLAIN_ADAMW, MakeOptimizer
 from lightning_megatron.planner.trainable import ALL, Trainable, trainable_parts_of
 from lightning_megatron.precision.fp8 import Fp8Config, engine_faults
 from lightning_megatron.precision.kernels import KernelConfig
@@ -35,6 +36,10 @@ from lightning_megatron.transformer.recompute import RecomputeConfig
 
 PRECISIONS = ("bf16-mixed", "bf16-true", "16-mixed", "32-true", "64-true")
 _WIDE: dict[str, tuple[Products, int]] = {"32-true": ("full", 4), "64-true": ("double", 8)}
+
+
+class UnmeasuredError(Exception):
+    """A run on whose ranks a model cannot be cut, or does not run; the message has the errors, one a line."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +76,8 @@ class RunSettings:
     """Communication of attention under context parallelism."""
     kernels: KernelConfig = field(default_factory=KernelConfig)
     """Kernels in place of torch's own."""
+    make_optimizer: MakeOptimizer = PLAIN_ADAMW
+    """Makes the optimizer of a rank."""
     balanced: BalancedBatch | None = None
     """Documents of a batch and the ranks that run them, under dynamic context parallelism; None: without."""
 

@@ -23,10 +23,10 @@ from lightning_megatron.planner.constants import Constants
 from lightning_megatron.planner.estimate import Estimate, estimate
 from lightning_megatron.planner.forecast import ClosedForm, FewSamples, Forecast
 from lightning_megatron.planner.hardware import GIGA, Gpu
-from lightning_megatron.planner.measured import Measure, UnmeasuredError, measured
+from lightning_megatron.planner.measured import Measure, measured
 from lightning_megatron.planner.memory import Memory
 from lightning_megatron.planner.model_size import ModelSize
-from lightning_megatron.planner.run import Run, RunSettings, context_fields, faults_of
+from lightning_megatron.planner.run import Run, RunSettings, UnmeasuredError, context_fields, faults_of
 from lightning_megatron.transformer.recompute import RecomputeConfig
 
 _FULL = RecomputeConfig(granularity="full")

@@ -15,6 +15,7 @@ from functools import partial
 from lightning_megatron.planner.collective_time import Group, exchange_seconds, gather_seconds, groups_of, hop_seconds
 from lightning_megatron.planner.constants import Constants
 from lightning_megatron.planner.context_time import context_seconds
+from lightning_megatron.planner.expected_step import expected_step
 from lightning_megatron.planner.framework_profile import Sharding
 from lightning_megatron.planner.hardware import GIGA, Gpu
 from lightning_megatron.planner.kernel_counts import FLASH_BACKWARD
@@ -23,6 +24,7 @@ from lightning_megatron.planner.memory import parameters_of_rank, trained_of_ran
 from lightning_megatron.planner.model_parts import ModelPart
 from lightning_megatron.planner.pipeline_load import num_pairs, step_seconds
 from lightning_megatron.planner.run import Run, RunSettings
+from lightning_megatron.planner.step_work import StepWork
 
 ROUTING = "routing"
 """Name of the time for the routing of experts, which passes without compute, beside the axes of messages."""
@@ -41,9 +43,9 @@ _PAIR_NUMBERS, _PAIR_BACKWARD_NUMBERS = 6, 9
 _GROUPED_PAIR_NUMBERS, _GROUPED_PAIR_BACKWARD_NUMBERS = 9.5, 7
 # A head's elementwise kernels move so much in a backward, over a forward: casts of logits are written and read too.
 _HEAD_BACKWARD = 2.0
-# An optimizer step reads and writes each weight and its two moments, and reads its gradient; with master weights it
-# also writes the low-precision weight.
-_STEP_NUMBERS, _LOW_BYTES = 7, 2
+# An optimizer step reads and writes each weight and its states, and reads its gradient; with master weights it also
+# writes the low-precision weight.
+_STEP_NUMBERS, _NUMBERS_OF_STATE, _LOW_BYTES = 3, 2, 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,14 +107,15 @@ def step_time(run: Run, gpu: Gpu, constants: Constants) -> StepTime:
             seen[key] = _passes(run, rank, gpu, constants)
         passes.append(seen[key])
     hidden = [_hidden_seconds(run, rank, *pair, gpu, constants) for rank, pair in enumerate(passes)]
-    trained = partial(trained_of_rank, run)
-    return composed(run, passes, trained, gpu, constants, hidden=hidden, sharding=run.framework.shards_weights)
+    trained, steps = partial(trained_of_rank, run), [expected_step(run)] * run.sizes.pp
+    return composed(run, passes, trained, steps, gpu, constants, hidden=hidden, sharding=run.framework.shards_weights)
 
 
 def composed(
     run: RunSettings,
     passes: Sequence[tuple[Pass, Pass]],
     trained: Callable[[int], tuple[int, int]],
+    steps: Sequence[StepWork],
     gpu: Gpu,
     constants: Constants,
     *,
@@ -121,7 +124,8 @@ def composed(
 ) -> StepTime:
     """Time of a step whose pipeline ranks take so long for a forward and a backward of a microbatch.
 
-    `trained` gives the dense and the expert parameters that a pipeline rank trains. Overlap hides `hidden` seconds of a
+    `trained` gives the dense and the expert parameters that a pipeline rank trains, `steps` what the optimizer takes of
+    each rank. Overlap hides `hidden` seconds of a
     forward and a backward on each rank.
     """
     hidden = hidden or [0.0] * len(passes)
@@ -139,7 +143,7 @@ def composed(
     waited = sum(exposed.values())
     data_parallel, optimizer = 0.0, 0.0
     for rank in {0, slowest, run.sizes.pp - 1}:
-        ends = run, trained(rank), sharding, forwards[rank], backwards[rank]
+        ends = run, trained(rank), steps[rank], sharding, forwards[rank], backwards[rank]
         sums, stepping = _data_parallel_seconds(*ends, gpu, constants)
         data_parallel, optimizer = max(data_parallel, sums), max(optimizer, stepping)
     exposed["dp"] = exposed.get("dp", 0.0) + data_parallel
@@ -352,6 +356,7 @@ def _gathered_seconds(run: Run, rank: int, totals: list[float], gpu: Gpu, consta
 def _data_parallel_seconds(
     run: RunSettings,
     trained: tuple[int, int],
+    step: StepWork,
     sharding: Sharding,
     forward: float,
     backward: float,
@@ -388,8 +393,11 @@ def _data_parallel_seconds(
         else:
             is_hidden = run.optimizer.overlap_param_gather or run.optimizer.shards_parameters
             waited += _unhidden(gather, forward, is_hidden, constants)
-    step_bytes = _STEP_NUMBERS * run.stepped_bytes + _LOW_BYTES * run.is_mixed
+    step_numbers = _STEP_NUMBERS + _NUMBERS_OF_STATE * step.states
+    step_bytes = step_numbers * run.stepped_bytes + _LOW_BYTES * run.is_mixed
     on_device = constants.traffic * step_bytes / gpu.memory_bytes_per_second
+    # An optimizer multiplies matrices in 16 bits.
+    on_device += step.flops / (gpu.matmul_flops("half") * constants.product_share(gpu.family, is_fp8=False))
     # Gradients come, and weights go, by PCIe.
     moved_bytes = run.gradient_bytes + run.bytes_per_element
     on_host = step_bytes / (gpu.host_gb_per_second * GIGA) + moved_bytes / (gpu.pcie_gb_per_second * GIGA)

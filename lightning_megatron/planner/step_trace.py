@@ -264,6 +264,11 @@ def passes_of(trace: Trace, cells: Sequence[Cell]) -> tuple[Work, Work]:
     return forward, backward
 
 
+def flops_of(trace: Trace, action: str) -> float:
+    """FLOPs of the pieces of a trace with that name."""
+    return sum(sum(one.flops.values()) for piece in trace.pieces for one in piece if one.action == action)
+
+
 def works_of(trace: Trace) -> dict[tuple[int, Cell | None], Work]:
     """What each cell of a trace does in each batch; all else has no cell."""
     works: defaultdict[tuple[int, Cell | None], Work] = defaultdict(Work)

@@ -11,7 +11,6 @@ Vectors (weights of norms, biases) stay in float32 under mixed precision, and fr
 fit, weights are in the master weights' dtype.
 """
 
-import inspect
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
@@ -36,6 +35,7 @@ from lightning_megatron.optim.config import LossScaleConfig, OptimizerConfig
 from lightning_megatron.optim.data_parallel_comm import DataParallelComm
 from lightning_megatron.optim.loss_scale import LossScale
 from lightning_megatron.optim.replica_check import bullet_list, describe_nonfinite, finite_norm
+from lightning_megatron.optim.separable import needs_closure
 from lightning_megatron.pipeline.step_hooks import StepHook, hooked
 from lightning_megatron.precision.fp8 import Fp8Config, config_of_recipe
 from lightning_megatron.transformer.fp8_layers import Fp8Layers
@@ -289,12 +289,6 @@ def _fp8_of(plugin: TransformerEnginePrecision) -> Fp8Config:
             "weights in bfloat16; use Trainer(precision='transformer-engine')"
         )
     return config_of_recipe(plugin.recipe)
-
-
-def needs_closure(optimizer: object) -> bool:
-    """Whether the optimizer's step must be given the forward and backward to run by itself."""
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")  # type: ignore[attr-defined]
-    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def compute_dtype(precision: str) -> torch.dtype:

@@ -25,7 +25,8 @@ from transformers import (
 from lightning_megatron.cli.dry_module import META, DryModule
 from lightning_megatron.cli.main import main
 from lightning_megatron.cli.module_run import causal_module
-from lightning_megatron.lightning_modules import CausalModule
+from lightning_megatron.cli.planned_optimizer import recipe_optimizer
+from lightning_megatron.lightning_modules import AdamWConfig, CausalModule
 from lightning_megatron.mesh import Mesh, Sizes
 from lightning_megatron.optim.config import OptimizerConfig
 from lightning_megatron.planner import memory_tracker
@@ -34,6 +35,7 @@ from lightning_megatron.planner.memory_tracker import OTHERS, MemoryTracker
 from lightning_megatron.planner.model_parts import SequenceLengths
 from lightning_megatron.planner.output_shapes import OutputShapes
 from lightning_megatron.planner.run import RunSettings
+from lightning_megatron.planner.step_work import PLAIN_ADAMW, MakeOptimizer
 from lightning_megatron.precision.fp8 import Fp8Config
 from lightning_megatron.transformer.lora import LoraConfig
 from lightning_megatron.transformer.recompute import RecomputeConfig
@@ -167,11 +169,14 @@ class Products(OutputShapes):
         return super().output_of(func, args, kwargs)
 
 
-def trained(folder: str, layout: Layout, precision: str, lora: LoraConfig | None) -> tuple[int, dict[str, int], int]:
+def trained(
+    folder: str, layout: Layout, precision: str, lora: LoraConfig | None, make_optimizer: MakeOptimizer = PLAIN_ADAMW
+) -> tuple[int, dict[str, int], int]:
     """Global rank, and what it held in its second step: by kind, and at its peak."""
     torch.manual_seed(0)
     # Adapters are of a model with weights.
     held, module = Held(), CausalModule(folder, from_scratch=lora is None, lora=lora)
+    module.configure_optimizers = lambda: make_optimizer(module)  # type: ignore[method-assign]
     rows = ROWS * NUM_MICROBATCHES
     ids = torch.randint(0, 512, (2 * rows, TOKENS), generator=torch.Generator().manual_seed(1))
     loader = DataLoader([{"tokens": x, "labels": x, "loss_mask": torch.ones(TOKENS)} for x in ids], batch_size=rows)
@@ -217,6 +222,40 @@ def test_a_rank_holds_the_bytes_of_a_real_one(
         assert kinds == {kind: size for kind, size in by_kind.items() if size}
         # The numbers of the optimizer's step, one for each weight, are on the host beside a GPU.
         assert dry.peak_bytes == pytest.approx(peak_bytes, rel=0.02)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    ("chosen", "layout"),
+    every_nth(
+        [
+            ("torch.optim.Adafactor", Layout(world=2, tp=2, microbatches=NUM_MICROBATCHES)),
+            (
+                {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1, "momentum": 0.9}},
+                Layout(world=2, microbatches=NUM_MICROBATCHES, optimizer=DISTRIBUTED),
+            ),
+            ("lightning_megatron.optim.muon.Muon", Layout(world=2, tp=2, microbatches=NUM_MICROBATCHES)),
+            (
+                "lightning_megatron.optim.muon.Muon",
+                Layout(world=2, microbatches=NUM_MICROBATCHES, optimizer=DISTRIBUTED),
+            ),
+            (
+                {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1}},
+                Layout(world=2, pp=2, microbatches=NUM_MICROBATCHES),
+            ),
+        ],
+        2,
+    ),
+)
+def test_a_rank_holds_the_states_of_its_real_optimizer(chosen: Any, layout: Layout, tmp_path: Path) -> None:
+    folder, make = folder_of(QWEN, tmp_path), recipe_optimizer(AdamWConfig(), chosen)
+    run = run_of(layout, make_optimizer=make)
+    for rank, by_kind, _ in run_on_ranks(2, trained, folder, layout, "32-true", None, make, init=False):
+        dry = found_by(folder, run, rank)
+        kinds = {kind: size for kind, size in dry.peak_by_kind.items() if kind != OTHERS}
+        assert kinds == {kind: size for kind, size in by_kind.items() if size}
+        # AdamW has two moments of each weight that a rank steps.
+        assert kinds.get("moments", 0) < 1.5 * kinds["gradients"]
 
 
 @pytest.mark.matrix

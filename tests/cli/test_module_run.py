@@ -86,6 +86,18 @@ MODULE = """\
             return torch.nn.functional.cross_entropy(logits, batch["labels"].flatten())
 
 
+    class Steps(WithData):
+        def configure_optimizers(self):
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            number = self.trainer.estimated_stepping_batches
+            return [optimizer], [torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=number)]
+
+
+    class Asks(WithData):
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=self.trainer.datamodule.rate)
+
+
     class Empty(Mine):
         def train_dataloader(self):
             return []
@@ -117,11 +129,21 @@ def test_a_module_of_the_users_runs_dry_as_the_causal_module_of_its_network(
         assert found["parameters"] == recipe["parameters"] and found["flops"] == recipe["flops"]
     # The toy recipe all-reduces gradients.
     [note] = own["notes"]
-    assert note.startswith(
-        "states are those of AdamW, whatever configure_optimizers makes, and the strategy's optimizer"
-    )
+    assert note.startswith("the strategy's optimizer is OptimizerConfig(kind='distributed', overlap_grad_reduce=True")
     by_function = record_of(capsys, "dry-run", f"{module}:Mine", "--data", f"{module}:data", *options)
     assert by_function == own
+
+
+def test_configure_optimizers_makes_the_states(module: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--layout", "tp=2,mbs=2", "--world-size", "2", "--global-batch-size", "8", "--rank", "0")
+    steps, adamw, asks = (
+        record_of(capsys, "dry-run", f"{module}:{name}", *options) for name in ("Steps", "WithData", "Asks")
+    )
+    peaks = [one["ranks"][0]["peak_by_kind"] for one in (steps, adamw, asks)]
+    assert "moments" not in peaks[0] and peaks[1]["moments"] > 0 and peaks[2] == peaks[1]
+    assert len(steps["notes"]) == 1
+    assert asks["notes"][1].startswith("not planned: configure_optimizers, which does not step tensors without numbers")
+    assert "has no attribute 'rate'" in asks["notes"][1] and asks["notes"][1].endswith("states are those of AdamW")
 
 
 @pytest.mark.parametrize("name", ["Loads", "Draws"])
@@ -175,7 +197,7 @@ def test_links_of_a_chain_are_layers_that_stages_and_chunks_share(
         (("{}:Mine", *("--world-size", "1", "--global-batch-size", "1")), "has no train_dataloader, and no data"),
         (
             ("{}:None", *("--world-size", "1", "--global-batch-size", "1")),
-            "has no None; it has Chain, Draws, Empty, Fails, Loads, Mine",
+            "has no None; it has Asks, Chain, Draws, Empty, Fails, Loads, Mine",
         ),
         (("{}:Empty", *("--world-size", "1", "--global-batch-size", "1")), "the data has no batch"),
         (("{}:WithData", "--sequence-length", "7"), "--sequence-length (7) is for a recipe or a model"),

@@ -179,16 +179,44 @@ def changed(tmp_path: Path, name: str, **changes: Any) -> str:
     return str(tmp_path / "changed.yaml")
 
 
-def test_an_optimizer_that_is_planned_as_adamw_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_optimizer_is_planned_by_its_own_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     args = ("--gpu", "h100", "--layout", "recipe")
-    [note] = [one for one in record(capsys, str(CONFIGS / "gpt_muon.yaml"), *args)["notes"] if "not planned" in one]
-    does = "holds one moment of a matrix and not two, and in a step copies of some weights"
-    assert note.endswith(f"matrix_optimizer ('muon'), which {does}")
-    chosen = changed(tmp_path, "toy.yaml", optimizer={"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1}})
-    assert (
-        "not planned: optimizer (torch.optim.SGD), which may hold other moments than AdamW's two"
-        in (record(capsys, chosen, *args)["notes"])
-    )
+
+    def planned(name: str, **init: Any) -> Any:
+        optimizer = {"optimizer": {"class_path": name, "init_args": {"lr": 0.1, **init}}} if name else {}
+        found = record(capsys, changed(tmp_path, "toy.yaml", **optimizer), *args)
+        assert not any("not planned" in note for note in found["notes"])
+        return found["memory_bytes"][0]["moments"], found["seconds"]["optimizer"]
+
+    adamw, momentum = planned(""), planned("torch.optim.SGD", momentum=0.9)
+    assert momentum[0] == pytest.approx(adamw[0] / 2, rel=0.01)
+    # Reads and writes of a weight, its gradient and its states: 5 numbers for 7.
+    assert momentum[1] == pytest.approx(adamw[1] * 5 / 7, rel=0.01)
+    assert planned("torch.optim.SGD")[0] == 0
+    assert planned("torch.optim.Adafactor")[0] < adamw[0] / 50
+    muon = record(capsys, changed(tmp_path, "toy.yaml", **{"model.optimizer.matrix_optimizer": "muon"}), *args)
+    # Matrices have one moment, and are multiplied.
+    assert 0.5 * adamw[0] < muon["memory_bytes"][0]["moments"] < 0.8 * adamw[0]
+    assert muon["seconds"]["optimizer"] > 1.2 * adamw[1]
+
+
+def test_an_optimizer_that_cannot_be_planned_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = ("--gpu", "h100", "--layout", "recipe")
+    fused = {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.1, "fused": True}}
+    [note] = record(capsys, changed(tmp_path, "toy.yaml", optimizer=fused), *args)["notes"][-1:]
+    assert note.startswith("not planned: optimizer (torch.optim.AdamW), which does not step tensors without numbers (")
+    assert note.endswith("): its states count as AdamW's")
+    wrong = {"class_path": "torch.optim.SGD", "init_args": {"lr": -1.0}}
+    assert "Invalid learning rate: -1.0" in shown(capsys, changed(tmp_path, "toy.yaml", optimizer=wrong), *args)
+    unknown = changed(tmp_path, "toy.yaml", optimizer={"class_path": "torch.optim.Nothing"})
+    assert "Nothing" in shown(capsys, unknown, *args)
+    # It looks at all weights, and a rank has some of them.
+    (tmp_path / "whole.py").write_text("import torch\n\nclass Whole(torch.optim.SGD):\n    pass\n")
+    cut = {"trainer.strategy.init_args": {"tensor_model_parallel_size": 2}}
+    own = changed(tmp_path, "toy.yaml", **cut, optimizer={"class_path": "whole.Whole", "init_args": {"lr": 0.1}})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(tmp_path)
+        assert "Whole is none of torch's own, and tensor parallelism cuts matrices" in shown(capsys, own, *args)
 
 
 def test_a_report_begins_with_what_is_planned(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,10 +10,10 @@ from lightning_megatron.optim.config import OptimizerConfig
 from lightning_megatron.planner.constants import fitted
 from lightning_megatron.planner.forecast import FewSamples
 from lightning_megatron.planner.hardware import gpu_of
-from lightning_megatron.planner.measured import Measured, UnmeasuredError, measured
+from lightning_megatron.planner.measured import Measured, measured
 from lightning_megatron.planner.measured_time import measured_time
 from lightning_megatron.planner.model_parts import SequenceLengths
-from lightning_megatron.planner.run import Run
+from lightning_megatron.planner.run import Run, UnmeasuredError
 from lightning_megatron.transformer.recompute import RecomputeConfig
 
 H100 = gpu_of("h100")

@@ -12,7 +12,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.models import GPTConfig, GPTModel
-from lightning_megatron.trainer.precision import MegatronPrecision, needs_closure
+from lightning_megatron.optim.separable import needs_closure
+from lightning_megatron.trainer.precision import MegatronPrecision
 from tests.harness.ranks import run_on_ranks
 from tests.trainer.layouts import Layout, make_trainer
 from tests.trainer.modules import Data, Small, Weighted
