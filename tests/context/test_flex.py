@@ -144,6 +144,8 @@ def test_it_is_chosen_where_it_is_configured_and_can() -> None:
         assert type(kernel_for(x, plain, "flex")) is type(kernel_for(x, plain))
 
 
+# Each is compiled: a sample of them runs by default.
+@pytest.mark.matrix
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("probability", [0.0, 0.3])
