@@ -14,8 +14,8 @@ from typing import Any
 import yaml
 
 from lightning_megatron.cli.commands import add_command
-from lightning_megatron.cli.plan import announce, cache_folder, estimated, gpu_of_options, read_request
 from lightning_megatron.cli.plan_layout import OF_RECIPE
+from lightning_megatron.cli.planning import announce, cache_folder, estimated, gpu_of_options, read_request
 from lightning_megatron.cli.target import require_writable
 from lightning_megatron.cli.usage import UsageError
 from lightning_megatron.metrics.recorded_step import RecordedStep, recorded_step

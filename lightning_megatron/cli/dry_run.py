@@ -14,14 +14,9 @@ from lightning_megatron.any_module.cut_error import CutError
 from lightning_megatron.cli.commands import add_command
 from lightning_megatron.cli.plan_dynamic import with_balanced_batch
 from lightning_megatron.cli.plan_layout import ALIKE, OF_RECIPE, explained, notes_on_layout
+from lightning_megatron.cli.plan_options import add_model_options, add_run_options, require_known
 from lightning_megatron.cli.plan_request import PlanRequest, R
-from lightning_megatron.cli.plan_run import (
-    add_model_options,
-    add_run_options,
-    asks_for_unchanged,
-    count_faults,
-    read_run,
-)
+from lightning_megatron.cli.plan_run import asks_for_unchanged, count_faults, read_run
 from lightning_megatron.cli.usage import UsageError
 from lightning_megatron.planner.dry_rank import FullModel, Trained
 from lightning_megatron.planner.dry_report import dry_record, dry_text
@@ -83,6 +78,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
 
 def run_dry_run(options: argparse.Namespace) -> None:
     """Prints the dry run of the ranks. Raises UsageError with all errors of the options and of the run."""
+    require_known(options.config)
     run, trained, notes = _read(options)
     world = run.sizes.world
     if faults := limit_faults({"world size": world}, _MOST_RANKS):

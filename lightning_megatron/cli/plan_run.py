@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lightning_megatron.cli.plan_file import KINDS, model_of_folder, planned_file, trains_unchanged
+from lightning_megatron.cli.plan_file import model_of_folder, planned_file, trains_unchanged
 from lightning_megatron.cli.plan_request import PlanRequest, R
 from lightning_megatron.cli.usage import UsageError
 from lightning_megatron.data.bert_samples import BertSampleConfig
@@ -19,7 +19,7 @@ from lightning_megatron.optim.config import OptimizerConfig
 from lightning_megatron.planner.model_parts import Model, SequenceLengths
 from lightning_megatron.planner.model_size import kind_name
 from lightning_megatron.planner.presets import preset_of
-from lightning_megatron.planner.run import PRECISIONS, Run
+from lightning_megatron.planner.run import Run
 from lightning_megatron.precision.fp8 import Fp8Config
 from lightning_megatron.rules.limits import MOST, limit_faults, model_limit_faults, shown
 from lightning_megatron.text_files import read_table
@@ -27,63 +27,6 @@ from lightning_megatron.transformer.recompute import RecomputeConfig
 
 # Tokens of a sample of a Hugging Face model that may take longer ones.
 _USUAL_LENGTH = 8192
-
-
-def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options that `read_run` takes the model from."""
-    parser.add_argument(
-        "config",
-        metavar="CONFIG",
-        help="a recipe's YAML or name, a preset, a Hugging Face config.json, folder or name, or a module of yours as "
-        "module.py:MyModule",
-    )
-    parser.add_argument(
-        "--data",
-        metavar="DATA",
-        help="for a module of yours: data module, or a function that makes a loader or a list of batches, as in "
-        "module.py:MyData (default: the module's own train_dataloader)",
-    )
-    parser.add_argument(
-        "--precision",
-        choices=PRECISIONS,
-        help="for a module of yours: precision of its Trainer (default: 32-true)",
-    )
-    parser.add_argument(
-        "--model",
-        metavar="MODEL",
-        help="for a recipe that starts from a folder: another folder, config.json, preset, or owner/model on the hub",
-    )
-    parser.add_argument(
-        "--model-kind",
-        choices=tuple(KINDS),
-        help="kind of model in a recipe (default: by its fields)",
-    )
-
-
-def add_run_options(group: "argparse._ArgumentGroup", *, default_recompute: str) -> None:
-    """Adds the options that change a recipe's run, or complete a model to one."""
-    group.add_argument(
-        "--global-batch-size",
-        type=int,
-        metavar="SAMPLES",
-        help="samples in a batch (default: the recipe's)",
-    )
-    group.add_argument(
-        "--sequence-length", type=int, metavar="TOKENS", help="tokens in a sample (default: the recipe's)"
-    )
-    group.add_argument("--decoder-sequence-length", type=int, metavar="TOKENS", help="tokens in a T5's target")
-    group.add_argument(
-        "--document-lengths",
-        metavar="LENGTHS",
-        help="lengths of packed documents, for a recipe with dynamic_context: median=TOKENS,sigma=NUMBER, or a file of "
-        "lengths, one a line",
-    )
-    group.add_argument("--fp8", action="store_true", help="run the layers' linears in FP8")
-    group.add_argument(
-        "--recompute",
-        choices=("none", "selective", "full"),
-        help=f"activation recomputation (default: {default_recompute})",
-    )
 
 
 def count_faults(options: argparse.Namespace, names: Sequence[str]) -> list[str]:
@@ -133,10 +76,7 @@ def read_run(options: argparse.Namespace) -> PlanRequest[Run]:
         elif (fetched := Path(model_folder(options.config, CONFIG_FILES))).is_dir():
             request = _of_hugging_face(fetched, options)
         else:
-            try:
-                preset = preset_of(options.config)
-            except ValueError as error:
-                raise ValueError(f"{error}. It is no recipe either: lightning-megatron recipes lists them") from error
+            preset = preset_of(options.config)
             request = _bare(preset.model, preset.lengths, preset.global_batch_size, options)
         if options.decoder_sequence_length is not None and not isinstance(request.run.model, T5Config):
             raise ValueError(

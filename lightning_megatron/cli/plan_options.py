@@ -1,0 +1,96 @@
+"""Options of the commands that plan a run, without the planner, which takes seconds to import.
+
+The names are those of the planner, which a test compares with these.
+"""
+
+import argparse
+import os
+from difflib import get_close_matches
+from pathlib import Path
+
+from lightning_megatron.cli.shipped_recipes import shipped_recipes
+from lightning_megatron.cli.usage import UsageError
+
+PRESETS = (
+    *("gpt2_124m", "gpt3_175b", "gpt_1t", "llama3_8b", "llama3_70b", "llama3_405b"),
+    *("mixtral_8x7b", "mixtral_8x22b", "qwen3_30b_a3b", "bert_large", "t5_11b", "llava_7b"),
+)
+"""Names of the planner's presets."""
+MODEL_KINDS = ("gpt", "bert", "t5", "llava")
+"""Values of `--model-kind`."""
+PRECISIONS = ("bf16-mixed", "bf16-true", "16-mixed", "32-true")
+"""Values of `--precision`."""
+SHOWN = 10
+"""Layouts that a search shows."""
+# What a path, a file of a module with its class and a model of the hub have, and no name of a preset or a recipe.
+_OF_NO_NAME = (os.sep, ":", ".")
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options that `read_run` takes the model from."""
+    parser.add_argument(
+        "config",
+        metavar="CONFIG",
+        help="a recipe's YAML or name, a preset, a Hugging Face config.json, folder or name, or a module of yours as "
+        "module.py:MyModule",
+    )
+    parser.add_argument(
+        "--data",
+        metavar="DATA",
+        help="for a module of yours: data module, or a function that makes a loader or a list of batches, as in "
+        "module.py:MyData (default: the module's own train_dataloader)",
+    )
+    parser.add_argument(
+        "--precision",
+        choices=PRECISIONS,
+        help="for a module of yours: precision of its Trainer (default: 32-true)",
+    )
+    parser.add_argument(
+        "--model",
+        metavar="MODEL",
+        help="for a recipe that starts from a folder: another folder, config.json, preset, or owner/model on the hub",
+    )
+    parser.add_argument(
+        "--model-kind",
+        choices=MODEL_KINDS,
+        help="kind of model in a recipe (default: by its fields)",
+    )
+
+
+def add_run_options(group: "argparse._ArgumentGroup", *, default_recompute: str) -> None:
+    """Adds the options that change a recipe's run, or complete a model to one."""
+    group.add_argument(
+        "--global-batch-size",
+        type=int,
+        metavar="SAMPLES",
+        help="samples in a batch (default: the recipe's)",
+    )
+    group.add_argument(
+        "--sequence-length", type=int, metavar="TOKENS", help="tokens in a sample (default: the recipe's)"
+    )
+    group.add_argument("--decoder-sequence-length", type=int, metavar="TOKENS", help="tokens in a T5's target")
+    group.add_argument(
+        "--document-lengths",
+        metavar="LENGTHS",
+        help="lengths of packed documents, for a recipe with dynamic_context: median=TOKENS,sigma=NUMBER, or a file of "
+        "lengths, one a line",
+    )
+    group.add_argument("--fp8", action="store_true", help="run the layers' linears in FP8")
+    group.add_argument(
+        "--recompute",
+        choices=("none", "selective", "full"),
+        help=f"activation recomputation (default: {default_recompute})",
+    )
+
+
+def require_known(config: str) -> None:
+    """Raises UsageError for a CONFIG that is a bare name of nothing: no file, no folder, no preset and no recipe."""
+    if not config.strip() or any(mark in config for mark in _OF_NO_NAME) or config in PRESETS or Path(config).exists():
+        return
+    recipes = [recipe.name for recipe in shipped_recipes()]
+    if config in recipes:
+        return
+    nearest = get_close_matches(config, [*PRESETS, *recipes], n=2)
+    hint = [f"did you mean {' or '.join(nearest)}?"] if nearest else []
+    presets = f"presets are {', '.join(PRESETS)}, and lightning-megatron recipes lists the recipes"
+    raise UsageError([f"{config!r} is no file, folder, preset or recipe", presets, *hint])
