@@ -205,7 +205,7 @@ def test_a_stage_of_a_trillion_parameters(capsys: pytest.CaptureFixture[str]) ->
         ((GPT_1T, "--layout", "tp=x"), "--layout part 'tp=x' must be one of"),
         (("llama3_8b",), "--world-size is needed"),
         (("nosuch",), "'nosuch' is no file, folder, preset or recipe; presets are gpt2_124m"),
-        (("gpt2_toy",), "lightning-megatron recipes lists the recipes; did you mean gpt2_124m"),
+        (("gpt2_125m",), "lightning-megatron recipes lists the recipes; did you mean gpt2_124m"),
         (("",), "CONFIG is empty; give a recipe's YAML file, a preset, or a Hugging Face config.json"),
         (
             ("llama3_8b", "--world-size", "1000001", "--layout", "mbs=1", "--global-batch-size", "1000001"),
