@@ -18,7 +18,7 @@ PRESETS = (
 """Names of the planner's presets."""
 MODEL_KINDS = ("gpt", "bert", "t5", "llava")
 """Values of `--model-kind`."""
-PRECISIONS = ("bf16-mixed", "bf16-true", "16-mixed", "32-true")
+PRECISIONS = ("bf16-mixed", "bf16-true", "16-mixed", "32-true", "64-true")
 """Values of `--precision`."""
 SHOWN = 10
 """Layouts that a search shows."""
