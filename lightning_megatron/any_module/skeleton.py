@@ -10,42 +10,44 @@ from typing import Any
 
 from torch import Tensor
 
+# Functions that call themselves stand here: one within another is a cycle, and would hold tensors until it is found.
+
 
 def taken_apart(value: Any) -> tuple[str, list[Tensor]]:
     """The text and the tensors of nested tuples, lists and dicts. Raises TypeError for what else holds tensors."""
     tensors: list[Tensor] = []
+    return json.dumps(_described(value, tensors), separators=(",", ":")), tensors
 
-    def described(item: Any) -> Any:
-        match item:
-            case Tensor():
-                tensors.append(item)
-                return {"tensor": len(tensors) - 1}
-            case tuple() if type(item) is tuple:
-                return {"tuple": [described(one) for one in item]}
-            case list():
-                return [described(one) for one in item]
-            case dict() if type(item) is dict and all(isinstance(key, str) for key in item):
-                return {"dict": {key: described(one) for key, one in item.items()}}
-            case None | bool() | int() | float() | str():
-                return item
-        raise TypeError(type(item).__name__)
 
-    return json.dumps(described(value), separators=(",", ":")), tensors
+def _described(item: Any, tensors: list[Tensor]) -> Any:
+    match item:
+        case Tensor():
+            tensors.append(item)
+            return {"tensor": len(tensors) - 1}
+        case tuple() if type(item) is tuple:
+            return {"tuple": [_described(one, tensors) for one in item]}
+        case list():
+            return [_described(one, tensors) for one in item]
+        case dict() if type(item) is dict and all(isinstance(key, str) for key in item):
+            return {"dict": {key: _described(one, tensors) for key, one in item.items()}}
+        case None | bool() | int() | float() | str():
+            return item
+    raise TypeError(type(item).__name__)
 
 
 def put_together(text: str, tensors: Sequence[Tensor]) -> Any:
     """The value that `taken_apart` made a text of, with these tensors in it."""
+    return _built(json.loads(text), tensors)
 
-    def built(item: Any) -> Any:
-        match item:
-            case {"tensor": index}:
-                return tensors[index]
-            case {"tuple": items}:
-                return tuple(built(one) for one in items)
-            case {"dict": items}:
-                return {key: built(one) for key, one in items.items()}
-            case list():
-                return [built(one) for one in item]
-        return item
 
-    return built(json.loads(text))
+def _built(item: Any, tensors: Sequence[Tensor]) -> Any:
+    match item:
+        case {"tensor": index}:
+            return tensors[index]
+        case {"tuple": items}:
+            return tuple(_built(one, tensors) for one in items)
+        case {"dict": items}:
+            return {key: _built(one, tensors) for key, one in items.items()}
+        case list():
+            return [_built(one, tensors) for one in item]
+    return item

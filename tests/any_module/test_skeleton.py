@@ -1,5 +1,8 @@
 """What a layer returns is taken apart and put together again as it was."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -18,3 +21,20 @@ def test_the_parts_make_the_whole(value: object) -> None:
 def test_what_cannot_be_written_is_named() -> None:
     with pytest.raises(TypeError, match="set"):
         taken_apart((A, {1}))
+
+
+def test_tensors_go_with_the_last_who_has_them() -> None:
+    # Between two looks for garbage a stage would hold what it received.
+    gc.collect()
+    gc.disable()
+    try:
+        given = torch.ones(2)
+        held = weakref.ref(given)
+        text, tensors = taken_apart((given, None))
+        made = put_together(text, tensors)
+        del given, tensors
+        assert held() is made[0]
+        del made
+        assert held() is None
+    finally:
+        gc.enable()
