@@ -7,6 +7,7 @@ T tokens, H hidden.
 """
 
 import math
+import weakref
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from lightning_megatron.moe.token_dispatcher import (
     TokenDispatcher,
     moe_forward,
 )
+from lightning_megatron.precision.autocast import autocast_dtype
 from lightning_megatron.sharding import Initial
 from lightning_megatron.tensor.linear import TokenKeys
 from lightning_megatron.transformer.config import TransformerConfig
@@ -59,7 +61,7 @@ class MoELayer(nn.Module):
         self.config = moe
         # Ranks whose tokens meet in the same experts.
         self.num_sharing = experts.ep.size * experts.etp.size
-        self._uncompiled = Uncompiled(self)
+        self._uncompiled = Uncompiled(weakref.WeakMethod(self.mixed))
         # Axis whose ranks hold the same tokens, of which each routes a part.
         self.split = tp if sp.size < tp.size else Axis.alone(tp.ranks[tp.rank])
         self.router = Router(moe.router, config.hidden_size, tp=tp, cut=tp, name=f"{name}.router", initial=initial)
@@ -93,13 +95,15 @@ class MoELayer(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         # A copy is another layer.
-        self._uncompiled = Uncompiled(self)
+        self._uncompiled = Uncompiled(weakref.WeakMethod(self.mixed))
 
     def forward(self, hidden_TH: Tensor, tokens: RoutedTokens, keys: TokenKeys | None = None) -> tuple[Tensor, Tensor]:
         """Output [T/sp, H] and auxiliary losses []; `keys` key the dropout of the shared expert's LoRA adapters."""
         if torch.compiler.is_compiling():
             assert tokens.handle is not None, "a model makes the tokens of its routers"
-            return self._uncompiled.run(hidden_TH, tokens.handle)
+            low = autocast_dtype(hidden_TH)
+            dtype = hidden_TH.dtype if low is None or hidden_TH.dtype == torch.float64 else low
+            return self._uncompiled.run([hidden_TH], tokens.handle, dtype)
         return self.mixed(hidden_TH, tokens, keys)
 
     def mixed(self, hidden_TH: Tensor, tokens: RoutedTokens, keys: TokenKeys | None) -> tuple[Tensor, Tensor]:
