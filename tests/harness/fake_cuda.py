@@ -24,6 +24,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.cpp_extension import load
 
+from lightning_megatron.transformer.uncompiled_experts import with_autograd
+
 ROOT = Path(__file__).resolve().parents[2]
 _ATEN = torch.ops.aten
 _apply_of_torch = nn.Module._apply
@@ -191,10 +193,7 @@ def _grad_fn(x: Tensor) -> Any:
     """In place of torch's, which fails an assertion (`new_fn` in torch/csrc/autograd/variable.cpp) for a view whose
     memory was written since it was made: of a subclass it runs the view again, without autograd where operations run
     without it, as in inference mode, or under `no_grad` in a mode. Of tensors with numbers it runs nothing."""
-    views = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
-    autograd = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradFunctionality) | views
-    included, excluded = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
-    with torch._C._ForceDispatchKeyGuard(included | views, excluded - autograd):
+    with with_autograd():
         return _grad_fn_of_torch(x)
 
 
