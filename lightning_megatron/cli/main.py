@@ -1,6 +1,6 @@
 """The command `lightning-megatron`: one parser, and under it a parser for each command.
 
-Every command is a file of its own in this room with `add_parser`, which declares its options and sets by
+Every command is a file or a folder of its own in this room with `add_parser`, which declares its options and sets by
 `set_defaults(run=...)` the function that runs them; that returns nothing or the exit code. Only the file of the command
 that is called is imported: `--help` takes a tenth of a second, and `schedule` does not wait for Lightning.
 

@@ -19,9 +19,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from lightning_megatron.cli.doctor_launch import Launch, launch_of
-from lightning_megatron.cli.doctor_software import EXTRAS, REQUIRED
-from lightning_megatron.cli.doctor_variables import is_of_interest
+from lightning_megatron.cli.doctor.launch import Launch, launch_of
+from lightning_megatron.cli.doctor.software import EXTRAS, REQUIRED
+from lightning_megatron.cli.doctor.variables import is_of_interest
 from lightning_megatron.host_memory import machine_memory_bytes
 
 _PACKAGE = Path(__file__).resolve().parents[1]

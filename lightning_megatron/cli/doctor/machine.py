@@ -4,9 +4,9 @@ import time
 from collections.abc import Iterator
 
 from lightning_megatron.cli.amounts import byte_text
-from lightning_megatron.cli.doctor_facts import MachineFacts
-from lightning_megatron.cli.doctor_finding import Finding, mind, ok, wrong
-from lightning_megatron.cli.doctor_launch import Launch
+from lightning_megatron.cli.doctor.facts import MachineFacts
+from lightning_megatron.cli.doctor.finding import Finding, mind, ok, wrong
+from lightning_megatron.cli.doctor.launch import Launch
 
 _GB = 10**9
 # Torch and Lightning alone take half a GB in each rank.

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from lightning_megatron.cli.doctor_facts import FoundGpu, TorchFacts
-from lightning_megatron.cli.doctor_gpus import gpu_findings, has_kernels, torch_findings
-from tests.cli.doctor_cases import CPU_TORCH, GB, H200, TORCH, about, kinds
+from lightning_megatron.cli.doctor.facts import FoundGpu, TorchFacts
+from lightning_megatron.cli.doctor.gpus import gpu_findings, has_kernels, torch_findings
+from tests.cli.doctor.cases import CPU_TORCH, GB, H200, TORCH, about, kinds
 
 
 def test_gpus_that_are_well_are_ok() -> None:

@@ -4,8 +4,8 @@ import re
 from collections.abc import Iterator, Sequence
 
 from lightning_megatron.cli.amounts import byte_text, num_text
-from lightning_megatron.cli.doctor_facts import FoundGpu, TorchFacts
-from lightning_megatron.cli.doctor_finding import Finding, mind, ok, wrong
+from lightning_megatron.cli.doctor.facts import FoundGpu, TorchFacts
+from lightning_megatron.cli.doctor.finding import Finding, mind, ok, wrong
 
 # Bfloat16 and FlashAttention of torch begin with it.
 _AMPERE = (8, 0)

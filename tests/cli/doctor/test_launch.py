@@ -18,8 +18,8 @@ from lightning.fabric.plugins.environments import (
 )
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 
-from lightning_megatron.cli.doctor_launch import Launch, launch_findings, launch_of
-from tests.cli.doctor_cases import SLURM, TORCHRUN, about, kinds
+from lightning_megatron.cli.doctor.launch import Launch, launch_findings, launch_of
+from tests.cli.doctor.cases import SLURM, TORCHRUN, about, kinds
 
 LSF = {
     "LSB_JOBID": "77",

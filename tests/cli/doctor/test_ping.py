@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
-from lightning_megatron.cli import doctor_ping
-from lightning_megatron.cli.doctor_launch import Launch
-from lightning_megatron.cli.doctor_outcome import NobodyThereError, PingOutcome, Word
-from lightning_megatron.cli.doctor_ping import PingRequest, ping_launched, ping_locally
+from lightning_megatron.cli.doctor import ping
+from lightning_megatron.cli.doctor.launch import Launch
+from lightning_megatron.cli.doctor.outcome import NobodyThereError, PingOutcome, Word
+from lightning_megatron.cli.doctor.ping import PingRequest, ping_launched, ping_locally
 from lightning_megatron.testing.processes import free_port
 
 # What starts a rank, but that the second one does something first.
 UNLIKE = """
 import json, os, signal, sys, time
 sys.path[:] = json.loads(sys.argv.pop())
-import lightning_megatron.cli.doctor_rank as ranks
+import lightning_megatron.cli.doctor.rank as ranks
 if json.loads(sys.argv[1])["rank"] == 1:
     {}
 ranks.main()
@@ -41,7 +41,7 @@ def no_process_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             super().__init__(*args, **kwargs)
             started.append(self)
 
-    monkeypatch.setattr("lightning_megatron.cli.doctor_ping.subprocess.Popen", Recorded)
+    monkeypatch.setattr("lightning_megatron.cli.doctor.ping.subprocess.Popen", Recorded)
     yield
     assert all(process.returncode is not None for process in started)
 
@@ -73,7 +73,7 @@ def test_two_processes_reduce_and_are_timed() -> None:
 def test_a_rank_that_fails_ends_the_ping_early_with_the_cause(
     deed: str, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor_ping, "_PROGRAM", UNLIKE.format(deed))
+    monkeypatch.setattr(ping, "_PROGRAM", UNLIKE.format(deed))
     started_seconds = time.monotonic()
     outcome = local_ping()
     assert time.monotonic() - started_seconds < PATIENT
@@ -85,7 +85,7 @@ def test_a_rank_that_fails_ends_the_ping_early_with_the_cause(
 def test_a_rank_that_hangs_ends_the_ping_in_its_time_and_says_how_far_it_had_come(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(doctor_ping, "_PROGRAM", UNLIKE.format(HANGS))
+    monkeypatch.setattr(ping, "_PROGRAM", UNLIKE.format(HANGS))
     started_seconds = time.monotonic()
     outcome = local_ping(IMPATIENT)
     assert time.monotonic() - started_seconds < 2 * IMPATIENT + 10
@@ -124,8 +124,8 @@ def test_a_listener_that_is_no_first_rank_is_left_in_time() -> None:
 
 def test_a_port_that_another_holds_is_said() -> None:
     launch = Launch(launcher="SLURM", rank=0, world=2, address="127.0.0.1", port=free_port())
-    timeout = doctor_ping.timedelta(seconds=5)
-    holder = doctor_ping.TCPStore("127.0.0.1", launch.port, is_master=True, wait_for_workers=False, timeout=timeout)
+    timeout = ping.timedelta(seconds=5)
+    holder = ping.TCPStore("127.0.0.1", launch.port, is_master=True, wait_for_workers=False, timeout=timeout)
     found = ping_launched(PingRequest(sizes_bytes=(4,), limit_seconds=0.5), launch, word())
     assert found is not None and holder.port == launch.port
     assert found[0].failure.startswith(f"the store at 127.0.0.1:{launch.port} cannot be used: ")

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from lightning_megatron.cli.doctor_finding import Finding, mind, ok, wrong
-from lightning_megatron.cli.doctor_launch import Launch
+from lightning_megatron.cli.doctor.finding import Finding, mind, ok, wrong
+from lightning_megatron.cli.doctor.launch import Launch
 
 Variables = Mapping[str, str]
 _NAMES = {

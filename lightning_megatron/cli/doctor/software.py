@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lightning_megatron.cli.doctor_finding import Finding, mind, ok, wrong
+from lightning_megatron.cli.doctor.finding import Finding, mind, ok, wrong
 from lightning_megatron.version import VERSION
 
 PYTHON = "3.11"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_megatron.cli.doctor_software import (
+from lightning_megatron.cli.doctor.software import (
     COMPROMISED,
     EXTRAS,
     PYTHON,
@@ -14,9 +14,9 @@ from lightning_megatron.cli.doctor_software import (
     is_older,
     software_findings,
 )
-from tests.cli.doctor_cases import about, kinds
+from tests.cli.doctor.cases import about, kinds
 
-PROJECT = tomllib.loads((Path(__file__).resolve().parents[2] / "pyproject.toml").read_text())["project"]
+PROJECT = tomllib.loads((Path(__file__).resolve().parents[3] / "pyproject.toml").read_text())["project"]
 NEW = {**dict.fromkeys(REQUIRED, "9999.1"), **dict.fromkeys(EXTRAS, "9999.1")}
 
 

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from lightning_megatron.cli.doctor_finding import mind
-from lightning_megatron.cli.doctor_outcome import (
+from lightning_megatron.cli.doctor.finding import mind
+from lightning_megatron.cli.doctor.outcome import (
     PingOutcome,
     Timing,
     Word,
@@ -16,7 +16,7 @@ from lightning_megatron.cli.doctor_outcome import (
     missing_outcome,
     ping_findings,
 )
-from tests.cli.doctor_cases import about, kinds
+from tests.cli.doctor.cases import about, kinds
 
 
 def word(host: str = "node1", has_gpu: bool = True, **versions: str) -> Word:

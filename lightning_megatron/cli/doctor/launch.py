@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_megatron.cli.amounts import num_text
-from lightning_megatron.cli.doctor_finding import Finding, mind, ok, wrong
+from lightning_megatron.cli.doctor.finding import Finding, mind, ok, wrong
 
 Variables = Mapping[str, str]
 # Of a launcher, and in this order: rank, ranks, rank in its machine, ranks of its machine, machines.

@@ -12,18 +12,18 @@ from typing import Any
 
 import pytest
 
-from lightning_megatron.cli import doctor
-from lightning_megatron.cli.doctor import sections_of
-from lightning_megatron.cli.doctor_facts import DoctorFacts, FoundGpu, TorchFacts, gathered_facts
-from lightning_megatron.cli.doctor_finding import KINDS, mind, ok, section_text, summary_text, wrong
-from lightning_megatron.cli.doctor_outcome import FORMULA, PingOutcome, Timing, ping_findings
-from lightning_megatron.cli.doctor_ping import PingRequest
+from lightning_megatron.cli.doctor import command
+from lightning_megatron.cli.doctor.command import sections_of
+from lightning_megatron.cli.doctor.facts import DoctorFacts, FoundGpu, TorchFacts, gathered_facts
+from lightning_megatron.cli.doctor.finding import KINDS, mind, ok, section_text, summary_text, wrong
+from lightning_megatron.cli.doctor.outcome import FORMULA, PingOutcome, Timing, ping_findings
+from lightning_megatron.cli.doctor.ping import PingRequest
 from lightning_megatron.cli.main import main
 from lightning_megatron.testing.processes import free_port
-from tests.cli.doctor_cases import ALONE, CPU_TORCH, MACHINE, TORCH, TORCHRUN
-from tests.cli.test_doctor_software import NEW
+from tests.cli.doctor.cases import ALONE, CPU_TORCH, MACHINE, TORCH, TORCHRUN
+from tests.cli.doctor.test_software import NEW
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 FACTS = DoctorFacts(python="3.12.1", versions=NEW, torch=TORCH, machine=MACHINE, launch=ALONE)
 
 
@@ -133,7 +133,7 @@ def test_as_many_ranks_ping_as_gpus_are_there(monkeypatch: pytest.MonkeyPatch) -
         asked.append((num_ranks, has_gpus))
         return PingOutcome(world=num_ranks, backend="", failure="not tried", mend="none")
 
-    monkeypatch.setattr("lightning_megatron.cli.doctor_ping.ping_locally", ping)
+    monkeypatch.setattr("lightning_megatron.cli.doctor.ping.ping_locally", ping)
     fake(monkeypatch)
     for args in ((), ("--ping", "1"), ("--ping", "3")):
         assert main(["doctor", *args]) == 1
@@ -143,7 +143,7 @@ def test_as_many_ranks_ping_as_gpus_are_there(monkeypatch: pytest.MonkeyPatch) -
 
 
 def fake(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
-    monkeypatch.setattr(doctor, "gathered_facts", lambda: replace(FACTS, **changes))
+    monkeypatch.setattr(command, "gathered_facts", lambda: replace(FACTS, **changes))
 
 
 @pytest.mark.parametrize(

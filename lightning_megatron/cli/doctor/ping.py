@@ -1,6 +1,6 @@
 """The doctor's ping: ranks come together, reduce tensors, and whoever does not come or hangs ends it within its time.
 
-Each rank that communicates is a process of its own (`doctor_rank.py`), which the doctor starts and watches, so that
+Each rank that communicates is a process of its own (`rank.py`), which the doctor starts and watches, so that
 nothing that NCCL does keeps the doctor from its answer. Without a launcher one doctor starts all ranks; with one, each
 process of the launcher is a doctor of one rank, and the doctor of rank 0 tells what all have found:
 
@@ -25,8 +25,8 @@ from typing import IO
 
 from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from lightning_megatron.cli.doctor_launch import Launch
-from lightning_megatron.cli.doctor_outcome import (
+from lightning_megatron.cli.doctor.launch import Launch
+from lightning_megatron.cli.doctor.outcome import (
     NobodyThereError,
     PingOutcome,
     Timing,
@@ -36,7 +36,7 @@ from lightning_megatron.cli.doctor_outcome import (
     failed_outcome,
     missing_outcome,
 )
-from lightning_megatron.cli.doctor_rank import (
+from lightning_megatron.cli.doctor.rank import (
     ENDED,
     FAILED,
     PingPlace,
@@ -61,7 +61,7 @@ _LAST_WORDS = 300
 _PROGRAM = """\
 import json, sys
 sys.path[:] = json.loads(sys.argv.pop())
-from lightning_megatron.cli.doctor_rank import main
+from lightning_megatron.cli.doctor.rank import main
 main()
 """
 

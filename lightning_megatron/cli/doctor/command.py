@@ -1,7 +1,7 @@
 """`lightning-megatron doctor`: what of this machine would spoil a run, and a ping over its ranks.
 
-`doctor_facts.py` gathers what is there; pure functions beside it judge that, section by section; `doctor_ping.py` lets
-ranks communicate.
+`facts.py` gathers what is there; pure functions beside it judge that, section by section; `ping.py` lets ranks
+communicate.
 """
 
 import argparse
@@ -11,8 +11,8 @@ import sys
 from typing import Any
 
 from lightning_megatron.cli.commands import add_command
-from lightning_megatron.cli.doctor_facts import DoctorFacts, gathered_facts
-from lightning_megatron.cli.doctor_finding import (
+from lightning_megatron.cli.doctor.facts import DoctorFacts, gathered_facts
+from lightning_megatron.cli.doctor.finding import (
     Finding,
     Sections,
     counts_of,
@@ -21,10 +21,10 @@ from lightning_megatron.cli.doctor_finding import (
     section_text,
     summary_text,
 )
-from lightning_megatron.cli.doctor_gpus import gpu_findings, torch_findings
-from lightning_megatron.cli.doctor_launch import launch_findings
-from lightning_megatron.cli.doctor_machine import machine_findings
-from lightning_megatron.cli.doctor_outcome import (
+from lightning_megatron.cli.doctor.gpus import gpu_findings, torch_findings
+from lightning_megatron.cli.doctor.launch import launch_findings
+from lightning_megatron.cli.doctor.machine import machine_findings
+from lightning_megatron.cli.doctor.outcome import (
     FORMULA,
     NobodyThereError,
     PingOutcome,
@@ -32,8 +32,8 @@ from lightning_megatron.cli.doctor_outcome import (
     machine_differences,
     ping_findings,
 )
-from lightning_megatron.cli.doctor_software import software_findings
-from lightning_megatron.cli.doctor_variables import variable_findings
+from lightning_megatron.cli.doctor.software import software_findings
+from lightning_megatron.cli.doctor.variables import variable_findings
 from lightning_megatron.cli.usage import UsageError
 from lightning_megatron.version import VERSION
 
@@ -145,7 +145,7 @@ def _pinged(
     if (reason := _no_ping(facts, is_placed=_is_placed(sections))) is not None:
         return {_PING: [reason]}, None
     # Torch takes a second to import, and may be what is wrong.
-    from lightning_megatron.cli.doctor_ping import PingRequest, ping_launched, ping_locally
+    from lightning_megatron.cli.doctor.ping import PingRequest, ping_launched, ping_locally
 
     request = PingRequest(sizes_bytes=sizes_bytes, limit_seconds=options.limit_seconds)
     if not facts.launch.launcher:

@@ -3,9 +3,9 @@
 from dataclasses import replace
 from typing import Any
 
-from lightning_megatron.cli.doctor_facts import Disk, FoundGpu, MachineFacts, TorchFacts
-from lightning_megatron.cli.doctor_finding import Finding, Kind
-from lightning_megatron.cli.doctor_launch import Launch
+from lightning_megatron.cli.doctor.facts import Disk, FoundGpu, MachineFacts, TorchFacts
+from lightning_megatron.cli.doctor.finding import Finding, Kind
+from lightning_megatron.cli.doctor.launch import Launch
 
 GB = 10**9
 H200 = FoundGpu(name="H200", memory_bytes=150 * GB, free_bytes=149 * GB, capability=(9, 0))

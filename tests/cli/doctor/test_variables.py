@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from lightning_megatron.cli.doctor_finding import Finding
-from lightning_megatron.cli.doctor_launch import Launch
-from lightning_megatron.cli.doctor_variables import is_of_interest, variable_findings
-from tests.cli.doctor_cases import ALONE, TWO_MACHINES, TWO_RANKS, about, kinds
+from lightning_megatron.cli.doctor.finding import Finding
+from lightning_megatron.cli.doctor.launch import Launch
+from lightning_megatron.cli.doctor.variables import is_of_interest, variable_findings
+from tests.cli.doctor.cases import ALONE, TWO_MACHINES, TWO_RANKS, about, kinds
 
 SLURM_RANKS = replace(TWO_RANKS, launcher="SLURM")
 

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from lightning_megatron.cli.doctor_facts import Disk
-from lightning_megatron.cli.doctor_launch import Launch
-from lightning_megatron.cli.doctor_machine import machine_findings
-from tests.cli.doctor_cases import ALONE, GB, MACHINE, TWO_MACHINES, TWO_RANKS, about, kinds, machine
+from lightning_megatron.cli.doctor.facts import Disk
+from lightning_megatron.cli.doctor.launch import Launch
+from lightning_megatron.cli.doctor.machine import machine_findings
+from tests.cli.doctor.cases import ALONE, GB, MACHINE, TWO_MACHINES, TWO_RANKS, about, kinds, machine
 
 
 def test_a_machine_that_is_well_is_ok() -> None:

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from lightning_megatron.cli.amounts import byte_text, num_text
-from lightning_megatron.cli.doctor_finding import Finding, mind, ok, wrong
+from lightning_megatron.cli.doctor.finding import Finding, mind, ok, wrong
 
 FORMULA = "bus bandwidth is 2 (n - 1) / n x bytes / seconds for n ranks, as in nccl-tests"
 # Ranks that differ in these compute something else, or do not understand each other.
