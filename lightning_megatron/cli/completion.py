@@ -41,7 +41,8 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         epilog='bash: eval "$(lightning-megatron completion bash)" in ~/.bashrc\n'
         'zsh:  eval "$(lightning-megatron completion zsh)" in ~/.zshrc',
     )
-    parser.add_argument("shell", choices=("bash", "zsh"), help="the shell that reads the script")
+    shells = ("bash", "zsh")
+    parser.add_argument("shell", metavar="SHELL", choices=shells, help=f"what reads the script: {' or '.join(shells)}")
 
 
 def _run(options: argparse.Namespace) -> None:

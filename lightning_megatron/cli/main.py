@@ -35,8 +35,16 @@ class _Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         options, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            self.error("; ".join([f"unrecognized arguments: {' '.join(unknown)}", *self._nearest(unknown)]))
+            self.error_of_unknown(unknown)
         return options, unknown
+
+    def error_of_unknown(self, unknown: Sequence[str]) -> NoReturn:
+        """Raises UsageError with unknown words of a command line, and with options of names near to theirs."""
+        self.error("; ".join([f"unrecognized arguments: {' '.join(unknown)}", *self._nearest(unknown)]))
+
+    def knows(self, option: str) -> bool:
+        """Whether this parser, before any command, has an option of that name."""
+        return option in self._option_string_actions
 
     def _nearest(self, unknown: Sequence[str]) -> list[str]:
         known, hints = [name[2:] for name in self._option_string_actions if name.startswith("--")], []
@@ -83,7 +91,14 @@ def main(args: Sequence[str] | None = None) -> int:
         atexit.register(gc.freeze)
     try:
         called = sys.argv[1:] if args is None else args
-        options = command_line(called).parse_args(called)
+        parser = command_line(called)
+        if not called:
+            parser.print_help()
+            return 0
+        if called[0].startswith("-") and not parser.knows(called[0]):
+            # argparse would only say that a command is missing.
+            parser.error_of_unknown(called[:1])
+        options = parser.parse_args(called)
         code: int | None = options.run(options)
         sys.stdout.flush()
     except BrokenPipeError:
@@ -104,7 +119,7 @@ def _told(message: str) -> int:
     return USAGE_ERROR
 
 
-def command_line(called: Collection[str] = tuple(COMMANDS)) -> argparse.ArgumentParser:
+def command_line(called: Collection[str] = tuple(COMMANDS)) -> "_Parser":
     """The parser of all commands; those that are not called have a name and a line of help, and no options."""
     parser = _Parser(
         prog="lightning-megatron",

@@ -42,7 +42,8 @@ def shipped_recipe(name: str) -> ShippedRecipe:
     if name in known:
         return known[name]
     if Path(name).is_file():
-        raise UsageError([f"{name!r} is a file, not the name of a recipe; python SCRIPT fit --config {name} runs it"])
+        script = script_of(Path(name)) or "SCRIPT"
+        raise UsageError([f"{name!r} is a file, not the name of a recipe; python {script} fit --config {name} runs it"])
     nearest = get_close_matches(Path(name).name.removesuffix(".yaml"), known, n=3)
     hint = f"; did you mean {' or '.join(nearest)}?" if nearest else ""
     raise UsageError([f"there is no recipe {name!r}{hint}", f"there are {', '.join(known)}"])

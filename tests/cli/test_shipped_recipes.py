@@ -41,6 +41,7 @@ def test_every_recipe_says_what_it_trains() -> None:
         ("recipes/configs/toy.yaml", ("did you mean toy", "t5_v1_1_xl")),
         ("", ("there is no recipe ''; there are ",)),
         ("toy.yaml", ("'toy.yaml' is a file", "python SCRIPT fit --config toy.yaml runs it")),
+        ("copied.yaml", ("'copied.yaml' is a file", "python pretrain_t5.py fit --config copied.yaml runs it")),
     ],
 )
 def test_an_unknown_name_is_told_with_the_known_ones(
@@ -48,6 +49,7 @@ def test_an_unknown_name_is_told_with_the_known_ones(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("toy.yaml").touch()
+    Path("copied.yaml").write_text("# Script: pretrain_t5.py\n")
     with pytest.raises(UsageError) as raised:
         shipped_recipe(name)
     assert all(word in str(raised.value) for word in words), raised.value
