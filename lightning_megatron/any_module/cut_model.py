@@ -460,6 +460,11 @@ class CutModel(PipelineModule):
             )
 
 
+def renumbered(name: str, index: int) -> str:
+    """The name of a tensor that a stage sends, as if it came from the layer of that index."""
+    return f"{index}:{name.partition(':')[2]}"
+
+
 def names_around(module: nn.Module) -> set[str]:
     """Names of the parameters and buffers around the layers of the cut networks of a module that this rank has."""
     found: set[str] = set()

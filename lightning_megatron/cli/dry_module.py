@@ -3,8 +3,9 @@
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
+from dataclasses import fields, replace
 from functools import cached_property, partial
 from math import gcd
 
@@ -15,6 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_megatron.any_module.cut_error import CutError
 from lightning_megatron.any_module.cut_experts import expert_modules, token_dispatchers
+from lightning_megatron.any_module.cut_model import renumbered
 from lightning_megatron.any_module.pipelined_modules import pipelined_modules
 from lightning_megatron.any_module.plan import ModelPlan
 from lightning_megatron.cli.usage import UsageError
@@ -22,6 +24,7 @@ from lightning_megatron.comm.p2p import Payload, TensorMeta
 from lightning_megatron.hf.later_weights import forget_left
 from lightning_megatron.mesh import Mesh, ambient
 from lightning_megatron.models.kernels import set_kernels
+from lightning_megatron.pipeline.layout import assign_alike
 from lightning_megatron.pipeline.scheduled import ScheduledCall
 from lightning_megatron.planner.dry_rank import TRUE_DTYPES, Batch, call_context, lower_weights
 from lightning_megatron.planner.dry_run import global_rank, layers_or_links
@@ -29,6 +32,7 @@ from lightning_megatron.planner.fake_process_group import fake_mesh
 from lightning_megatron.planner.memory_tracker import MemoryTracker
 from lightning_megatron.planner.model_size import ModelSize
 from lightning_megatron.planner.run import RunSettings, UnmeasuredError
+from lightning_megatron.planner.shallow_stage import kinds_of_layers
 from lightning_megatron.precision.fp8 import Fp8Config
 from lightning_megatron.tensor.weight_gradients import WeightGradients
 from lightning_megatron.testing.telling import told
@@ -71,33 +75,85 @@ def quiet() -> Iterator[None]:
         logging.disable(before)
 
 
+class WholeModule:
+    """A LightningModule before it is cut, on the meta device, and what is found of it once for all layouts."""
+
+    def __init__(self, make: Callable[[], pl.LightningModule], plan: ModelPlan | None) -> None:
+        self._make, self._given = make, plan
+
+    def on(self, device: torch.device) -> pl.LightningModule:
+        """A new one on a device."""
+        with telling_model("cannot be made on the meta device"), quiet():
+            try:
+                with device:
+                    module = self._make()
+                    module.configure_model()
+            except ValueError as error:
+                raise UsageError(str(error).splitlines()) from error
+            if device == META:
+                # A dry run has no values.
+                forget_left(module)
+            return module.to(device)
+
+    @cached_property
+    def module(self) -> pl.LightningModule:
+        """The module, which nobody cuts."""
+        return self.on(META)
+
+    @cached_property
+    def plan(self) -> ModelPlan:
+        """How its networks are cut; which layers read what stands around them is found once."""
+        plan = plan_of(self.module, self._given)
+        return _FoundOnce(**{field.name: getattr(plan, field.name) for field in fields(ModelPlan)})
+
+    @cached_property
+    def layer_kinds(self) -> Mapping[str, Hashable]:
+        """Kinds of its layers by name, where one network has layers that hand hidden states on to each other alone."""
+        found = layers_of_networks(self.module, self.plan)
+        if len(found) != 1 or self.plan.skip_connections or len(self.plan.layers) > 1:
+            return {}
+        [(network, layers)] = found.items()
+        names = [f"{network}.{layer}" for layer in layers]
+        return dict(zip(names, kinds_of_layers([self.module.get_submodule(name) for name in names]), strict=True))
+
+
+class _FoundOnce(ModelPlan):
+    """A plan that remembers which layers read what stands around them."""
+
+    def readers_in(self, module: nn.Module, name: str, layers: Sequence[str]) -> dict[str, frozenset[int]]:
+        known = self.__dict__.setdefault("_known", {})
+        if name not in known:
+            known[name] = super().readers_in(module, name, layers)
+        found: dict[str, frozenset[int]] = known[name]
+        return found
+
+
 class DryModule:
     """What the training step of a LightningModule trains, on any rank of a run.
 
-    `make` makes the module, `make_batch` a batch of so many samples on a device.
+    `whole` makes the module, `make_batch` a batch of so many samples on a device.
     """
 
     def __init__(
         self,
-        make: Callable[[], pl.LightningModule],
+        whole: WholeModule,
         make_batch: Callable[[int, torch.device], Batch],
         run: RunSettings,
-        plan: ModelPlan | None,
     ) -> None:
-        self._make, self.batch, self._run, self._plan = make, make_batch, run, plan
+        self.whole, self.batch, self._run = whole, make_batch, run
 
     def faults(self) -> list[str]:
         """Errors of the module on the run's ranks that show before it is cut."""
-        sizes, module = self._run.sizes, self.whole(META)
+        sizes, module = self._run.sizes, self.whole.module
         faults = part_faults(self._run.recompute, recomputable_parts(module))
         if faults := faults + loss_chunk_faults(module, self._run.kernels):
             return faults
         uses_schedule = sizes.pp > 1 or self._run.num_microbatches > 1
-        return model_faults(module, sizes, uses_schedule=uses_schedule, plan=self._plan)
+        return model_faults(module, sizes, uses_schedule=uses_schedule, plan=self.whole.plan)
 
     def size(self) -> ModelSize:
         """Size of the largest network of the module, with the parameters of all."""
-        module = self.whole(META)
+        module = self.whole.module
         numbers = [parameter.numel() for parameter in module.parameters()]
         trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
         largest = max(module.children(), key=lambda child: sum(one.numel() for one in child.parameters()))
@@ -114,8 +170,8 @@ class DryModule:
         """A module that holds the part of this rank."""
         try:
             with ambient(mesh):
-                module = self.whole(device)
-                cut_plain_networks(module, mesh, self._plan)
+                module = self.whole.on(device)
+                cut_plain_networks(module, mesh, self.whole.plan)
             if (dtype := TRUE_DTYPES.get(self._run.precision)) is not None:
                 module.to(dtype)
             share_recomputation(module, self._run.recompute, mesh)
@@ -129,29 +185,20 @@ class DryModule:
 
     def use_fp8(self, own: nn.Module, config: Fp8Config, mesh: Mesh, device: torch.device) -> TorchFp8Layers:
         """Lets the linears of the layers multiply in FP8."""
-        linears = linears_of_networks(own, plan_of(own, self._plan), config)
+        linears = linears_of_networks(own, plan_of(own, self.whole.plan), config)
         if faults := tile_faults((), config, linears):
             raise UsageError(faults)
         replicas = mesh.axis("dp+cp")
         return use_torch({}, config, tp=mesh.tp, replicas=replicas, pp=mesh.pp, device=device, others=linears)
 
-    def whole(self, device: torch.device) -> pl.LightningModule:
-        """The module before it is cut, on a device."""
-        with telling_model("cannot be made on the meta device"), quiet():
-            try:
-                with device:
-                    module = self._make()
-                    module.configure_model()
-            except ValueError as error:
-                raise UsageError(str(error).splitlines()) from error
-            if device == META:
-                # A dry run has no values.
-                forget_left(module)
-            return module.to(device)
-
     def layers(self, own: nn.Module) -> Mapping[str, Sequence[str]]:
         """Names of the layers of each network that is not pipelined, by the network's name."""
-        return layers_of_networks(own, plan_of(own, self._plan))
+        return layers_of_networks(own, plan_of(own, self.whole.plan))
+
+    @property
+    def layer_kinds(self) -> Mapping[str, Hashable]:
+        """Kinds of the layers that the network's own forward calls, by name and in order; empty where not known."""
+        return self.whole.layer_kinds
 
     def names_by_rank(self, own: nn.Module) -> list[list[str]]:
         """Names of the parameters on each rank of pp, of which this one has the module `own`."""
@@ -164,13 +211,19 @@ class DryModule:
     @cached_property
     def _stages(self) -> tuple[list[list[str]], dict[int, TensorMeta]]:
         """The names of all ranks of pp and what stages send, from a forward through one after the other."""
-        run, sizes, metas = self._run, self._run.sizes, {}
+        run, sizes = self._run, self._run.sizes
+        metas: dict[int, TensorMeta] = {}
         # A graph that a look at a module keeps for a backward, which does not come here, is no memory of a rank.
         with ExitStack() as stack, _disable_current_modes(), MemoryTracker(META), torch.no_grad():
             meshes = [stack.enter_context(fake_mesh(sizes, global_rank(run, i, 0)))[0] for i in range(sizes.pp)]
             modules = [self.build(mesh, META) for mesh in meshes]
             payload: Payload | None = None
             for stage in range(sizes.num_stages - 1):
+                if stage and self._lasts:
+                    last, known = self._lasts[stage], metas[0].entries
+                    entries = [(renumbered(name, last), shape, dtype) for name, shape, dtype in known]
+                    metas[stage] = replace(metas[0], entries=tuple(entries))
+                    continue
                 index = sizes.pp_rank_of(stage)
                 module, models = modules[index], list(pipelined_modules(modules[index]).values())
                 lower_weights(module, run)
@@ -188,6 +241,14 @@ class DryModule:
                 assert payload is not None
                 metas[stage] = TensorMeta.of(payload)
         return [[name for name, _ in module.named_parameters()] for module in modules], metas
+
+    @cached_property
+    def _lasts(self) -> list[int]:
+        """Indices of the last layers of the stages that send, where these layers are of one kind; empty where not."""
+        kinds, sizes = list(self.layer_kinds.values()), self._run.sizes
+        stages = assign_alike(len(kinds), sizes.num_stages, sizes.stage_layout) if kinds else ()
+        lasts = [stage.stop - 1 for stage in stages[:-1]]
+        return lasts if len({kinds[last] for last in lasts}) == 1 else []
 
     def loss(self, own: nn.Module, batch: Batch) -> Tensor:
         """The loss of a batch [], from the training step."""

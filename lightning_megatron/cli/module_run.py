@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from lightning_megatron.any_module.plan import ModelPlan
-from lightning_megatron.cli.dry_module import META, DryModule, quiet
+from lightning_megatron.cli.dry_module import META, DryModule, WholeModule, quiet
 from lightning_megatron.cli.plan_recipe import run_of_causal_recipe
 from lightning_megatron.cli.plan_request import PlanRequest
 from lightning_megatron.cli.plan_run import require_no_module, with_run_options
@@ -84,9 +84,10 @@ def _of_recipe(options: argparse.Namespace) -> ModuleRun:
         )
     if faults:
         raise UsageError(faults)
+    whole = causal_whole(arguments, request.plan)
     return ModuleRun(
         request=request,
-        module=lambda run: causal_module(arguments, run, request.plan),
+        module=lambda run: causal_module(whole, run),
         depends_on="\n".join((repr(arguments), repr(request.plan), version("transformers"), config)),
     )
 
@@ -100,12 +101,8 @@ def _faults_of_fp8(run: RunSettings) -> list[str]:
     ]
 
 
-def causal_module(arguments: Mapping[str, Any], run: RunSettings, plan: ModelPlan | None) -> DryModule:
-    """The model of transformers that a `CausalModule` of these arguments trains. Raises UsageError with all errors."""
-
-    def batch(num_samples: int, device: torch.device) -> Batch:
-        tokens, labels = torch.zeros((2, num_samples, run.lengths.sequence), dtype=torch.int64, device=device)
-        return {"tokens": tokens, "labels": labels, "loss_mask": torch.ones(labels.shape, device=device)}
+def causal_whole(arguments: Mapping[str, Any], plan: ModelPlan | None = None) -> WholeModule:
+    """The model of transformers that a `CausalModule` of these arguments trains, before it is cut."""
 
     def make() -> CausalModule:
         module = CausalModule(**arguments)
@@ -114,7 +111,17 @@ def causal_module(arguments: Mapping[str, Any], run: RunSettings, plan: ModelPla
         module.model = model if module.lora is None else add_adapters(model, module.lora)
         return module
 
-    return _checked(DryModule(make, batch, run, plan))
+    return WholeModule(make, plan)
+
+
+def causal_module(whole: WholeModule, run: RunSettings) -> DryModule:
+    """A model of transformers on the ranks of a run. Raises UsageError with all errors."""
+
+    def batch(num_samples: int, device: torch.device) -> Batch:
+        tokens, labels = torch.zeros((2, num_samples, run.lengths.sequence), dtype=torch.int64, device=device)
+        return {"tokens": tokens, "labels": labels, "loss_mask": torch.ones(labels.shape, device=device)}
+
+    return _checked(DryModule(whole, batch, run))
 
 
 def _checked(module: DryModule) -> DryModule:
@@ -154,9 +161,10 @@ def _of_file(options: argparse.Namespace) -> ModuleRun:
     request = with_run_options(PlanRequest(run=settings, has_layout=False, notes=(_ASSUMED,)), options)
     if faults := _faults_of_fp8(request.run):
         raise UsageError(faults)
-    made = partial(_user_module, options.config, row)
+    whole = _user_whole(options.config)
+    made = partial(_user_module, whole, row)
     with quiet():
-        fault = step_fault(ConfiguredOptimizer(), made(replace(settings, sizes=Sizes())).whole(META))
+        fault = step_fault(ConfiguredOptimizer(), whole.on(META))
     if fault:
         does = f"does not step tensors without numbers ({fault}): states are those of AdamW"
         request = replace(request, unplanned={"configure_optimizers": does})
@@ -174,15 +182,19 @@ def _row(module: str, data: str | None) -> Any:
         return first_row(subject, pl.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False))
 
 
-def _user_module(spec: str, row: Any, run: RunSettings) -> DryModule:
-    def batch(num_samples: int, device: torch.device) -> Any:
-        return move_data_to_device(join([row] * num_samples), device)
-
+def _user_whole(spec: str) -> WholeModule:
     def make() -> pl.LightningModule:
         with telling(spec):
             return require_module(called(spec))
 
-    return _checked(DryModule(make, batch, run, None))
+    return WholeModule(make, None)
+
+
+def _user_module(whole: WholeModule, row: Any, run: RunSettings) -> DryModule:
+    def batch(num_samples: int, device: torch.device) -> Any:
+        return move_data_to_device(join([row] * num_samples), device)
+
+    return _checked(DryModule(whole, batch, run))
 
 
 def _num_tokens(row: Any) -> int:

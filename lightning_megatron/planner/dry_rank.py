@@ -5,7 +5,7 @@ steps of the strategy between `configure_model` and the first training step run 
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -79,6 +79,12 @@ class Trained(Protocol):
 
     def layers(self, own: nn.Module) -> Mapping[str, Sequence[str]]:
         """Names of the layers of each network in the module `own` that is not pipelined, by the network's name."""
+        ...
+
+    @property
+    def layer_kinds(self) -> Mapping[str, Hashable]:
+        """What the layers are that a network's own forward calls, by their names in the module and in order; those of
+        one kind do the same. Empty where nobody knows."""
         ...
 
     def names_by_rank(self, own: nn.Module) -> list[list[str]]:
@@ -421,6 +427,11 @@ class FullModel:
 
     def layers(self, own: nn.Module) -> Mapping[str, Sequence[str]]:
         """Nothing: the package's models are pipelined."""
+        return {}
+
+    @property
+    def layer_kinds(self) -> Mapping[str, Hashable]:
+        """Nothing: parts of the package's models are known."""
         return {}
 
     def names_by_rank(self, own: nn.Module) -> list[list[str]]:

@@ -8,7 +8,7 @@ RuntimeError is raised. Of the batches that one step accumulates two run, and th
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -18,7 +18,8 @@ from torch import nn
 
 from lightning_megatron.any_module.layer_list import layers_of
 from lightning_megatron.comm.p2p import TensorMeta
-from lightning_megatron.mesh import Mesh
+from lightning_megatron.mesh import Mesh, NewGroup
+from lightning_megatron.pipeline.layout import assign_alike
 from lightning_megatron.pipeline.lower import ScheduledProgram
 from lightning_megatron.pipeline.plans import training_plan
 from lightning_megatron.pipeline.registry import spec_of
@@ -31,6 +32,7 @@ from lightning_megatron.planner.memory_tracker import MemoryTracker
 from lightning_megatron.planner.model_parts import ModelPart
 from lightning_megatron.planner.requires_grad import stages_with_gradients
 from lightning_megatron.planner.run import Run, RunSettings
+from lightning_megatron.planner.shallow_stage import LayersDifferError
 from lightning_megatron.planner.step_trace import (
     Cell,
     Event,
@@ -49,6 +51,8 @@ from lightning_megatron.planner.step_trace import (
 from lightning_megatron.planner.step_work import StepWork, step_work
 
 META = torch.device("meta")
+StageKinds = tuple[Hashable, ...]
+"""What the parts of a stage are, in order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +127,8 @@ class DryRuns:
         self._is_whole = is_whole or run.balanced is not None
         self._walks_all = self._is_whole or walks_all
         self._known: dict[object, list[_Known]] = {}
+        self.are_deep = False
+        """Whether layers that seemed alike were found to differ, so that all run."""
 
     def of(self, rank: int) -> DryRun:
         """Counts of a global rank over a step."""
@@ -165,7 +171,7 @@ class DryRuns:
             is_whole = self._is_whole or not self._program.overlapped.isdisjoint(
                 step for step in steps if isinstance(step, Action)
             )
-            parts = None if is_whole else self._parts_of(stages)
+            parts = None if is_whole or self.are_deep else self._parts_of(stages)
             kinds = kinds_of(events, self._count, parts if run.sizes.placement == "loop" else None)
             if is_whole:
                 kinds = {cell: cell for cell in kinds}
@@ -173,17 +179,12 @@ class DryRuns:
             alike = self._known.setdefault(rank if parts is None else (parts, mesh.cp.rank), [])
             known = next((one for one in alike if one.stand_ins.keys() >= set(kinds.values())), None)
             if known is None:
-                tracker = MemoryTracker(self._device)
-                with tracker, own_garbage():
-                    stand_ins = {kind: cell for cell, kind in reversed(kinds.items())}
-                    # No name holds the rank, which is garbage as soon as it is measured.
-                    known = self._measured(
-                        build_rank(run, mesh, new_group, self._device, self._full_model),
-                        tracker,
-                        ledger,
-                        stand_ins,
-                        parts,
-                    )
+                stand_ins = {kind: cell for cell, kind in reversed(kinds.items())}
+                try:
+                    known = self._known_of(mesh, new_group, ledger, stand_ins, parts)
+                except LayersDifferError:
+                    self.are_deep = True
+                    return self._traced(rank)
                 alike.append(known)
         return (
             known,
@@ -191,6 +192,25 @@ class DryRuns:
             stages,
             None if is_whole else {cell: known.stand_ins[kind] for cell, kind in kinds.items()},
         )
+
+    def _known_of(
+        self,
+        mesh: Mesh,
+        new_group: NewGroup,
+        ledger: Ledger,
+        stand_ins: Mapping[object, Cell],
+        parts: tuple[StageKinds, ...] | None,
+    ) -> _Known:
+        tracker = MemoryTracker(self._device)
+        with tracker, own_garbage():
+            # No name holds the rank, which is garbage as soon as it is measured.
+            return self._measured(
+                build_rank(self._run, mesh, new_group, self._device, self._full_model),
+                tracker,
+                ledger,
+                stand_ins,
+                parts,
+            )
 
     @cached_property
     def _count(self) -> int:
@@ -201,16 +221,22 @@ class DryRuns:
     def _program(self) -> ScheduledProgram:
         return training_plan(replace(self._run.schedule, microbatches=self._count))
 
-    def _parts_of(self, stages: tuple[int, ...]) -> tuple[tuple[ModelPart, ...], ...] | None:
+    def _parts_of(self, stages: tuple[int, ...]) -> tuple[StageKinds, ...] | None:
         """The parts of each stage, of which equal ones do the same; None where that is not known."""
         run = self._run
         # Which layers stay out of FP8 goes by their places.
-        if not isinstance(run, Run) or (
-            run.fp8 is not None and run.fp8.num_first_layers_bf16 + run.fp8.num_last_layers_bf16 > 0
-        ):
+        if run.fp8 is not None and run.fp8.num_first_layers_bf16 + run.fp8.num_last_layers_bf16 > 0:
             return None
-        parts = stages_with_gradients(run.model_parts, run.sizes.num_stages, run.sizes.stage_layout)
-        return tuple(parts[stage] for stage in stages)
+        if isinstance(run, Run):
+            parts = stages_with_gradients(run.model_parts, run.sizes.num_stages, run.sizes.stage_layout)
+            return tuple(parts[stage] for stage in stages)
+        names, last = self._full_model.layer_kinds, run.sizes.num_stages - 1
+        # What a network's layers recompute is garbage that is found now and then.
+        if not names or run.recompute.granularity != "none":
+            return None
+        kinds, indices = list(names.values()), assign_alike(len(names), last + 1, run.sizes.stage_layout)
+        # The ends hold what stands around the layers.
+        return tuple(((stage == 0, stage == last), *(kinds[index] for index in indices[stage])) for stage in stages)
 
     def _measured(
         self,
@@ -218,14 +244,14 @@ class DryRuns:
         tracker: MemoryTracker,
         ledger: Ledger,
         stand_ins: Mapping[object, Cell],
-        parts: tuple[tuple[ModelPart, ...], ...] | None,
+        parts: tuple[StageKinds, ...] | None,
     ) -> _Known:
         run = own.run
         # Deferred weight gradients are not those of a layer at a time.
         # With layers left out no bucket of theirs is full before the backward has ended.
         is_in_turn = not (spec_of(run.schedule.name).splits_backward or run.optimizer.shards_gradients)
         can_be_shallow = parts is not None and is_in_turn
-        kinds = [] if parts is None else _kinds_by_module(own, parts)
+        kinds = [] if parts is None else _kinds_by_module(own, parts, self._full_model)
         step = DryStep(own, meta_of(own), tracker, ledger, kinds, is_shallow=can_be_shallow)
         name_tensors(tracker, own)
         cells = frozenset(stand_ins.values())
@@ -342,13 +368,21 @@ def program_of(program: ScheduledProgram, mesh: Mesh, cells: Container[Cell]) ->
     return replace(program, plan=tuple(steps if rank == mesh.pp.rank else () for rank in range(mesh.pp.size)))
 
 
-def _kinds_by_module(own: Rank, parts: tuple[tuple[ModelPart, ...], ...]) -> list[Mapping[nn.Module, object]]:
+def _kinds_by_module(own: Rank, parts: tuple[StageKinds, ...], trained: Trained) -> list[Mapping[nn.Module, Hashable]]:
     """The kinds of the parts of each stage of a rank, in order."""
+    found: list[Mapping[nn.Module, Hashable]] = []
+    if not isinstance(own.run, Run):
+        names, sizes = list(trained.layer_kinds), own.run.sizes
+        indices = assign_alike(len(names), sizes.num_stages, sizes.stage_layout)
+        for stage, (_, *of_layers) in zip(own.mesh.own_stages, parts, strict=True):
+            layers = [own.module.get_submodule(names[index]) for index in indices[stage]]
+            found.append(dict(zip(layers, of_layers, strict=True)))
+        return found
     [model] = own.models.values()
-    found: list[Mapping[nn.Module, object]] = []
     for stage, of_stage in zip(own.mesh.own_stages, parts, strict=True):
         joined: list[tuple[ModelPart, ...]] = []
         for part in of_stage:
+            assert isinstance(part, ModelPart)
             joined = [*joined[:-1], (*joined[-1], part)] if part.is_joined else [*joined, (part,)]
         found.append(dict(zip(map(model.get_submodule, model.parts_of(stage)), joined, strict=True)))
     return found

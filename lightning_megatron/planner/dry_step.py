@@ -21,7 +21,8 @@ from lightning_megatron.pipeline.step_hooks import Activity
 from lightning_megatron.planner.dry_rank import Rank, call, microbatches_of
 from lightning_megatron.planner.fake_process_group import FakeMailbox, Ledger
 from lightning_megatron.planner.memory_tracker import HOST, OTHERS, MemoryTracker
-from lightning_megatron.planner.shallow_stage import Block, ShallowStage
+from lightning_megatron.planner.run import Run
+from lightning_megatron.planner.shallow_stage import Block, ShallowLayers, ShallowStage
 from lightning_megatron.planner.step_trace import Event, Phase, Segment, Trace
 from lightning_megatron.transformer.moe import share_yield_to_peer
 from lightning_megatron.transformer.recompute import RecomputeRunner
@@ -73,19 +74,22 @@ class DryStep:
         firsts: dict[tuple[object, ...], Mapping[nn.Module, object]] = {}
         for stage in kinds:
             self._alike += zip(firsts.setdefault(tuple(stage.values()), stage), stage, strict=True)
-        self._shallow: list[ShallowStage] = []
+        self._shallow: list[ShallowStage | ShallowLayers] = []
         for model in own.models.values():
             if isinstance(model.runner, RecomputeRunner):
                 model.runner.to_host = self._to_host
-        for model in own.models.values() if is_shallow else ():
+        for model in own.models.values() if is_shallow and isinstance(own.run, Run) else ():
             known = {module: kind for stage in kinds for module, kind in stage.items()}
-            self._shallow.append(
-                ShallowStage(model.runner, own.run.recompute, known, self._enter_forward, self._enter_backward)
-            )
-            model.runner = self._shallow[-1]
+            shallow = ShallowStage(model.runner, own.run.recompute, known, self._enter_forward, self._enter_backward)
+            self._shallow.append(shallow)
+            model.runner = shallow
+        for stage in kinds if is_shallow and not isinstance(own.run, Run) else ():
+            self._shallow.append(ShallowLayers(stage, self._enter_forward, self._enter_backward))
         self.current: Event | None = None
         self._block: Block | None = None
         self._blocks: list[Block | None] = []
+        # Index of the current event's first segment.
+        self._begun = 0
         # Bytes that a block left, by block.
         self._left: Counter[Block] = Counter()
         # Blocks of the current backward.
@@ -107,7 +111,11 @@ class DryStep:
         self.go_on(None)
         self._segments.clear()
         self._blocks.clear()
-        before = self._held
+        self._begun = 0
+        before = dict(self._held)
+        # What a layer keeps from step to step, such as a table, its copies do.
+        kept = self._tracker.kept().items()
+        before[OTHERS] += sum((one.times - 1) * size for one, size in kept if isinstance(one, Block))
         for batch in range(min(own.run.num_accumulated, 2)):
             self._take_batch(program, count, is_first=batch == 0)
         self._reduce()
@@ -194,7 +202,7 @@ class DryStep:
             pairs = zip(one.parameters(), other.parameters(), strict=True)
             self._own.gradients.add_zeros(parameter for known, parameter in pairs if known.grad is not None)
 
-    def _enter_forward(self, block: Block) -> None:
+    def _enter_forward(self, block: Block | None) -> None:
         # What is recomputed belongs to its backward.
         if self.current is not None and self.current.action.kind is Kind.FORWARD:
             self._enter_block(block)
@@ -203,7 +211,7 @@ class DryStep:
         if self.current is not None and self.current.action.kind is not Kind.FORWARD:
             self._enter_block(block)
 
-    def _enter_block(self, block: Block) -> None:
+    def _enter_block(self, block: Block | None) -> None:
         if block is not self._block:
             self.go_on(self.current, block=block)
 
@@ -222,6 +230,7 @@ class DryStep:
             # What nodes of the graph hold after a block's backward is freed with the graph, for each of its copies.
             change[OTHERS] -= sum((one.times - 1) * (self._left.pop(one) - owned[one]) for one in self._past)
             self._past.clear()
+            change[OTHERS] -= self._freed_later()
         self._segments.append(
             Segment(
                 event=self.current,
@@ -234,14 +243,31 @@ class DryStep:
             )
         )
         self._blocks.append(self._block)
+        if event != self.current:
+            self._begun = len(self._blocks)
         self.current, self._held, self._action, self._block = event, held, action, block
         self._tracker.owner = block
+
+    def _freed_later(self) -> int:
+        """Bytes of a forward's layers that did not run, and that are freed when all have run: one layer frees so much
+        less of the one before it than is freed of it in the end."""
+        freed, total = self._tracker.take_freed(), 0
+        is_forward = self.current is not None and self.current.action.kind is Kind.FORWARD
+        ran = {block for block in self._blocks[self._begun :] if block is not None} | {self._block} - {None}
+        for one in ran if is_forward else ():
+            assert one is not None
+            out = sum(size for (owner, turn), size in freed.items() if owner is one and turn in ran)
+            taken = sum(size for (owner, turn), size in freed.items() if turn is one and owner in ran)
+            self._left[one] -= out - taken
+            total += (one.times - 1) * (out - taken)
+        return total
 
     def _end_piece(self) -> None:
         self.go_on(None)
         self._pieces.append(tuple(repeated(self._segments, self._blocks)))
         self._segments.clear()
         self._blocks.clear()
+        self._begun = 0
 
 
 def repeated(segments: Sequence[Segment], blocks: Sequence[Block | None]) -> list[Segment]:

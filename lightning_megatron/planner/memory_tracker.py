@@ -84,6 +84,8 @@ class MemoryTracker(TorchDispatchMode):
         self.owned: Counter[object] = Counter()
         """Bytes of the storages that are alive, by owner."""
         self._owners: dict[int, object] = {}
+        # Bytes that are freed, by their owner and by that of then.
+        self._freed: Counter[tuple[object, object]] = Counter()
         # By kind of product.
         self._flops: Counter[str] = Counter()
         self._counts: Counter[str] = Counter()
@@ -136,6 +138,19 @@ class MemoryTracker(TorchDispatchMode):
         """The kind that a storage has been named as."""
         return self._kinds.get(key, OTHERS)
 
+    def take_freed(self) -> Counter[tuple[object, object]]:
+        """Bytes that were freed since they were last taken, by whom they belonged to and whose turn it was then."""
+        freed, self._freed = self._freed, Counter()
+        return freed
+
+    def kept(self) -> Counter[object]:
+        """Bytes of the storages that are alive and have no name, by owner."""
+        found: Counter[object] = Counter()
+        for key, owner in self._owners.items():
+            if key not in self._kinds:
+                found[owner] += self._sizes[key]
+        return found
+
     @property
     def held(self) -> dict[str, int]:
         """Bytes by kind that are held now."""
@@ -183,6 +198,8 @@ class MemoryTracker(TorchDispatchMode):
         self._from_host.pop(key, None)
         if (owner := self._owners.pop(key, None)) is not None:
             self.owned[owner] -= size
+            if owner is not self.owner:
+                self._freed[owner, self.owner] += size
         if (kind := self._kinds.pop(key, None)) is not None:
             self._add_named(kind, -size)
         if self._watch is not None:

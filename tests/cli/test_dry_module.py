@@ -15,22 +15,25 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
+    Gemma3TextConfig,
     GPT2Config,
     JetMoeConfig,
+    LlamaConfig,
     MixtralConfig,
     PreTrainedConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
-from lightning_megatron.cli.dry_module import META, DryModule
+from lightning_megatron.cli.dry_module import META, DryModule, WholeModule
 from lightning_megatron.cli.main import main
-from lightning_megatron.cli.module_run import causal_module
+from lightning_megatron.cli.module_run import causal_module, causal_whole
 from lightning_megatron.cli.planned_optimizer import recipe_optimizer
 from lightning_megatron.lightning_modules import AdamWConfig, CausalModule
 from lightning_megatron.mesh import Mesh, Sizes
 from lightning_megatron.optim.config import OptimizerConfig
 from lightning_megatron.planner import memory_tracker
-from lightning_megatron.planner.dry_run import DryRun, dry_run
+from lightning_megatron.planner.dry_run import DryRun, DryRuns, dry_run, global_rank
 from lightning_megatron.planner.memory_tracker import OTHERS, MemoryTracker
 from lightning_megatron.planner.model_parts import SequenceLengths
 from lightning_megatron.planner.output_shapes import OutputShapes
@@ -105,7 +108,7 @@ def run_of(layout: Layout, precision: str = "32-true", **changes: Any) -> RunSet
 @lru_cache(maxsize=4)
 def module_of(folder: str, run: RunSettings, lora: LoraConfig | None) -> DryModule:
     """What all ranks of a run share."""
-    return causal_module({"path": folder, "lora": lora}, run, None)
+    return causal_module(causal_whole({"path": folder, "lora": lora}), run)
 
 
 def found_by(folder: str, run: RunSettings, rank: int = 0, lora: LoraConfig | None = None) -> DryRun:
@@ -284,7 +287,7 @@ def test_tensors_without_numbers_take_the_memory_of_real_ones(
 ) -> None:
     folder, run = folder_of(config, tmp_path), run_of(Layout(optimizer=DISTRIBUTED), precision, fp8=fp8)
     module = module_of(folder, run, None)
-    drawn = DryModule(partial(CausalModule, folder, from_scratch=True), module.batch, run, None)
+    drawn = DryModule(WholeModule(partial(CausalModule, folder, from_scratch=True), None), module.batch, run)
     dry = dry_run(run, 0, full_model=module)
     real = dry_run(run, 0, full_model=drawn, device=torch.device("cpu"))
     # Beside a GPU the host has the number of each weight's step.
@@ -313,6 +316,42 @@ def test_ranks_multiply_what_the_plain_model_does(tmp_path: Path) -> None:
         assert sum(one.flops["products"] for one in ranks) == products > 0
         # A causal query needs half of the pairs.
         assert sum(one.flops["attention"] for one in ranks) == (with_scores - products) / 2 > 0
+
+
+LAYERS: dict[str, PreTrainedConfig] = {
+    "Llama": LlamaConfig(**{**SMALL, "num_hidden_layers": 8}),
+    "Qwen3-MoE": Qwen3MoeConfig(
+        **{**SMALL, "num_hidden_layers": 8}, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32
+    ),
+    # Windows of 16 tokens in two layers of three.
+    "Gemma 3": Gemma3TextConfig(
+        **{**SMALL, "num_hidden_layers": 24},
+        sliding_window=16,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 8,
+    ),
+}
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize(
+    "layout", every_nth([Layout(), Layout(world=4, tp=2, pp=2, sp=True), Layout(world=4, pp=2, vp=2)], 2)
+)
+def test_few_layers_stand_for_all(name: str, layout: Layout, tmp_path: Path) -> None:
+    folder, run = folder_of(LAYERS[name], tmp_path), run_of(layout, "bf16-mixed")
+    whole = causal_whole({"path": folder})
+    kinds = whole.layer_kinds
+    assert len(set(kinds.values())) == (2 if name == "Gemma 3" else 1)
+    found = {}
+    for is_shallow in (True, False):
+        # Where nobody knows what layers are, all run.
+        whole.__dict__["layer_kinds"] = kinds if is_shallow else {}
+        runs = DryRuns(run, causal_module(whole, run))
+        found[is_shallow] = [runs.of(global_rank(run, rank, 0)) for rank in range(layout.pp)]
+        assert not runs.are_deep
+    for few, all_ in zip(found[True], found[False], strict=True):
+        assert few.peak_bytes == pytest.approx(all_.peak_bytes, rel=0.001)
+        assert few.flops == all_.flops and few.messages == all_.messages
 
 
 def test_recomputed_layers_take_less_and_multiply_more(tmp_path: Path) -> None:

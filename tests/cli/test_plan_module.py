@@ -11,7 +11,7 @@ from transformers import GPT2Config, LlamaConfig, MixtralConfig, PreTrainedConfi
 
 from lightning_megatron.cli import plan_module
 from lightning_megatron.cli.main import main
-from lightning_megatron.cli.module_run import causal_module
+from lightning_megatron.cli.module_run import causal_module, causal_whole
 from lightning_megatron.cli.plan_file import model_of_folder
 from lightning_megatron.mesh import Sizes
 from lightning_megatron.optim.config import OptimizerConfig
@@ -85,7 +85,7 @@ def test_flops_and_states_are_those_of_the_packages_model_of_its_sizes(sizes: di
     own = Run(
         **{field.name: getattr(settings, field.name) for field in fields(settings)}, model=model_of_folder(Path(llama))
     )
-    found = measured(settings, causal_module({"path": llama, "from_scratch": True}, settings, None))
+    found = measured(settings, causal_module(causal_whole({"path": llama, "from_scratch": True}), settings))
     known = measured(own)
     assert found.flops == known.flops and found.ranks[0].trained == known.ranks[0].trained
     for one, other in zip(found.ranks, known.ranks, strict=True):
@@ -182,7 +182,7 @@ def test_a_search_shares_experts_sequences_and_layers(tmp_path: Path, capsys: py
     found = {}
     for name, config in (("experts", EXPERTS), ("llama", LLAMA)):
         folder = folder_of(config, tmp_path / name)
-        size = causal_module({"path": folder, "from_scratch": True}, settings, None).size()
+        size = causal_module(causal_whole({"path": folder, "from_scratch": True}), settings).size()
         tried = list(few_candidates(settings, H100, size))
         found[name] = {axis: {getattr(run.sizes, axis) for run in tried} for axis in ("tp", "cp", "pp", "vp", "ep")}
         assert all(run.sizes.ep == 1 or run.sizes.etp == run.sizes.tp for run in tried)
