@@ -4,6 +4,7 @@ import os
 from collections.abc import Mapping
 
 from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment, _is_slurm_interactive_mode
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 
@@ -13,6 +14,8 @@ _VARIABLES = {
     "SLURM": ("SLURM_NTASKS", "SLURM_NNODES", "SLURM_NTASKS_PER_NODE"),
 }
 
+# Variables of Lightning's own launcher on several machines; without one of them each takes itself for the first.
+_OF_MACHINES = ("MASTER_ADDR", "NODE_RANK", "GROUP_RANK")
 _QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
@@ -24,6 +27,14 @@ def num_started(environment: ClusterEnvironment | None) -> int | None:
 
 def launch_faults(environment: ClusterEnvironment | None, num_nodes: int, num_processes: int) -> list[str]:
     """Errors of `num_nodes` and `devices` of the Trainer, as against what the launcher says of itself."""
+    # Classes of others, as Ray's, know the machines in their own way.
+    is_alone = type(environment) is LightningEnvironment and os.environ.keys().isdisjoint(_OF_MACHINES)
+    if is_alone and num_nodes > 1:
+        return [
+            f"num_nodes ({num_nodes}) of the Trainer needs the same command on each machine, with MASTER_ADDR, "
+            "MASTER_PORT and NODE_RANK in its environment, which are not there: the other machines would be waited for "
+            "in vain; start it by torchrun, or use num_nodes=1"
+        ]
     launcher, started, wanted = _launcher_of(environment), num_started(environment), num_nodes * num_processes
     if launcher is None or started in (None, wanted):
         return []

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.callbacks import BatchSizeFinder
 
@@ -48,6 +49,17 @@ def test_a_forgotten_num_nodes_is_named(monkeypatch: pytest.MonkeyPatch) -> None
         "num_nodes (1) x devices (2) of the Trainer is 2, but torchrun has started 4 processes (WORLD_SIZE=4, "
         "GROUP_WORLD_SIZE=2, LOCAL_WORLD_SIZE=2); use Trainer(num_nodes=2, devices=2)"
     )
+
+
+def test_machines_that_nothing_brings_together_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MASTER_ADDR", "NODE_RANK", "GROUP_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    environment = LightningEnvironment()
+    [fault] = launch_faults(environment, 2, 4)
+    assert fault.startswith("num_nodes (2) of the Trainer needs the same command on each machine, with MASTER_ADDR")
+    assert not launch_faults(environment, 1, 4)
+    monkeypatch.setenv("NODE_RANK", "1")
+    assert not launch_faults(environment, 2, 4)
 
 
 def test_other_faults_are_those_of_the_processes_that_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
