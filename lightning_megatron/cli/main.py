@@ -96,7 +96,7 @@ def main(args: Sequence[str] | None = None) -> int:
             parser.print_help()
             return 0
         if called[0].startswith("-") and not parser.knows(called[0]):
-            # argparse would only say that a command is missing.
+            # Of this, argparse would only say that a command is missing.
             parser.error_of_unknown(called[:1])
         options = parser.parse_args(called)
         code: int | None = options.run(options)
