@@ -3,10 +3,10 @@
 import logging
 import warnings
 
-# Loggers, each with a part of what it says in every run or at every save that a program asks for.
+# Loggers, each with parts of what it says in every run or at every save that a program asks for.
 _NO_NEWS = {
-    "lightning.pytorch.utilities.rank_zero": "Tip: For seamless cloud",
-    "lightning.pytorch.trainer.connectors.checkpoint_connector": "`weights_only` was not set",
+    "lightning.pytorch.utilities.rank_zero": ("Tip: For seamless cloud", "TPU available: False"),
+    "lightning.pytorch.trainer.connectors.checkpoint_connector": ("`weights_only` was not set",),
 }
 # What Lightning says to itself, once a process.
 _OF_LIGHTNING = r"`isinstance\(treespec, LeafSpec\)` is deprecated"
@@ -20,4 +20,5 @@ def leave_out_what_is_no_news() -> None:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    return _NO_NEWS[record.name] not in record.getMessage()
+    message = record.getMessage()
+    return not any(words in message for words in _NO_NEWS[record.name])

@@ -36,3 +36,16 @@ def test_a_save_says_nothing_of_every_save(tmp_path: Path, monkeypatch: pytest.M
     trainer.save_checkpoint(tmp_path / "two.ckpt")
     logger.info("of this run")
     assert kept.texts == ["of this run"]
+
+
+def test_a_trainer_says_nothing_of_chips_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    logger, kept = logging.getLogger("lightning.pytorch.utilities.rank_zero"), Kept()
+    for name in _NO_NEWS:
+        monkeypatch.setattr(logging.getLogger(name), "filters", [])
+    monkeypatch.setattr(logger, "handlers", [kept])
+    make_trainer(PLAIN)
+    assert [text for text in kept.texts if "TPU" in text]
+    kept.texts.clear()
+    leave_out_what_is_no_news()
+    make_trainer(PLAIN)
+    assert any("GPU available" in text for text in kept.texts) and not any("TPU" in text for text in kept.texts)
