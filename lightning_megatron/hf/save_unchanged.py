@@ -134,7 +134,8 @@ class _Ranks:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Ranks, (Mesh.single(),)
+        # Another process, which may not have this package, loads the model with nothing in their place.
+        return type(None), ()
 
 
 class _SavePretrained:
