@@ -303,8 +303,9 @@ def make_buckets(
             members.sort(key=lambda param: param.name)
         sizes, shards = [param.parameter.numel() for param in members], shards_of(members[0].replicas)
         # What is around the parts is used at both ends of a step: a bucket of embedding and head would be there in
-        # between for the sake of one of them. What is small goes with either.
-        limit = min(bucket_size, max(sizes) * 9 // 8) if is_sharded and part is None else bucket_size
+        # between for the sake of one of them. What is small goes with either, and many of one size go in a few.
+        apart = max(max(sizes) * 9 // 8, sum(sizes) // 4)
+        limit = min(bucket_size, apart) if is_sharded and part is None else bucket_size
         for layout in bucket_layouts(sizes, num_shards=shards.size, bucket_size=limit, no_split=no_split):
             chosen = [members[index] for index in layout.members]
             dtype, low = dtype_of(chosen[0].parameter), low_of(chosen[0].parameter)

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_megatron.mesh import Mesh, Sizes
-from lightning_megatron.optim.bucket import Bucket
+from lightning_megatron.mesh import Axis, Mesh, Sizes
+from lightning_megatron.optim.bucket import Bucket, ModelParam, make_buckets
 from lightning_megatron.optim.config import OptimizerConfig
 from lightning_megatron.optim.data_parallel_comm import DataParallelComm
 from lightning_megatron.optim.gradients import Gradients
 from lightning_megatron.pipeline.scheduled import ScheduledCall
-from lightning_megatron.sharding import Initial
+from lightning_megatron.sharding import Initial, shard_of
 from lightning_megatron.tensor.linear import ColumnParallelLinear
 from lightning_megatron.tensor.weight_gradients import WeightGradients, share
 from tests.harness.ranks import run_on_ranks
@@ -52,6 +52,30 @@ def exchange_of(
     named: list[tuple[str, nn.Parameter]], config: OptimizerConfig = OVERLAP, mesh: Mesh | None = None
 ) -> DataParallelComm:
     return DataParallelComm(Gradients(named, set(), mesh or Mesh.single(), no_group, CPU, config=config))
+
+
+def members_around(*shapes: tuple[int, ...]) -> list[list[int]]:
+    """Sizes of the parameters in each bucket, where all of them are around the layers of a network."""
+    replicas = Axis("dp", 2, 0, (0, 1))
+    weights = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
+    params = [ModelParam(str(i), one, shard_of(one), replicas, None, False, (0,)) for i, one in enumerate(weights)]
+    buckets = make_buckets(
+        params,
+        shards_of=lambda axis: axis,
+        bucket_size=100_000,
+        no_split=False,
+        dtype_of=lambda parameter: parameter.dtype,
+        low_of=lambda parameter: None,
+        adds_shards=True,
+        part_of=lambda parameter: None,
+    )
+    return [[param.parameter.numel() for param in bucket.members] for bucket in buckets]
+
+
+def test_large_sharded_matrices_around_layers_go_apart_and_small_ones_together() -> None:
+    assert members_around((32, 16), (16,), (32, 16)) == [[512, 16], [512]]
+    # A network without layers has many of one size.
+    assert [len(bucket) for bucket in members_around(*[(4, 4)] * 80)] == [20] * 4
 
 
 def scalars(*names: str) -> list[tuple[str, nn.Parameter]]:
