@@ -1042,6 +1042,11 @@ class MegatronStrategy(ParallelStrategy):
             self._lightning_module = module
             if run is not None and module is not None and run.has_whole_networks(module):
                 self._last_fit.restore_networks(module, self.optimizers, self._saver.world)
+        except BaseException as error:
+            # The others wait for what this rank has of the networks, and once the watch has ended nobody tells them.
+            if run is not None:
+                run.fail(error)
+            raise
         finally:
             if run is not None and run.watch is not None:
                 run.watch.stop()

@@ -2,7 +2,7 @@
 
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
@@ -61,6 +61,11 @@ class Fails(Small):
     def on_train_batch_end(self, *_: Any) -> None:
         self.break_at("a hook")
 
+    def cpu(self) -> Self:
+        # The strategy's teardown calls it.
+        self.break_at("cpu")
+        return super().cpu()
+
 
 class Breaks(nn.Tanh):
     num_calls = 0
@@ -76,11 +81,11 @@ def fail(layout: Layout, rank: int, point: str) -> None:
     make_trainer(layout, max_epochs=1).fit(Fails(rank, point), Data())
 
 
-def fail_and_linger(layout: Layout) -> None:
+def fail_and_linger(layout: Layout, point: str) -> None:
     """The failing process does not end: its connections stay open, and nobody would hear of it by them."""
     watch._GRACE_SECONDS = SHORT_GRACE_SECONDS  # type: ignore[attr-defined]
     try:
-        fail(layout, 1, "training_step")
+        fail(layout, 1, point)
     except KeyError:
         time.sleep(SOON_SECONDS - 5)
         raise
@@ -110,17 +115,17 @@ def test_ranks_that_fail_together_save_together(tmp_path: Path) -> None:
     assert is_checkpoint(tmp_path / "on_exception.ckpt")
 
 
-@pytest.mark.parametrize("layout", [PP2, DP2])
+@pytest.mark.parametrize(("layout", "point"), [(PP2, "training_step"), (DP2, "training_step"), (PP2, "cpu")])
 def test_a_rank_that_waits_for_a_failed_one_is_ended(
-    layout: Layout, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    layout: Layout, point: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(ranks, "GRACE_SECONDS", 0.5)
     started_seconds = time.monotonic()
     with pytest.raises(RankFailed, match="rank 0 of 2 failed:\\nthe process ended by exit code 1"):
-        run_on_ranks(2, fail_and_linger, layout, init=False, timeout=2 * SOON_SECONDS)
+        run_on_ranks(2, fail_and_linger, layout, point, init=False, timeout=2 * SOON_SECONDS)
     assert time.monotonic() - started_seconds < SOON_SECONDS - 5
     last_words = capfd.readouterr().out
-    assert "[rank 0] rank 0 ends because rank 1 failed" in last_words and "broken in training_step" in last_words
+    assert "[rank 0] rank 0 ends because rank 1 failed" in last_words and f"broken in {point}" in last_words
 
 
 @pytest.mark.parametrize(
