@@ -224,6 +224,13 @@ def shard_of(parameter: Tensor) -> Shard:
     return shard if shard is not None else Shard(global_shape=tuple(parameter.shape))
 
 
+def without_values(parameter: Tensor) -> Tensor:
+    """A tensor of the parameter's shape and `Shard` that takes no memory."""
+    found = ShardedParameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
+    found.shard = shard_of(parameter)
+    return found
+
+
 def sharded_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, Shard]]:
     """Name, parameter and shard of every parameter that was built with a shard."""
     for name, parameter in module.named_parameters():

@@ -61,9 +61,13 @@ class FitRecord:
 
         The optimizers are left with the parts that this rank had, which checkpoints know by the names of the whole.
         """
-        stepped = self.master_slots.with_parameters(module, optimizers)
+        stepped = {one for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]}
+        slots = self.master_slots.before_whole(module, stepped)
         pipelined_models.restore_networks(module, world)
-        self.master_slots = stepped
+        self.master_slots = slots
+        for one in stepped:
+            # Gradients are zeroed at the beginning of a run, but not those of parts, which are no parameters any more.
+            one.grad = None
 
 
 @dataclass(kw_only=True)

@@ -914,7 +914,8 @@ class MegatronStrategy(ParallelStrategy):
             return single_file.load_alone(str(checkpoint_path), self.checkpoint_io, weights_only)
         if run is not None:
             run.agree_to_load(str(checkpoint_path))
-        pipelined_models.cut_late_networks(module, self.mesh, self.plan)
+            # After a run nobody would make whole again what is cut.
+            pipelined_models.cut_late_networks(module, self.mesh, self.plan)
         model_checks.require_own_mesh(module, self.mesh)
         if self._dp_comm is not None:
             # What the checkpoint lacks stays as it is, and the rest is loaded into the module's own weights.

@@ -239,6 +239,48 @@ def test_an_average_of_parts_is_saved_whole_after_the_run(name: str, tmp_path: A
         torch.testing.assert_close(loaded, {f"{key}{one}": weight for one, weight in weights.items()}, rtol=0, atol=0)
 
 
+class TrainsSome(networks.TrainsOverTensor):
+    """Trains a part of its weights, and may be tested."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.net.blocks[0].requires_grad_(False)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW((one for one in self.parameters() if one.requires_grad), lr=1e-3)
+
+
+def held_after(folder: str, layout: Layout) -> None:
+    module, loader = TrainsSome(), networks.loader()
+    trainer = make_trainer(layout, max_steps=2, max_epochs=-1)
+    trainer.fit(module, loader)
+    strategy: Any = trainer.strategy
+    trainer.save_checkpoint(f"{folder}/before.ckpt")
+    for path in (None, f"{folder}/before.ckpt"):
+        trainer.test(module, loader, ckpt_path=path, verbose=False)
+    slots, [optimizer] = strategy._last_fit.master_slots, trainer.optimizers
+    # Runs leave nothing but what the optimizer of the fit steps.
+    stepped = [one for group in optimizer.param_groups for one in group["params"]]
+    assert slots.slots.keys() == set(stepped) and all(one.grad is None for one in stepped)
+    assert all(one.is_meta for one in (*slots.parts.values(), *(slot.parameter for slot in slots.slots.values())))
+    strategy.load_checkpoint(f"{folder}/before.ckpt")
+    assert not any(True for _ in sharded_parameters(module))
+    trainer.save_checkpoint(f"{folder}/after.ckpt")
+    strategy.wait_for_checkpoint()
+
+
+def test_later_runs_leave_the_state_of_the_fit_alone(tmp_path: Any) -> None:
+    run_on_ranks(2, held_after, str(tmp_path), Layout(world=2, tp=2), init=False)
+    entries = [checkpoint.read_entries(str(tmp_path / f"{one}.ckpt")) for one in ("before", "after")]
+    loaded = [{name: torch.zeros(one.shape, dtype=one.dtype) for name, one in found.items()} for found in entries]
+    for one, tensors in zip(("before", "after"), loaded, strict=True):
+        checkpoint.load(str(tmp_path / f"{one}.ckpt"), tensors, world=Mesh.single().world)
+    torch.testing.assert_close(loaded[1], loaded[0], rtol=0, atol=0)
+
+
 class Later(Causal):
     """Reads, or makes, of its model what a rank keeps alone."""
 

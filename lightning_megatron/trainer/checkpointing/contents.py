@@ -4,8 +4,8 @@ Lightning asks every rank for a dictionary and hands it to the strategy. Tensors
 each under its name in the unsplit model; optimizer states come from the optimizers themselves.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -21,6 +21,7 @@ from lightning_megatron.checkpoint.torch_index import OPTIMIZERS
 from lightning_megatron.comm.collectives import all_reduce
 from lightning_megatron.mesh import Axis
 from lightning_megatron.optim.data_parallel_comm import DataParallelComm
+from lightning_megatron.sharding import without_values
 from lightning_megatron.trainer.checkpointing.parameter_order import in_module_order, names_on_ranks
 
 # Keys of Lightning's dictionary.
@@ -41,24 +42,25 @@ class MasterSlots:
     """Names of the parameters that are narrower than their master weights, wherever those are."""
     sharded: frozenset[str] = frozenset()
     """Names of the parameters whose values are in master weights alone, wherever those are."""
+    parts: Mapping[str, Tensor] = field(default_factory=dict)
+    """What this rank had of parameters that are whole again, by name, without values."""
 
     @property
     def saved(self) -> frozenset[str]:
         """Names of the parameters in whose place their master weights are saved."""
         return self.lowered | self.sharded
 
-    def with_parameters(self, module: pl.LightningModule, optimizers: Iterable[Optimizer]) -> "MasterSlots":
-        """These, and each parameter of a module that optimizers step as a slice that is all of it.
+    def before_whole(self, module: pl.LightningModule, stepped: Set[Tensor]) -> "MasterSlots":
+        """These, and the parameters of a module that optimizers step as slices that are all of what this rank has.
 
-        Of a module with other parameters than at the end of the fit they are these alone.
+        They hold no weight that is not stepped: those of the module are about to become whole.
         """
-        of_fit = {one for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]}
-        of_fit |= {slot.parameter for slot in self.slots.values()}
-        parameters = dict(module.named_parameters())
-        if of_fit.isdisjoint(parameters.values()):
-            return self
-        plain: dict[Tensor, Slot] = {one: Slot.full(name, one) for name, one in parameters.items()}
-        return MasterSlots({**plain, **self.slots}, self.lowered, self.sharded)
+        parts = {name: without_values(one) for name, one in module.named_parameters()} | dict(self.parts)
+        own = {one: name for name, one in module.named_parameters() if one in stepped}
+        slots: dict[Tensor, Slot] = {one: Slot.full(name, parts[name]) for one, name in own.items()}
+        held = {one: slot for one, slot in self.slots.items() if one in stepped or slot.name in self.saved}
+        slots |= {one: replace(slot, parameter=without_values(slot.parameter)) for one, slot in held.items()}
+        return replace(self, slots=slots, parts=parts)
 
     @staticmethod
     def of(dp_comm: DataParallelComm) -> "MasterSlots":
@@ -105,8 +107,6 @@ class Contents:
         own = {s.name: (master, s) for master, s in master_slots.slots.items() if s.name in master_slots.saved}
         # A weight whose master weights are all on other data-parallel ranks is written by those.
         elsewhere = master_slots.saved - own.keys()
-        # A callback may have a copy of what this rank had of weights that are whole again.
-        parts = {slot.name: slot.parameter for slot in master_slots.slots.values()}
         pieces: dict[str, Piece | list[Piece]] = {}
         meta: dict[str, Any] = {}
         for key, value in checkpoint.items():
@@ -123,7 +123,8 @@ class Contents:
                         pieces[prefix + name] = slot.pieces(master)
                     elif not (is_live and first_name in elsewhere):
                         like = live.get(name, tensor)
-                        part = parts.get(first_names.get(like, name), like)
+                        # A callback may have a copy of the part.
+                        part = master_slots.parts.get(first_names.get(like, name), like)
                         is_part = part.shape == tensor.shape != like.shape
                         pieces[prefix + name] = Piece.all_like(part if is_part else like, tensor)
                 if key != WEIGHTS:
