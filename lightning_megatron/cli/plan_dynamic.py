@@ -37,10 +37,7 @@ def with_balanced_batch(request: PlanRequest[Run], option: str | None, gpu: Gpu,
                 ]
             )
         return request
-    if request.run.is_overlapped:
-        name = "overlap_expert_exchange beside dynamic_context"
-        request = replace(request, unplanned={**request.unplanned, name: "keeps more and waits less"})
-    run = replace(request.run, is_overlapped=False)
+    run = request.run
     known, own = _faults(run, cut, config)
     if known or own or not isinstance(run.model, GPTConfig):
         return replace(request, run=run, faults=(*request.faults, *own))

@@ -20,7 +20,9 @@ def balanced_time(run: Run, gpu: Gpu, constants: Constants) -> StepTime:
     assert run.balanced is not None
     step = run.balanced
     times = _times(run, gpu, constants)
-    seconds = {group: max(map(sum, zip(time.forwards, time.backwards, strict=True))) for group, time in times.items()}
+    count = run.num_accumulated * run.num_microbatches
+    # What overlap hides is no part of it.
+    seconds = {group: _between_stages(time) / count for group, time in times.items()}
     clocks = [0.0] * step.plan.num_ranks
     for slot in step.plan.slots:
         for group in slot:
@@ -47,6 +49,11 @@ def balanced_time(run: Run, gpu: Gpu, constants: Constants) -> StepTime:
         other=constants.step_seconds + straggling,
         passes=longest.passes,
     )
+
+
+def _between_stages(time: StepTime) -> float:
+    """Seconds of a step's forwards and backwards on its slowest pipeline rank."""
+    return time.compute + sum(seconds for axis, seconds in time.exposed.items() if axis != "dp")
 
 
 def _times(run: Run, gpu: Gpu, constants: Constants) -> dict[RankGroup, StepTime]:

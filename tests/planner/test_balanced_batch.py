@@ -76,6 +76,9 @@ RUNS = {
     "float32": run_of(GATED, Sizes(world=2), precision="32-true"),
     "experts": run_of(EXPERTS, Sizes(world=4, ep=2), optimizer=DISTRIBUTED, cap=2048),
     "again": run_of(GATED, Sizes(world=4, pp=2), recompute=RecomputeConfig(granularity="full"), optimizer=DISTRIBUTED),
+    "forwards beside backwards": run_of(
+        EXPERTS, Sizes(world=8, ep=2, pp=2), optimizer=DISTRIBUTED, cap=2048, multiple=2, is_overlapped=True
+    ),
     "accumulated": run_of(GATED, Sizes(world=4, pp=2), num_accumulated=3, optimizer=DISTRIBUTED),
 }
 
@@ -96,6 +99,17 @@ def test_a_rank_without_documents_runs_dry() -> None:
     assert idle and busy
     peaks = {line: dry_run(run, global_rank(run, 0, line)).peak_bytes for line in (idle[0], busy[0])}
     assert 0 < peaks[idle[0]] < peaks[busy[0]]
+
+
+def test_overlap_holds_more_and_takes_less() -> None:
+    sizes = Sizes(world=8, ep=2, pp=2)
+    beside = run_of(EXPERTS, sizes, cap=2048, num_tokens=30000, multiple=2, is_overlapped=True, optimizer=DISTRIBUTED)
+    plain = replace(beside, is_overlapped=False)
+    own, other = (estimate(run, H100) for run in (beside, plain))
+    assert own.step_seconds < other.step_seconds and own.time.exposed["ep"] < other.time.exposed["ep"]
+    assert own.time.compute == other.time.compute
+    rank = global_rank(beside, 0, fullest_line(beside, 0))
+    assert dry_run(beside, rank).peak_bytes > dry_run(plain, rank).peak_bytes
 
 
 def test_messages_are_those_of_each_group() -> None:
