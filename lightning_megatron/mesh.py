@@ -15,7 +15,7 @@ call runs on the last stage and loggers, progress bars and `is_global_zero` live
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar, Token
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import chain
@@ -360,16 +360,6 @@ _AMBIENT: ContextVar[Mesh | None] = ContextVar("lightning_megatron_mesh", defaul
 def ambient_mesh() -> Mesh:
     """The mesh that the running strategy set up, or that of one device. Only constructors of full models read it."""
     return _AMBIENT.get() or Mesh.single()
-
-
-def set_ambient_mesh(mesh: Mesh) -> Token[Mesh | None]:
-    """Makes `mesh` the ambient mesh; `reset_ambient_mesh` takes the token that is returned."""
-    return _AMBIENT.set(mesh)
-
-
-def reset_ambient_mesh(token: Token[Mesh | None]) -> None:
-    """Restores the ambient mesh from before."""
-    _AMBIENT.reset(token)
 
 
 @contextmanager

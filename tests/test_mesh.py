@@ -17,8 +17,6 @@ from lightning_megatron.mesh import (
     Sizes,
     ambient,
     ambient_mesh,
-    reset_ambient_mesh,
-    set_ambient_mesh,
 )
 
 NAMES = dict.fromkeys([*DENSE, *EXPERT, "world", *("+".join(union) for union in UNIONS)])
@@ -177,9 +175,6 @@ def test_the_ambient_mesh_is_that_of_one_device_unless_one_is_set() -> None:
     with ambient(mesh):
         assert ambient_mesh() is mesh
     assert ambient_mesh().sizes == Sizes()
-    token = set_ambient_mesh(mesh)
-    assert ambient_mesh() is mesh
-    reset_ambient_mesh(token)
     with pytest.raises(KeyError), ambient(mesh):
         raise KeyError
     assert ambient_mesh().sizes == Sizes()

@@ -6,7 +6,6 @@ last fit after that.
 
 from collections.abc import Iterable
 from contextlib import ExitStack
-from contextvars import Token
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +18,7 @@ from lightning_megatron.any_module.pipelined_modules import pipelined_modules
 from lightning_megatron.any_module.uncut import was_held
 from lightning_megatron.checkpoint.owner_lock import FolderOwner
 from lightning_megatron.comm.async_collectives import no_op
-from lightning_megatron.mesh import Axis, Mesh, reset_ambient_mesh
+from lightning_megatron.mesh import Axis
 from lightning_megatron.optim.data_parallel_comm import DataParallelComm
 from lightning_megatron.optim.replica_check import DifferingCopiesError, bullet_list, differing_copies
 from lightning_megatron.pipeline.module import run_alone
@@ -75,8 +74,6 @@ class ActiveRun:
     """State of one run. It is made before anything else of the run; the rest is filled in as set-up goes on."""
 
     connections: Connections
-    ambient: Token[Mesh | None]
-    """Token by which the ambient mesh is reset at the end."""
     owned_folders: list[FolderOwner] = field(default_factory=list)
     """Folders of checkpoints that no other run saves into meanwhile; of the first rank."""
     local_checkpoint: LocalCheckpoint | None = None
@@ -108,8 +105,8 @@ class ActiveRun:
     """Linears of networks that know nothing of a split backward, which put off their weight gradients in this run."""
     compiled_layers: list[nn.Module] = field(default_factory=list)
     """Layers that are compiled in this run alone."""
-    attention: ExitStack = field(default_factory=ExitStack)
-    """Choice of a library for attention, which holds in this run alone."""
+    contexts: ExitStack = field(default_factory=ExitStack)
+    """What holds in this run alone: the ambient mesh, and the choice of a library for attention."""
     synced_metrics: list[Metric] = field(default_factory=list)
     """Metrics whose sync was changed for this run."""
     skipped_step_schedulers: SkippedStepSchedulers = field(default_factory=SkippedStepSchedulers)
@@ -211,7 +208,7 @@ class ActiveRun:
                 self.owned_folders.pop().release()
         if self.document_prefetch is not None:
             self.document_prefetch.stop(is_failed=is_interrupted and not is_leaving)
-        reset_ambient_mesh(self.ambient)
+        self.contexts.close()
         if module is not None:
             for pipelined in pipelined_modules(module).values():
                 pipelined.driver = run_alone
@@ -222,7 +219,6 @@ class ActiveRun:
             share_yield_to_peer(module, no_op)
         while self.compiled_layers:
             compiled_layers.restore(self.compiled_layers.pop())
-        self.attention.close()
         metric_sync.restore_metrics(self.synced_metrics)
         self.skipped_step_schedulers.let_go()
         if self.dp_comm is not None:

@@ -42,7 +42,7 @@ from lightning_megatron.comm.tree_axis import FAN_OUT
 from lightning_megatron.config_dataclass import type_faults
 from lightning_megatron.context.balance import DynamicContextConfig
 from lightning_megatron.context.config import ContextConfig
-from lightning_megatron.mesh import Axis, Mesh, Sizes, set_ambient_mesh
+from lightning_megatron.mesh import Axis, Mesh, Sizes, ambient
 from lightning_megatron.optim.config import LossScaleConfig, OptimizerConfig
 from lightning_megatron.optim.data_parallel_comm import DataParallelComm
 from lightning_megatron.pipeline.registry import placement_of, spec_of
@@ -396,7 +396,8 @@ class MegatronStrategy(ParallelStrategy):
                 watch.stop()
             raise
         module = self.lightning_module
-        self._run = run = ActiveRun(connections=self._connections, ambient=set_ambient_mesh(self.mesh), watch=watch)
+        self._run = run = ActiveRun(connections=self._connections, watch=watch)
+        run.contexts.enter_context(ambient(self.mesh))
         if module is not None and module.trainer.state.fn == TrainerFn.FITTING:
             self._last_fit.history = run_history.begun([], module.trainer.global_step, self._saver.world)
             run.local_checkpoint = self._make_local_checkpoint()
@@ -483,7 +484,7 @@ class MegatronStrategy(ParallelStrategy):
             model_checks.require_equal_writes(module, self.mesh)
         pipelined = pipelined_modules(module)
         model_checks.share_kernels(module, self.kernels, self.mesh)
-        run.attention.enter_context(attention_library.attention_by(self.kernels.attention))
+        run.contexts.enter_context(attention_library.attention_by(self.kernels.attention))
         if self.dynamic_context is not None and trainer.state.fn == TrainerFn.FITTING:
             model_checks.require_spreading(module)
             run.document_prefetch = self._make_document_prefetch(trainer, self.dynamic_context)
