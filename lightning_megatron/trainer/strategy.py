@@ -441,6 +441,10 @@ class MegatronStrategy(ParallelStrategy):
             end_ranks(ranks)
             raise
 
+    def _syncs_layers(self, trainer: pl.Trainer) -> bool:
+        """Whether batch norms are synchronised in the run, as the Trainer's sync_batchnorm asks."""
+        return self._layer_sync is not None and self.is_distributed and trainer.state.fn == TrainerFn.FITTING
+
     def _make_local_checkpoint(self) -> LocalCheckpoint | None:
         if not self.checkpoint.local_folder or self._require_module().trainer.fast_dev_run:  # type: ignore[attr-defined]
             return None
@@ -468,7 +472,8 @@ class MegatronStrategy(ParallelStrategy):
             run.owned_folders = owned_folders.take_folders(trainer, self._saver.world)
         self.accelerator.setup(trainer)
         trainer.callbacks.extend(run.own_callbacks)  # type: ignore[attr-defined]
-        if trainer.state.fn == TrainerFn.FITTING and self._layer_sync is not None and self.is_distributed:
+        if self._syncs_layers(trainer):
+            assert self._layer_sync is not None
             self.model = self._layer_sync.apply(module)
             metric_sync.sync_batch_norms_over(module, self.mesh.dp)
         pipelined_models.cut_late_networks(module, self.mesh, self.plan)
@@ -1037,6 +1042,9 @@ class MegatronStrategy(ParallelStrategy):
                 run.end(module, self._last_fit)
                 self._run = None
             self._plugin.end()
+            if run is not None and module is not None and self._syncs_layers(module.trainer):
+                assert self._layer_sync is not None
+                self.model = self._layer_sync.revert(module)
             if module is not None and any(parameter.is_meta for parameter in module.parameters()):
                 # It cannot move to the host, and a failure to do so would hide why the run ended before it had weights.
                 self._lightning_module = None

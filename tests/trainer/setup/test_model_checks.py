@@ -91,10 +91,11 @@ class Normed(L.LightningModule):
 
 
 def ranks_of_norms(layout: Layout) -> list[list[int]]:
-    """The global ranks that each synchronised batch norm talks over."""
+    """The global ranks that each synchronised batch norm talks over in the fit; after it there is none."""
     module = Normed()
     trainer = make_trainer(layout, sync_batchnorm=True, limit_train_batches=0, limit_val_batches=0)
     trainer.fit(module, torch.utils.data.DataLoader(torch.ones(8, 2), batch_size=4))
+    assert not any(isinstance(child, torch.nn.SyncBatchNorm) for child in module.modules())
     return module.talks
 
 
