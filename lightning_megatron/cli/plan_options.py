@@ -6,7 +6,6 @@ The names are those of the planner, which a test compares with these.
 import argparse
 import os
 from difflib import get_close_matches
-from pathlib import Path
 
 from lightning_megatron.cli.shipped_recipes import shipped_recipes
 from lightning_megatron.cli.usage import UsageError
@@ -85,7 +84,9 @@ def add_run_options(group: "argparse._ArgumentGroup", *, default_recompute: str)
 
 def require_known(config: str) -> None:
     """Raises UsageError for a CONFIG that is a bare name of nothing: no file, no folder, no preset and no recipe."""
-    if not config.strip() or any(mark in config for mark in _OF_NO_NAME) or config in PRESETS or Path(config).exists():
+    # Also a link that leads nowhere, which has an error of its own.
+    is_there = os.path.lexists(config)
+    if not config.strip() or any(mark in config for mark in _OF_NO_NAME) or config in PRESETS or is_there:
         return
     recipes = [recipe.name for recipe in shipped_recipes()]
     if config in recipes:

@@ -123,7 +123,8 @@ class RecipeCLI(LightningCLI):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         try:
-            parsers = (parser, *self._subcommand_parsers.values())
+            # Lightning's CLI has parsers of subcommands only where it runs one of them.
+            parsers = (parser, *vars(self).get("_subcommand_parsers", {}).values())
             sections = sorted({name for one in parsers for name in one.groups or ()})
             require_readable_configs(args if isinstance(args, list) else sys.argv[1:], sections)
             own, others = entry_options(self._given)
