@@ -44,12 +44,15 @@ def gather_on_first_rank(pieces: Pieces, world: Axis) -> dict[str, Tensor]:
     for rank, boxes in enumerate(by_rank):
         if not carries_to_first(world, rank):
             continue
-        for message in _messages([math.prod(box.sizes) * dtype.itemsize for _, box, dtype in boxes]):
-            sent = [next(own).tensor.cpu() for _ in message] if rank == world.rank else None
-            flat = carry_to_first_(_joined(sent, [size for _, size in message]), world, source=rank)
+        sizes_bytes = [math.prod(box.sizes) * dtype.itemsize for _, box, dtype in boxes]
+        for message in _messages(sizes_bytes):
+            if rank == world.rank:
+                flat = _joined([next(own).tensor.cpu() for _ in boxes[message]])
+            else:
+                flat = torch.empty(sum(sizes_bytes[message]), dtype=torch.uint8)
+            carry_to_first_(flat, world, source=rank)
             if world.is_first:
-                parts = flat.split([size for _, size in message])
-                for (name, box, dtype), part in zip((boxes[index] for index, _ in message), parts, strict=True):
+                for (name, box, dtype), part in zip(boxes[message], flat.split(sizes_bytes[message]), strict=True):
                     box.of(full[name]).copy_(_as(dtype, part).view(box.sizes))
     return full
 
@@ -61,33 +64,30 @@ def gather_on_all_ranks(pieces: Pieces, world: Axis) -> dict[str, Tensor]:
     if not world.is_first:
         full = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
     tensors = [one for one in full.values() if one.numel()]
-    for message in _messages([one.nbytes for one in tensors]):
-        held = [tensors[index] for index, _ in message]
-        sizes = [size for _, size in message]
+    sizes_bytes = [one.nbytes for one in tensors]
+    for message in _messages(sizes_bytes):
         # Of one tensor these are its own bytes.
-        flat = broadcast_(_joined(held, sizes), world)
-        for one, part in zip(held, flat.split(sizes), strict=True):
+        flat = broadcast_(_joined(tensors[message]), world)
+        for one, part in zip(tensors[message], flat.split(sizes_bytes[message]), strict=True):
             one.view(-1).view(torch.uint8).copy_(part)
     return full
 
 
-def _messages(sizes_bytes: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
-    """Tensors that go in one message, by their place and size in bytes: small ones together, large ones alone."""
-    message: list[tuple[int, int]] = []
+def _messages(sizes_bytes: Sequence[int]) -> Iterator[slice]:
+    """Which of the tensors of these sizes go in each message: small ones together, large ones alone."""
+    start, filled = 0, 0
     for index, size in enumerate(sizes_bytes):
-        if message and sum(held for _, held in message) + size > _MESSAGE_BYTES:
-            yield message
-            message = []
-        message.append((index, size))
-    if message:
-        yield message
+        if index > start and filled + size > _MESSAGE_BYTES:
+            yield slice(start, index)
+            start, filled = index, 0
+        filled += size
+    if sizes_bytes:
+        yield slice(start, len(sizes_bytes))
 
 
-def _joined(tensors: Sequence[Tensor] | None, sizes_bytes: Sequence[int]) -> Tensor:
-    """The bytes of tensors one after the other, or room for as many."""
-    if tensors is None:
-        return torch.empty(sum(sizes_bytes), dtype=torch.uint8)
-    # Messages know fewer dtypes than checkpoints. Of one tensor that is contiguous this is no copy.
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    """The bytes of tensors, one after the other: of one that is contiguous no copy."""
+    # Messages know fewer dtypes than checkpoints.
     flat = [one.detach().contiguous().view(-1).view(torch.uint8) for one in tensors]
     return flat[0] if len(flat) == 1 else torch.cat(flat)
 

@@ -338,8 +338,7 @@ class LlavaModel(GPTModel):
         # The draws of this call: their owner sets others for the next, before the backward of this one.
         make_keys = partial(_image_keys, replace(self.draws), counts, pixels.device)
         stream = image_stream(num_own, lambda: own(make_keys()), self.image_positions, self.mesh, pixels.device)
-        # Rows of the streams of all ranks that are features, image by image: without those of class tokens that are of
-        # no use, and what pads the stream of each rank.
+        # Rows of the streams of all ranks that are features, image by image. Padding and unused class tokens are none.
         rows_F = torch.arange(cp.size * stream.num_tokens, device=pixels.device).view(cp.size, -1)
         rows_FP = rows_F[:, : stream.num_real].unflatten(1, stream.shape)[..., int(not config.keeps_class_token) :]
         features_BS = torch.full(is_image_BS.shape, -1, device=pixels.device)

@@ -302,8 +302,8 @@ def make_buckets(
             # Names give the order: ranks hold shared parameters in orders of their own.
             members.sort(key=lambda param: param.name)
         sizes, shards = [param.parameter.numel() for param in members], shards_of(members[0].replicas)
-        # What is around the parts is used at both ends of a step: a bucket of embedding and head would be there in
-        # between for the sake of one of them. What is small goes with either, and many of one size go in a few.
+        # What is around the parts is used at both ends of a step. One bucket of embedding and head would stay from the
+        # first to the last. Small weights go with either, and many of one size go in a few.
         apart = max(max(sizes) * 9 // 8, sum(sizes) // 4)
         limit = min(bucket_size, apart) if is_sharded and part is None else bucket_size
         for layout in bucket_layouts(sizes, num_shards=shards.size, bucket_size=limit, no_split=no_split):
@@ -323,8 +323,8 @@ def make_buckets(
                 )
             )
     # Buckets of the first stages come last, and within a stage those of its first layers: a bucket of norms alone is
-    # complete late, and no other may wait for it. Where parts tell when gradients are complete, those around them are
-    # so at the end.
+    # complete late, and no other may wait for it.
+    # Sharded parameters around the parts come after all parts, which tell when their gradients are complete.
     return sorted(
         buckets,
         key=lambda bucket: (

@@ -43,8 +43,7 @@ _PAIR_NUMBERS, _PAIR_BACKWARD_NUMBERS = 6, 9
 _GROUPED_PAIR_NUMBERS, _GROUPED_PAIR_BACKWARD_NUMBERS = 9.5, 7
 # A head's elementwise kernels move so much in a backward, over a forward: casts of logits are written and read too.
 _HEAD_BACKWARD = 2.0
-# An optimizer step reads and writes each weight and its states, and reads its gradient; with master weights it also
-# writes the low-precision weight.
+# An optimizer step reads a gradient, and reads and writes its weight and states. Master weights add a write of 16 bits.
 _STEP_NUMBERS, _NUMBERS_OF_STATE, _LOW_BYTES = 3, 2, 2
 
 
