@@ -65,11 +65,11 @@ class Save(L.Callback):
             trainer.save_checkpoint(self.path)
 
 
-def make_loader(config: GPTConfig) -> Any:
+def make_loader(config: GPTConfig, rows: int = 8) -> Any:
     shape = (NUM_STEPS * 8, config.max_sequence_length)
     # Few tokens come often: there is something to learn.
     tokens = (torch.rand(shape, generator=torch.Generator().manual_seed(1)) ** 4 * config.vocab_size).long()
-    return DataLoader(TensorDataset(tokens), batch_size=8)
+    return DataLoader(TensorDataset(tokens), batch_size=rows)
 
 
 def make_trainer(device: str, callbacks: Sequence[L.Callback] = (), **strategy: Any) -> L.Trainer:
