@@ -129,8 +129,13 @@ def all_gather(x: Tensor, axis: Axis, dim: int = 0, *, wait: bool = True) -> Ten
         work = _swap(own.copy_(x.detach()), gathered.narrow(0, (1 - axis.rank) * length, length), axis).work
     else:
         work = _all_gather_single(gathered, x.contiguous(), group=group_of(axis), async_op=True)
-    finish = None if dim == 0 else lambda joined: torch.cat(joined.chunk(axis.size), dim=dim)
-    pending = Pending(gathered, work, finish)
+    by_rank = (axis.size, x.shape[0])
+
+    def along_dim(joined: Tensor) -> Tensor:
+        # A view where the dims before `dim` are of size 1: shards of one row lie behind each other as they are.
+        return joined.unflatten(0, by_rank).movedim(0, dim).flatten(dim, dim + 1)
+
+    pending = Pending(gathered, work, along_dim if dim else None)
     return pending.wait() if wait else pending
 
 
@@ -147,7 +152,9 @@ def reduce_scatter(x: Tensor, axis: Axis, dim: int = 0, *, wait: bool = True) ->
     _ascending(axis)
     dim = dim % x.dim()
     assert x.shape[dim] % axis.size == 0, f"dim {dim} of {tuple(x.shape)} does not divide by {axis.name} ({axis.size})"
-    full = x.contiguous() if dim == 0 else torch.cat(x.chunk(axis.size, dim=dim))
+    # A view where `x` is contiguous and the dims before `dim` are of size 1.
+    parts = x.unflatten(dim, (axis.size, x.shape[dim] // axis.size)).movedim(dim, 0)
+    full = parts.flatten(0, 1).contiguous()
     shape = (full.shape[0] // axis.size, *full.shape[1:])
     if _is_cpu_pair(x, axis):
         own, others = full[axis.rank * shape[0] :][: shape[0]], full[(1 - axis.rank) * shape[0] :][: shape[0]]

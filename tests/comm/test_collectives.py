@@ -132,6 +132,23 @@ def test_each_collective_gives_the_same_on_real_ranks_and_counts_stages_along_th
     run_on_ranks(size, check_on_gloo, size)
 
 
+@pytest.mark.parametrize("size", SIZES)
+def test_shards_of_one_row_are_gathered_and_scattered_where_they_lie(size: int) -> None:
+    rows = [values(each, 1, 8, 3) for each in range(size)]
+
+    def on_rank(world: Any) -> None:
+        tp = Mesh.build(Sizes(world=size, tp=size), world.rank(), new_group).tp
+        gathered = collectives.all_gather(rows[tp.rank], tp, 1)
+        assert gathered.equal(torch.cat(rows, 1)) and gathered.is_contiguous()
+        assert gathered._is_view() and gathered.untyped_storage().nbytes() == gathered.nbytes
+        # Of two rows it is a copy.
+        assert not collectives.all_gather(torch.zeros(2, 8, 3), tp, 1)._is_view()
+        scattered = collectives.reduce_scatter(rows[tp.rank], tp, 1)
+        assert scattered.equal(torch.stack(rows).sum(0).chunk(size, 1)[tp.rank])
+
+    run_on_threads(size, on_rank)
+
+
 def check_sums_agree() -> None:
     axis = real_mesh(Sizes(world=2, tp=2)).tp
     generator = torch.Generator().manual_seed(axis.rank)
