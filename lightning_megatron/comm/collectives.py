@@ -133,7 +133,8 @@ def all_gather(x: Tensor, axis: Axis, dim: int = 0, *, wait: bool = True) -> Ten
 
     def along_dim(joined: Tensor) -> Tensor:
         # A view where the dims before `dim` are of size 1: shards of one row lie behind each other as they are.
-        return joined.unflatten(0, by_rank).movedim(0, dim).flatten(dim, dim + 1)
+        ranks_first: Tensor = joined.unflatten(0, by_rank)
+        return ranks_first.movedim(0, dim).flatten(dim, dim + 1)
 
     pending = Pending(gathered, work, along_dim if dim else None)
     return pending.wait() if wait else pending

@@ -8,6 +8,7 @@ from torch.optim import Optimizer
 from lightning_megatron.mesh import Mesh, Sizes
 from lightning_megatron.planner.dry_rank import build_model, in_prefix
 from lightning_megatron.planner.memory_tracker import MemoryTracker
+from lightning_megatron.planner.model_parts import SequenceLengths
 from lightning_megatron.planner.run import Run
 from lightning_megatron.planner.step_work import PLAIN_ADAMW, StepWork, states_of, step_work
 
@@ -21,7 +22,8 @@ def expected_step(run: Run) -> StepWork:
     return _measured(
         Run(
             model=run.model,
-            lengths=run.lengths,
+            # No batch runs: runs that differ in their documents alone share what is measured.
+            lengths=SequenceLengths(sequence=1),
             sizes=Sizes(),
             global_batch_size=1,
             precision="32-true",
