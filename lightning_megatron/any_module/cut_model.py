@@ -30,6 +30,7 @@ from lightning_megatron.any_module.cut_tokens import ContextAttention, CutTokens
 from lightning_megatron.any_module.deviation import relative_deviation
 from lightning_megatron.any_module.loss_count import mean_count
 from lightning_megatron.any_module.skeleton import put_together, taken_apart
+from lightning_megatron.any_module.tensor_styles import ColwiseLinear
 from lightning_megatron.any_module.unknown import Unknown, has_unknown
 from lightning_megatron.any_module.whole_weights import (
     SummedInCalls,
@@ -383,7 +384,7 @@ class CutModel(PipelineModule):
         layer, name = self.get_submodule(self.part_names[index]), self.part_names[index]
         if self._stage < 0:
             # The network's own checkpointing runs layers once more in the backward.
-            return self._on_own_tokens(index, args, kwargs, lambda given: _plain_call(layer, _LAYER, *given))
+            return self._on_own_tokens(index, args, kwargs, partial(self._run_plainly, layer))
         own = self.stages[self._stage]
         expected = len(self._called)
         if index != expected:
@@ -403,7 +404,7 @@ class CutModel(PipelineModule):
             )
         if index == own.start and self._stage and self._whole.training:
             _draw_for_layer(index)
-        run = self.between_hooks(name, lambda given: _plain_call(layer, _LAYER, *given))
+        run = self.between_hooks(name, partial(self._run_plainly, layer))
         part = StagePart(module=layer, is_layer=True, run=run)
         output = self._on_own_tokens(index, args, kwargs, lambda given: self.runner([part], given))
         if self._outputs is not None:
@@ -414,6 +415,17 @@ class CutModel(PipelineModule):
         if index in self._shared:
             self._received[index] = _copy(output)
         return output
+
+    def _run_plainly(self, layer: nn.Module, given: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+        """What the layer's own call returns."""
+        try:
+            return _plain_call(layer, _LAYER, *given)
+        finally:
+            # A recomputation ends inside of a layer, with the last tensor that its backward reads: no hook behind the
+            # layer's parts is called then, and each layer would hold what its linears were given last.
+            for linear in layer.modules():
+                if isinstance(linear, ColwiseLinear):
+                    linear.copies.forget()
 
     def _on_own_tokens(
         self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[Any], Any]

@@ -412,7 +412,7 @@ class _SharedCopy:
         # The parent may be a list, which nobody calls. Errors reach the network, whose hook alone is called for them.
         # With one on each parent each compiled layer would have a graph of its own.
         for caller in callers:
-            caller.register_forward_hook(self._forget, always_call=caller is callers[-1])
+            caller.register_forward_hook(self.forget, always_call=caller is callers[-1])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_SharedCopy":
         return _SharedCopy((), self._tp)
@@ -434,7 +434,8 @@ class _SharedCopy:
         self._last = (x, version, is_recorded, copy)
         return copy
 
-    def _forget(self, *_: Any) -> None:
+    def forget(self, *_: Any) -> None:
+        """Lets go of the last input, as a call of the parent ends."""
         self._last = None
         self._is_known |= not torch.compiler.is_compiling()
 

@@ -231,8 +231,8 @@ class DryRuns:
             parts = stages_with_gradients(run.model_parts, run.sizes.num_stages, run.sizes.stage_layout)
             return tuple(parts[stage] for stage in stages)
         names, last = self._full_model.layer_kinds, run.sizes.num_stages - 1
-        # What a network's layers recompute is garbage that is found now and then.
-        if not names or run.recompute.granularity != "none":
+        # The inputs of layers that do not run would be copied to host memory, too.
+        if not names or (run.recompute.granularity == "full" and run.recompute.offload):
             return None
         kinds, indices = list(names.values()), assign_alike(len(names), last + 1, run.sizes.stage_layout)
         # The ends hold what stands around the layers.

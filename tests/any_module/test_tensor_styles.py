@@ -104,7 +104,7 @@ def test_linears_in_compiled_code_share_an_input_unless_an_earlier_call_saw_it_c
         if changes:
             x.add_(1)
         found = copies.of(x) is first
-        copies._forget()
+        copies.forget()
         return found
 
     compiled, copies = torch.compile(is_shared, backend="aot_eager", fullgraph=True), attention.query.copies

@@ -1,6 +1,7 @@
 """A dry run of a model of transformers, as it is, against real ranks that train it and against torch's own counts."""
 
 import json
+from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -339,15 +340,38 @@ LAYERS: dict[str, PreTrainedConfig] = {
 )
 def test_few_layers_stand_for_all(name: str, layout: Layout, tmp_path: Path) -> None:
     folder, run = folder_of(LAYERS[name], tmp_path), run_of(layout, "bf16-mixed")
-    whole = causal_whole({"path": folder})
+    assert len(set(causal_whole({"path": folder}).layer_kinds.values())) == (2 if name == "Gemma 3" else 1)
+    require_few_like_all(folder, run)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    ("layout", "recompute"),
+    every_nth(
+        [
+            (Layout(world=4, tp=2, pp=2, sp=True), RecomputeConfig(granularity="full")),
+            (Layout(world=2, pp=2), RecomputeConfig(offload=True)),
+            (Layout(world=4, tp=2, pp=2), RecomputeConfig(granularity="full")),
+            (Layout(world=4, pp=2, vp=2), RecomputeConfig(granularity="full")),
+        ],
+        2,
+    ),
+)
+def test_few_recomputed_layers_stand_for_all(layout: Layout, recompute: RecomputeConfig, tmp_path: Path) -> None:
+    run = run_of(layout, "bf16-mixed", recompute=recompute)
+    # Where memory peaks in a backward.
+    long = replace(run, lengths=SequenceLengths(sequence=1024))
+    require_few_like_all(folder_of(LAYERS["Llama"], tmp_path), long)
+
+
+def require_few_like_all(folder: str, run: RunSettings) -> None:
+    whole, found = causal_whole({"path": folder}), {}
     kinds = whole.layer_kinds
-    assert len(set(kinds.values())) == (2 if name == "Gemma 3" else 1)
-    found = {}
     for is_shallow in (True, False):
         # Where nobody knows what layers are, all run.
         whole.__dict__["layer_kinds"] = kinds if is_shallow else {}
         runs = DryRuns(run, causal_module(whole, run))
-        found[is_shallow] = [runs.of(global_rank(run, rank, 0)) for rank in range(layout.pp)]
+        found[is_shallow] = [runs.of(global_rank(run, rank, 0)) for rank in range(run.sizes.pp)]
         assert not runs.are_deep
     for few, all_ in zip(found[True], found[False], strict=True):
         assert few.peak_bytes == pytest.approx(all_.peak_bytes, rel=0.001)
