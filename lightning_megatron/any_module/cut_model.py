@@ -97,6 +97,8 @@ class CutModel(PipelineModule):
         self.tokens = CutTokens(mesh.cp, mesh.sp, attention)
         self._is_on_features = is_on_features
         self.cuts_sequences = mesh.cp.size > 1
+        self.compares_numbers = True
+        """Whether the look before the first step compares numbers; tensors without numbers never differ."""
         self._probed: set[int] = set()
         # Hidden states that own layers return while they are looked at, by index.
         self._outputs: dict[int, Tensor] | None = None
@@ -235,6 +237,8 @@ class CutModel(PipelineModule):
                     wanted = {index: one.detach() for index, one in self._hidden_states(stage, *given).items()}
                 with tokens.finding_sums():
                     self._hidden_states(stage, args, kwargs, short)
+                if not self.compares_numbers:
+                    return
                 cut = self._hidden_states(stage, args, kwargs, short)
             except (torch.OutOfMemoryError, CutError):
                 raise

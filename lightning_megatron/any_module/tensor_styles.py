@@ -148,21 +148,24 @@ def _is_left_out(model: nn.Module, name: str, named: Mapping[str, str], planned:
 def _by_names(network: nn.Module) -> Iterator[tuple[str, str]]:
     """Styles of linears by their own names, of those whose counterpart has its name too."""
     linears = [name for name, module in network.named_modules() if type(module) is nn.Linear]
+    known, by_parent = set(linears), dict[str, set[str]]()
+    for name in linears:
+        by_parent.setdefault(parent_of(name), set()).add(name.rpartition(".")[2])
     for name in linears:
         parent, _, last = name.rpartition(".")
-        beside = {one.rpartition(".")[2] for one in linears if parent_of(one) == parent}
+        beside = by_parent.get(parent, set())
         kind = parent.rpartition(".")[2]
         # Of several that come out, one may read what another one gives.
-        comes_out = len(beside & set(_OUT_OF)) == 1
+        comes_out = len(beside.intersection(_OUT_OF)) == 1
         if last in _INTO and comes_out:
             yield name, "colwise"
-        elif last in _OUT_OF and comes_out and beside & set(_INTO):
+        elif last in _OUT_OF and comes_out and beside.intersection(_INTO):
             yield name, "rowwise"
         beside_parent = parent.removesuffix(kind)
         given = (f"{beside_parent}{other}.{one}" for other, names in _BESIDE_OUTPUT.items() for one in names)
-        if last in _BESIDE_OUTPUT.get(kind, ()) and f"{beside_parent}output.dense" in linears:
+        if last in _BESIDE_OUTPUT.get(kind, ()) and f"{beside_parent}output.dense" in known:
             yield name, "colwise"
-        elif kind == "output" and last == "dense" and any(one in linears for one in given):
+        elif kind == "output" and last == "dense" and any(one in known for one in given):
             yield name, "rowwise"
 
 
@@ -257,6 +260,7 @@ def cut_linears(
     modules were looked at, whether a weight is used on the features of a rank.
     """
     copies: dict[str, _SharedCopy] = {}
+    cut_modules: dict[nn.Module, nn.Module] = {}
     # Slices of weights by the whole ones, which modules may share.
     slices: dict[Tensor, nn.Parameter] = {}
     parents: set[str] = set()
@@ -275,20 +279,21 @@ def cut_linears(
         if isinstance(module, nn.Embedding):
             embedding = RowwiseEmbedding(module, tp)
             embedding.weight = slices.setdefault(module.weight, embedding.weight)
-            put_everywhere(network, module, embedding)
+            cut_modules[module] = embedding
             continue
         assert isinstance(module, nn.Linear)
         if style == "mla_kv_a_proj":
-            put_everywhere(network, module, LatentLinear(module, tp, _rotary_size(owner)))
+            cut_modules[module] = LatentLinear(module, tp, _rotary_size(owner))
         else:
             kind = RowwiseLinear if style in BY_INPUTS else ColwiseLinear
             cut = kind(module, tp, style)
             cut.weight = slices.setdefault(module.weight, cut.weight)
-            put_everywhere(network, module, cut)
+            cut_modules[module] = cut
             if isinstance(cut, ColwiseLinear):
                 # The adapters' own inputs come between those of one parent.
                 key = name if ".lora_B." in name else parent
                 cut.copies = copies[key] = copies.get(key) or _SharedCopy((owner, network), tp)
+    put_everywhere(network, cut_modules)
     checks = StyleChecks(tp)
     with_plans: list[tuple[str, Any]] = list(_with_plans(network))
     planned = {
@@ -309,12 +314,12 @@ def pattern_of(name: str) -> str:
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
 
-def put_everywhere(network: nn.Module, whole: nn.Module, cut: nn.Module) -> None:
-    """Puts the cut module into every place of the whole one."""
+def put_everywhere(network: nn.Module, cut: Mapping[nn.Module, nn.Module]) -> None:
+    """Puts cut modules into every place of the whole ones."""
     for owner in list(network.modules()):
         for name, child in owner._modules.items():
-            if child is whole:
-                owner._modules[name] = cut
+            if child is not None and child in cut:
+                owner._modules[name] = cut[child]
 
 
 def _misfit(network: nn.Module, name: str, style: str, size: int) -> str:

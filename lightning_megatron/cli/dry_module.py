@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import fields, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from math import gcd
 
 import lightning.pytorch as pl
@@ -16,13 +16,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_megatron.any_module.cut_error import CutError
 from lightning_megatron.any_module.cut_experts import expert_modules, token_dispatchers
-from lightning_megatron.any_module.cut_model import renumbered
+from lightning_megatron.any_module.cut_model import CutModel, renumbered
 from lightning_megatron.any_module.pipelined_modules import pipelined_modules
 from lightning_megatron.any_module.plan import ModelPlan
 from lightning_megatron.cli.usage import UsageError
 from lightning_megatron.comm.p2p import Payload, TensorMeta
 from lightning_megatron.hf.later_weights import forget_left
-from lightning_megatron.mesh import Mesh, ambient
+from lightning_megatron.mesh import Mesh, Sizes, ambient
 from lightning_megatron.models.kernels import set_kernels
 from lightning_megatron.pipeline.layout import assign_alike
 from lightning_megatron.pipeline.scheduled import ScheduledCall
@@ -32,7 +32,7 @@ from lightning_megatron.planner.fake_process_group import fake_mesh
 from lightning_megatron.planner.memory_tracker import MemoryTracker
 from lightning_megatron.planner.model_size import ModelSize
 from lightning_megatron.planner.run import RunSettings, UnmeasuredError
-from lightning_megatron.planner.shallow_stage import kinds_of_layers
+from lightning_megatron.planner.shallow_stage import LayersDifferError, ShallowLayers, kinds_of_layers
 from lightning_megatron.precision.fp8 import Fp8Config
 from lightning_megatron.tensor.weight_gradients import WeightGradients
 from lightning_megatron.testing.telling import told
@@ -43,7 +43,7 @@ from lightning_megatron.trainer.setup.model_checks import loss_chunk_faults, sha
 from lightning_megatron.trainer.setup.pipelined_models import cut_plain_networks, layers_of_networks, plan_of
 from lightning_megatron.trainer.step.user_step import loss_of
 from lightning_megatron.transformer.fp8_layers import TorchFp8Layers, tile_faults, use_torch
-from lightning_megatron.transformer.recompute import part_faults, recomputable_parts
+from lightning_megatron.transformer.recompute import RecomputeRunner, part_faults, recomputable_parts
 
 META = torch.device("meta")
 _NO_TRAINER = "You are trying to `self.log"
@@ -80,6 +80,8 @@ class WholeModule:
 
     def __init__(self, make: Callable[[], pl.LightningModule], plan: ModelPlan | None) -> None:
         self._make, self._given = make, plan
+        self.names_by_rank: dict[Sizes, list[list[str]]] = {}
+        """Names of the parameters on each rank of pp, as far as its ranks were built."""
 
     def on(self, device: torch.device) -> pl.LightningModule:
         """A new one on a device."""
@@ -118,7 +120,14 @@ class WholeModule:
 
 
 class _FoundOnce(ModelPlan):
-    """A plan that remembers which layers read what stands around them."""
+    """A plan that remembers the styles of networks, and which layers read what stands around them."""
+
+    def styles_in(self, name: str, network: nn.Module) -> dict[str, str]:
+        known = self.__dict__.setdefault("_styles", {})
+        if name not in known:
+            known[name] = super().styles_in(name, network)
+        found: dict[str, str] = known[name]
+        return found
 
     def readers_in(self, module: nn.Module, name: str, layers: Sequence[str]) -> dict[str, frozenset[int]]:
         known = self.__dict__.setdefault("_known", {})
@@ -181,6 +190,9 @@ class DryModule:
         if device.type == "meta":
             for dispatcher in token_dispatchers(module):
                 dispatcher.read = partial(_even_counts, dispatcher.num_experts)
+            for model in pipelined_modules(module).values():
+                if isinstance(model, CutModel):
+                    model.compares_numbers = False
         return module.train()
 
     def use_fp8(self, own: nn.Module, config: Fp8Config, mesh: Mesh, device: torch.device) -> TorchFp8Layers:
@@ -202,45 +214,77 @@ class DryModule:
 
     def names_by_rank(self, own: nn.Module) -> list[list[str]]:
         """Names of the parameters on each rank of pp, of which this one has the module `own`."""
-        return self._stages[0]
+        sizes, known = self._run.sizes, self.whole.names_by_rank
+        if sizes.pp == 1:
+            return [[name for name, _ in own.named_parameters()]]
+        if sizes not in known:
+            with self._apart() as built:
+                known[sizes] = [[name for name, _ in built(rank)[1].named_parameters()] for rank in range(sizes.pp)]
+        return known[sizes]
 
     def output_metas(self, own: nn.Module) -> dict[int, TensorMeta]:
         """Shapes of the tensors that each stage but the last sends to the next."""
-        return self._stages[1]
+        return self._metas
 
     @cached_property
-    def _stages(self) -> tuple[list[list[str]], dict[int, TensorMeta]]:
-        """The names of all ranks of pp and what stages send, from a forward through one after the other."""
-        run, sizes = self._run, self._run.sizes
-        metas: dict[int, TensorMeta] = {}
-        # A graph that a look at a module keeps for a backward, which does not come here, is no memory of a rank.
-        with ExitStack() as stack, _disable_current_modes(), MemoryTracker(META), torch.no_grad():
-            meshes = [stack.enter_context(fake_mesh(sizes, global_rank(run, i, 0)))[0] for i in range(sizes.pp)]
-            modules = [self.build(mesh, META) for mesh in meshes]
+    def _metas(self) -> dict[int, TensorMeta]:
+        """What stages send, from a forward through one after the other; through the first alone where layers say so."""
+        sizes = self._run.sizes
+        if not self._lasts:
+            return self._sent(range(sizes.num_stages - 1))
+        try:
+            first = self._sent(range(1), is_shallow=True)[0]
+        except LayersDifferError:
+            first = self._sent(range(1))[0]
+        metas = {}
+        for stage, last in enumerate(self._lasts):
+            entries = tuple((renumbered(name, last), shape, dtype) for name, shape, dtype in first.entries)
+            metas[stage] = replace(first, entries=entries)
+        return metas
+
+    def _sent(self, stages: range, *, is_shallow: bool = False) -> dict[int, TensorMeta]:
+        """What these stages send, the first of all among them; of layers few run where it `is_shallow`."""
+        run, sizes, metas = self._run, self._run.sizes, dict[int, TensorMeta]()
+        with self._apart() as built:
             payload: Payload | None = None
-            for stage in range(sizes.num_stages - 1):
-                if stage and self._lasts:
-                    last, known = self._lasts[stage], metas[0].entries
-                    entries = [(renumbered(name, last), shape, dtype) for name, shape, dtype in known]
-                    metas[stage] = replace(metas[0], entries=tuple(entries))
-                    continue
-                index = sizes.pp_rank_of(stage)
-                module, models = modules[index], list(pipelined_modules(modules[index]).values())
+            for stage in stages:
+                mesh, module = built(sizes.pp_rank_of(stage))
+                models = list(pipelined_modules(module).values())
                 lower_weights(module, run)
+                if is_shallow:
+                    kinds = list(self.layer_kinds.items())[: self._lasts[0] + 1]
+                    own = {module.get_submodule(name): kind for name, kind in kinds}
+                    ShallowLayers(own, lambda block: None, lambda block: None)
                 batch = self.batch(run.micro_batch_size, META)
 
                 def enter(microbatch: int, module: nn.Module = module, batch: Batch = batch) -> Tensor:
                     with call_context(run, META):
                         return self.loss(module, batch)
 
-                opened = WeightGradients().opened
-                call = ScheduledCall(models, meshes[index], enter, Tensor.backward, [0], opened)
+                call = ScheduledCall(models, mesh, enter, Tensor.backward, [0], WeightGradients().opened)
                 for model in models:
                     model.driver = call
+                    if isinstance(model.runner, RecomputeRunner):
+                        # Copies in host memory have no numbers either.
+                        model.runner.to_host = torch.empty_like
                 payload = call.forward(stage, 0, payload)
                 assert payload is not None
                 metas[stage] = TensorMeta.of(payload)
-        return [[name for name, _ in module.named_parameters()] for module in modules], metas
+        return metas
+
+    @contextmanager
+    def _apart(self) -> Iterator[Callable[[int], tuple[Mesh, pl.LightningModule]]]:
+        """A function that builds the module of a rank of pp once, with its mesh, where nothing counts what is held."""
+        run = self._run
+        # A graph that a look at a module keeps for a backward, which does not come here, is no memory of a rank.
+        with ExitStack() as stack, _disable_current_modes(), MemoryTracker(META), torch.no_grad():
+
+            @cache
+            def built(rank: int) -> tuple[Mesh, pl.LightningModule]:
+                mesh, _ = stack.enter_context(fake_mesh(run.sizes, global_rank(run, rank, 0)))
+                return mesh, self.build(mesh, META)
+
+            yield built
 
     @cached_property
     def _lasts(self) -> list[int]:

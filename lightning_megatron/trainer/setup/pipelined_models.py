@@ -115,7 +115,7 @@ def _cut_by_plan(module: pl.LightningModule, mesh: Mesh, plan: ModelPlan) -> boo
         # Not named_children(): it leaves out the second name of a module that is in the chain twice.
         parts = {key: child for key, child in chain._modules.items() if child is not None}
         # The module may have it by a second name.
-        put_everywhere(module, chain, PipelineModule.from_modules(parts, mesh=mesh))
+        put_everywhere(module, {chain: PipelineModule.from_modules(parts, mesh=mesh)})
         return True
     if len(layered) == 1:
         [(name, (layers, ends))] = layered.items()
