@@ -297,26 +297,21 @@ def make_buckets(
         )
         groups.setdefault(key, []).append(param)
     buckets = []
-    for members, is_sharded, part in _by_part(groups.values(), part_of):
+    for members in groups.values():
         if members[0].holders is not None:
             # Names give the order: ranks hold shared parameters in orders of their own.
             members.sort(key=lambda param: param.name)
-        sizes, shards = [param.parameter.numel() for param in members], shards_of(members[0].replicas)
-        # What is around the parts is used at both ends of a step. One bucket of embedding and head would stay from the
-        # first to the last. Small weights go with either, and many of one size go in a few.
-        apart = max(max(sizes) * 9 // 8, sum(sizes) // 4)
-        limit = min(bucket_size, apart) if is_sharded and part is None else bucket_size
-        for layout in bucket_layouts(sizes, num_shards=shards.size, bucket_size=limit, no_split=no_split):
-            chosen = [members[index] for index in layout.members]
-            dtype, low = dtype_of(chosen[0].parameter), low_of(chosen[0].parameter)
+        replicas, parameter = members[0].replicas, members[0].parameter
+        shards = shards_of(replicas)
+        for chosen, layout, is_sharded, part in _laid_out(members, shards, bucket_size, part_of, no_split=no_split):
             buckets.append(
                 Bucket(
                     chosen,
                     layout,
                     shards=shards,
-                    copies=copies_of(members[0].replicas),
-                    dtype=dtype,
-                    low=low,
+                    copies=copies_of(replicas),
+                    dtype=dtype_of(parameter),
+                    low=low_of(parameter),
                     adds_shards=adds_shards,
                     shards_params=is_sharded,
                     part=part,
@@ -348,27 +343,37 @@ def frozen_params(
         key = (param.replicas.ranks, param.parameter.dtype)
         if param.parameter.dim() > 1 and shards_of(param.replicas).size > 1:
             groups.setdefault(key, []).append(param)
-    found = []
-    for members, _, part in _by_part(groups.values(), part_of):
-        sizes, shards = [param.parameter.numel() for param in members], shards_of(members[0].replicas)
-        for layout in bucket_layouts(sizes, num_shards=shards.size, bucket_size=bucket_size):
-            found.append(FlatParams([members[i] for i in layout.members], layout, shards=shards, part=part))
-    return found
+    return [
+        FlatParams(chosen, layout, shards=shards, part=part)
+        for members in groups.values()
+        for shards in (shards_of(members[0].replicas),)
+        for chosen, layout, _, part in _laid_out(members, shards, bucket_size, part_of)
+    ]
 
 
-def _by_part(
-    groups: Iterable[list[ModelParam]], part_of: Callable[[nn.Parameter], PartName | None] | None
-) -> Iterator[tuple[list[ModelParam], bool, PartName | None]]:
-    """Groups of parameters, cut by the parts that use them, whether those are sharded, and the part."""
-    for members in groups:
-        if part_of is None or all(param.parameter.dim() <= 1 for param in members):
-            yield members, False, None
-            continue
-        by_part: dict[PartName | None, list[ModelParam]] = {}
-        for param in members:
-            by_part.setdefault(part_of(param.parameter), []).append(param)
-        for part, own in by_part.items():
-            yield own, True, part
+def _laid_out(
+    members: list[ModelParam],
+    shards: Axis,
+    bucket_size: int,
+    part_of: Callable[[nn.Parameter], PartName | None] | None,
+    *,
+    no_split: bool = False,
+) -> Iterator[tuple[list[ModelParam], BucketLayout, bool, PartName | None]]:
+    """The parameters of a group that lie in one flat tensor, their layout there, whether they are sharded themselves,
+    and the part of the model that they are of then."""
+    by_part: dict[PartName | None, list[ModelParam]] = {}
+    is_sharded = part_of is not None and any(param.parameter.dim() > 1 for param in members)
+    for param in members:
+        part = part_of(param.parameter) if part_of is not None and is_sharded else None
+        by_part.setdefault(part, []).append(param)
+    for part, own in by_part.items():
+        sizes = [param.parameter.numel() for param in own]
+        # What is around the parts is used at both ends of a step. One bucket of embedding and head would stay from the
+        # first to the last. Small weights go with either, and many of one size go in a few.
+        apart = max(max(sizes) * 9 // 8, sum(sizes) // 4)
+        limit = min(bucket_size, apart) if is_sharded and part is None else bucket_size
+        for layout in bucket_layouts(sizes, num_shards=shards.size, bucket_size=limit, no_split=no_split):
+            yield [own[index] for index in layout.members], layout, is_sharded, part
 
 
 class GradReducer:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron.mesh import Axis, Mesh, Sizes
-from lightning_megatron.optim.bucket import Bucket, ModelParam, make_buckets
+from lightning_megatron.optim.bucket import Bucket, ModelParam, frozen_params, make_buckets
 from lightning_megatron.optim.config import OptimizerConfig
 from lightning_megatron.optim.data_parallel_comm import DataParallelComm
 from lightning_megatron.optim.gradients import Gradients
@@ -54,11 +54,14 @@ def exchange_of(
     return DataParallelComm(Gradients(named, set(), mesh or Mesh.single(), no_group, CPU, config=config))
 
 
-def members_around(*shapes: tuple[int, ...]) -> list[list[int]]:
-    """Sizes of the parameters in each bucket, where all of them are around the layers of a network."""
+def members_around(*shapes: tuple[int, ...], are_frozen: bool = False) -> list[list[int]]:
+    """Sizes of the parameters in each flat tensor, where all of them are around the layers of a network."""
     replicas = Axis("dp", 2, 0, (0, 1))
     weights = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
     params = [ModelParam(str(i), one, shard_of(one), replicas, None, False, (0,)) for i, one in enumerate(weights)]
+    if are_frozen:
+        frozen = frozen_params(params, shards_of=lambda axis: axis, bucket_size=100_000, part_of=lambda parameter: None)
+        return [[param.parameter.numel() for param in flat.members] for flat in frozen]
     buckets = make_buckets(
         params,
         shards_of=lambda axis: axis,
@@ -76,6 +79,12 @@ def test_large_sharded_matrices_around_layers_go_apart_and_small_ones_together()
     assert members_around((32, 16), (16,), (32, 16)) == [[512, 16], [512]]
     # A network without layers has many of one size.
     assert [len(bucket) for bucket in members_around(*[(4, 4)] * 80)] == [20] * 4
+
+
+def test_frozen_matrices_around_layers_go_apart_too() -> None:
+    # Vectors stay whole.
+    assert members_around((32, 16), (16,), (32, 16), are_frozen=True) == [[512], [512]]
+    assert [len(flat) for flat in members_around(*[(4, 4)] * 80, are_frozen=True)] == [20] * 4
 
 
 def scalars(*names: str) -> list[tuple[str, nn.Parameter]]:
