@@ -15,6 +15,13 @@ MODEL_FILES = (*TOKENIZER_FILES, "*.safetensors")
 """Not its weights in other formats."""
 
 
+def is_name_on_hub(path: str | os.PathLike[str]) -> bool:
+    """Whether a path has the form of a model's name on the hub, and is none of a file or folder here."""
+    name = os.fspath(path)
+    is_a_path = Path(name).exists() or Path(name).parent.is_dir() or Path(name).suffix in _SUFFIXES
+    return bool(_NAME.fullmatch(name)) and not is_a_path
+
+
 def model_folder(path: str | os.PathLike[str], files: Sequence[str] = MODEL_FILES) -> str:
     """The path itself, or where `huggingface_hub` has put these files of the model of that name, `owner/model`.
 
@@ -22,8 +29,7 @@ def model_folder(path: str | os.PathLike[str], files: Sequence[str] = MODEL_FILE
     far as the network reaches, a model.
     """
     name = os.fspath(path)
-    is_a_path = Path(name).exists() or Path(name).parent.is_dir() or Path(name).suffix in _SUFFIXES
-    if not _NAME.fullmatch(name) or is_a_path:
+    if not is_name_on_hub(name):
         return name
     try:
         from huggingface_hub import snapshot_download

@@ -4,20 +4,15 @@ Its processes run on this machine's CPU; nothing of a run is left behind.
 """
 
 import argparse
-import json
-import sys
-from pathlib import Path
 from typing import Any
 
 from lightning_megatron.cli.commands import add_command
 from lightning_megatron.cli.shipped_recipes import recipe_file
 from lightning_megatron.cli.usage import UsageError
 from lightning_megatron.pipeline.registry import SCHEDULES
+from lightning_megatron.testing.defaults import LIMIT_SECONDS, ROWS, STEPS
 from lightning_megatron.testing.layout_name import DEFAULT, WORDS
-from lightning_megatron.testing.proof import LIMIT_SECONDS, ROWS, STEPS, CertifyError, NotTrainedError, certified
-from lightning_megatron.testing.subject import MakeSubject
-from lightning_megatron.testing.tiny import TinyTwin
-from lightning_megatron.testing.user_file import FromFiles, absolute, spec_fault
+from lightning_megatron.testing.maker_spec import spec_fault
 
 _EPILOG = f"""\
 MODULE is a class or a function in a file of yours, called without arguments, as in module.py:MyModule, or
@@ -42,7 +37,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         "Trains your own module for a few steps on one device, and under every layout by processes on the CPU; "
         "compares losses, logged values, gradients, buffers and weights, and names what differs first, with "
         "the likely cause.",
-        run=run_certify,
+        run=_run,
         epilog=_EPILOG,
     )
     parser.add_argument("module", metavar="MODULE", help="module.py:MyModule, or a recipe's YAML file or name")
@@ -96,41 +91,19 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
 
 
-def run_certify(options: argparse.Namespace) -> int:
-    """Prints the certificate; 1 where something differs. Raises UsageError with all errors of what was given."""
-    names = [name.strip() for name in options.layouts.split(",") if name.strip()]
-    try:
-        certificate = certified(
-            TinyTwin(make=_subject(options)) if options.tiny else _subject(options),
-            layouts="all" if names == ["all"] else names,
-            steps=options.steps,
-            rows=options.rows,
-            limit_seconds=options.limit_seconds,
-            progress=lambda what: print(f"{what} ...", file=sys.stderr, flush=True),
-        )
-    except NotTrainedError as error:
-        is_named = Path(options.module.rpartition(":")[0] or options.module).name in str(error)
-        told = str(error) if is_named else f"{options.module}: {error}"
-        raise UsageError(told.splitlines()) from error
-    except CertifyError as error:
-        raise UsageError(str(error).splitlines()) from error
-    print(json.dumps(certificate.record, indent=1) if options.json else certificate.text)
-    return 0 if certificate else 1
+def _run(options: argparse.Namespace) -> int:
+    _require_sense(options)
+    # What trains takes seconds to import, and a name that is wrong, or a look at the help, need not wait for it.
+    from lightning_megatron.cli.certification import run_certify
+
+    return run_certify(options)
 
 
-def _subject(options: argparse.Namespace) -> MakeSubject:
-    trainer = {
-        name: value
-        for name in ("gradient_clip_val", "accumulate_grad_batches")
-        if (value := getattr(options, name)) is not None
-    }
+def _require_sense(options: argparse.Namespace) -> None:
+    """Puts the file of a recipe in the place of its name. Raises UsageError with what shows to be wrong by names."""
     options.module = recipe_file(options.module)
     if options.module.endswith((".yaml", ".yml")):
-        from lightning_megatron.cli.certify_recipe import FromRecipe
-
         if options.data is not None:
             raise UsageError([f"--data ({options.data}) is for a module of your own; {options.module} names its data"])
-        return FromRecipe(path=Path(options.module).resolve(), trainer=trainer)
-    if faults := [fault for spec in (options.module, options.data) if spec and (fault := spec_fault(spec))]:
+    elif faults := [fault for spec in (options.module, options.data) if spec and (fault := spec_fault(spec))]:
         raise UsageError(faults)
-    return FromFiles(module=absolute(options.module), data=options.data and absolute(options.data), trainer=trainer)

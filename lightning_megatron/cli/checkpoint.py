@@ -4,44 +4,24 @@ Nothing here needs the layout that a checkpoint was saved on, nor more than one 
 """
 
 import argparse
-import json
 import os
-import time
-from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from lightning_megatron.checkpoint.checkpoint_directory import (
-    CheckpointDirectory,
-    leads_to,
-    scan_directory,
-)
-from lightning_megatron.checkpoint.consolidate import write_consolidated
-from lightning_megatron.checkpoint.folder import Folder, is_remote, store_errors_as_os_errors
-from lightning_megatron.checkpoint.manifest import is_checkpoint
-from lightning_megatron.checkpoint.prune import plan_of, prune
-from lightning_megatron.checkpoint.summary import Summary, summary_of, tensors_of
-from lightning_megatron.checkpoint.verify import verify
-from lightning_megatron.cli.amounts import byte_text, num_text
 from lightning_megatron.cli.commands import add_command
-from lightning_megatron.cli.target import require_writable
 from lightning_megatron.cli.usage import UsageError
-from lightning_megatron.progress import progress_bar
-
-_FAULTS_FOUND = 1
 
 
 def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     """Adds the command, its own commands and their options."""
     parser = add_command(commands, "checkpoint", "Reads checkpoint directories of any layout, in one process.")
-    own = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    own = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, dest="work")
     inspect = add_command(
         own,
         "inspect",
         "Shows the contents of a checkpoint: when and on which layout it was saved, its models, and the number and "
         "bytes of its tensors. For a folder of checkpoints, prints one line per checkpoint.",
-        run=run_inspect,
+        run=_run,
         line="show the contents of a checkpoint, or of a folder of checkpoints",
     )
     inspect.add_argument("path", metavar="PATH", help="a checkpoint directory, or a folder of checkpoints")
@@ -51,7 +31,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         "verify",
         "Reads every byte of a checkpoint, compares it with the checksums, and checks that the chunks make complete "
         "tensors. Exits with 1 if anything is wrong.",
-        run=run_verify,
+        run=_run,
         line="read every byte and print every error",
     )
     verifier.add_argument("path", metavar="PATH", help="a checkpoint directory")
@@ -60,7 +40,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         "consolidate",
         "Writes one file with the weights of the unsharded model, which Lightning loads on one device with "
         "Trainer.fit(ckpt_path=...) and load_from_checkpoint. Needs as much memory as the checkpoint has bytes.",
-        run=run_consolidate,
+        run=_run,
         line="write one file that Lightning loads on one device",
     )
     consolidate.add_argument("path", metavar="PATH", help="a checkpoint directory")
@@ -71,10 +51,10 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         "prune",
         "Removes the leftovers of interrupted saves from a folder and, with --keep, old checkpoints. Never removes a "
         "checkpoint that a link (last.ckpt) points to, nor a damaged one.",
-        run=run_prune,
+        run=_run,
         line="remove leftovers of interrupted saves, and old checkpoints",
     )
-    pruner.add_argument("folder", metavar="FOLDER", help="a folder of checkpoints")
+    pruner.add_argument("path", metavar="FOLDER", help="a folder of checkpoints")
     pruner.add_argument(
         "--keep",
         type=int,
@@ -87,153 +67,11 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         command.add_argument("--json", action="store_true", help="print everything as JSON")
 
 
-def run_inspect(options: argparse.Namespace) -> None:
-    """Prints the contents of the path."""
-    if _checked(options.path, lambda: Folder(options.path).kind() == "folder" and not is_checkpoint(options.path)):
-        contents = _checked(options.path, lambda: scan_directory(options.path))
-        if contents.checkpoints or contents.leftovers or contents.links:
-            if options.tensors:
-                raise UsageError([f"--tensors needs a checkpoint, and {options.path} is a folder of them; give one"])
-            print(json.dumps(_record_of_folder(contents)) if options.json else _report_of_folder(contents))
-            return
-    summary = _checked(options.path, lambda: summary_of(options.path))
-    tensors = _checked(options.path, lambda: tensors_of(options.path)) if options.tensors else []
-    if options.json:
-        record = asdict(summary) | ({"tensors": [asdict(tensor) for tensor in tensors]} if options.tensors else {})
-        print(json.dumps(record))
-        return
-    print(_report(summary))
-    if tensors:
-        width = max(len(tensor.name) for tensor in tensors)
-        print()
-    for tensor in tensors:
-        chunks = num_text(tensor.num_chunks, "chunk")
-        print(f"{tensor.name:<{width}}  {list(tensor.shape)} {tensor.dtype}, {chunks}, {byte_text(tensor.num_bytes)}")
+def _run(options: argparse.Namespace) -> int | None:
+    is_local = options.path and "://" not in options.path
+    if is_local and options.work != "prune" and not os.path.lexists(options.path):
+        raise UsageError([f"{options.path} does not exist; give a checkpoint directory"])
+    # Checkpoints hold tensors: torch takes a second to import, which a look at the help need not wait for.
+    from lightning_megatron.cli.checkpoint_upkeep import WORKS
 
-
-def run_verify(options: argparse.Namespace) -> int:
-    """Prints every fault. Returns 1 where there is one."""
-    started_seconds = time.monotonic()
-    with progress_bar("verifying", "chunks") as watch:
-        faults = _checked(options.path, lambda: verify(options.path, watch=watch))
-    if options.json:
-        print(json.dumps({"path": options.path, "is_sound": not faults, "faults": faults}))
-    elif faults:
-        print("\n".join([f"{options.path}: {num_text(len(faults), 'fault')}", *faults]))
-    else:
-        num_bytes = sum(_checked(options.path, lambda: Folder(options.path).sizes()).values())
-        seconds = time.monotonic() - started_seconds
-        print(f"{options.path} is sound: {byte_text(num_bytes)} read in {seconds:.1f} s")
-    return _FAULTS_FOUND if faults else 0
-
-
-def run_consolidate(options: argparse.Namespace) -> None:
-    """Writes the consolidated file."""
-    # A folder that is not there is not made for it.
-    if options.out.absolute().parent.is_dir():
-        require_writable(options.out.absolute().parent, f"OUT ({options.out})")
-    _checked(options.path, lambda: write_consolidated(options.path, options.out, weights_only=options.weights_only))
-    print(f"{options.out}: {byte_text(options.out.stat().st_size)}")
-
-
-def run_prune(options: argparse.Namespace) -> None:
-    """Removes leftovers and old checkpoints, and prints them."""
-    faults = []
-    if options.keep is not None and options.keep < 1:
-        faults.append(f"--keep ({options.keep}) must be at least 1; leave it out to remove no checkpoint")
-    if _checked(options.folder, lambda: Folder(options.folder).kind()) != "folder":
-        faults.append(f"FOLDER ({options.folder}) is no directory; give a folder of checkpoints")
-    elif _checked(options.folder, lambda: is_checkpoint(options.folder)):
-        inner = options.folder.rstrip("/") if is_remote(options.folder) else os.path.abspath(options.folder)
-        parent = os.path.dirname(inner)
-        faults.append(f"FOLDER ({options.folder}) is a checkpoint; give the folder that holds it: {parent}")
-    if faults:
-        raise UsageError(faults)
-    planned = _checked(options.folder, lambda: plan_of(options.folder, keep=options.keep or 0, takes_young=options.all))
-    if not options.dry_run:
-        _checked(options.folder, lambda: prune(planned))
-    if options.json:
-        removals = [asdict(removal) | {"path": str(removal.path)} for removal in planned]
-        print(json.dumps({"is_done": not options.dry_run, "removals": removals}))
-        return
-    for removal in planned:
-        what = "leaves" if removal.is_kept else "would remove" if options.dry_run else "removed"
-        size = f" ({byte_text(removal.num_bytes)})" if removal.num_bytes else ""
-        print(f"{what} {os.path.relpath(removal.path, options.folder)}{size}: {removal.reason}")
-    if all(removal.is_kept for removal in planned):
-        print("nothing to remove")
-
-
-def _checked(path: str, ask: Callable[[], Any]) -> Any:
-    """Returns the result of `ask`; errors about the user's files at the path become a usage error of one line."""
-    try:
-        with store_errors_as_os_errors(path):
-            return ask()
-    except (ValueError, RuntimeError, OSError) as error:
-        raise UsageError([" ".join(str(error).split())]) from error
-
-
-def _report(summary: Summary) -> str:
-    layout = ", ".join(f"{name} {size}" for name, size in summary.layout.items())
-    rows = [
-        ("save", f"{summary.save_id}, {_moment(summary.saved_seconds)}"),
-        ("written by", f"lightning_megatron {summary.package}, torch {summary.torch}, layout {summary.layout_version}"),
-        ("saved on", layout or "not known"),
-        ("step", f"{_or_not_known(summary.step)}, epoch {_or_not_known(summary.epoch)}"),
-    ]
-    for name, model in summary.models.items():
-        config = ", ".join(f"{key} {value}" for key, value in model["config"].items())
-        rows.append((f"model {name}", f"{model['class']}: {config}"))
-    for title, amount in summary.tensors.items():
-        rows.append((title, f"{num_text(amount.number, 'tensor')}, {byte_text(amount.num_bytes)}"))
-    rows.append(("files", f"{len(summary.files)}, {byte_text(sum(summary.files.values()))}"))
-    width = max(len(title) for title, _ in rows)
-    return "\n".join([summary.path, *(f"  {title:<{width}}  {text}" for title, text in rows)])
-
-
-def _report_of_folder(contents: CheckpointDirectory) -> str:
-    lines = []
-    newest = contents.complete[-1] if contents.complete else None
-    for one in contents.checkpoints:
-        state = f"damaged: {one.fault}"
-        if one.is_complete:
-            when = _moment(one.saved_seconds)
-            state = f"complete, step {_or_not_known(one.step)}, epoch {_or_not_known(one.epoch)}, {when}"
-            state += f", {byte_text(one.num_bytes)}" + (", the newest" if one is newest else "")
-        lines.append(f"{one.name}: {state}")
-    for link in contents.links:
-        target = leads_to(link)
-        lines.append(f"{link.name}: link to {target.name}" + ("" if is_checkpoint(target) else ", which is not there"))
-    for leftover in contents.leftovers:
-        state = "unfinished" if leftover.is_unfinished else "left over"
-        lines.append(f"{leftover.name}: {state}, {byte_text(leftover.num_bytes)}, at {leftover.path}")
-    return "\n".join(lines)
-
-
-def _record_of_folder(contents: CheckpointDirectory) -> dict[str, Any]:
-    newest = contents.complete[-1].name if contents.complete else None
-    return {
-        "newest": newest,
-        "checkpoints": [
-            asdict(one) | {"path": str(one.path), "is_complete": one.is_complete} for one in contents.checkpoints
-        ],
-        "links": {link.name: str(leads_to(link)) for link in contents.links},
-        "leftovers": [
-            {
-                "name": leftover.name,
-                "path": str(leftover.path),
-                "is_unfinished": leftover.is_unfinished,
-                "num_bytes": leftover.num_bytes,
-                "touched_seconds": leftover.touched_seconds,
-            }
-            for leftover in contents.leftovers
-        ],
-    }
-
-
-def _moment(seconds: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds)) if seconds else "at a time not known"
-
-
-def _or_not_known(number: int) -> str:
-    return "not known" if number < 0 else str(number)
+    return WORKS[options.work](options)

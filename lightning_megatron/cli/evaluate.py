@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_megatron.cli.commands import add_command
+from lightning_megatron.cli.source import source_faults
 from lightning_megatron.cli.usage import UsageError
 
 _EPILOG = """\
@@ -96,7 +97,8 @@ def _run(options: argparse.Namespace) -> None:
 
 def _require_sense(options: argparse.Namespace) -> None:
     """Raises UsageError with all errors of the options that show without reading the model."""
-    faults = [
+    nowhere = source_faults(options.model, "MODEL")
+    faults = nowhere + [
         f"--{name} ({value}) must be at least 1"
         for name, value in (
             ("sequence-length", options.sequence_length),
@@ -112,7 +114,7 @@ def _require_sense(options: argparse.Namespace) -> None:
         faults.append("nothing to evaluate on; give a text by --path or --dataset, or --tasks of lm-eval")
     if options.tasks is not None and options.layout is not None and not given:
         faults.append(f"--layout ({options.layout}) is for a text; tasks of lm-eval run on one device")
-    if options.tasks is not None and not (Path(options.model) / "config.json").is_file():
+    if options.tasks is not None and not nowhere and not (Path(options.model) / "config.json").is_file():
         faults.append(
             f"--tasks need a folder with a Hugging Face model, and {options.model} is none; write one of a checkpoint: "
             f"lightning-megatron convert {options.model} FOLDER"

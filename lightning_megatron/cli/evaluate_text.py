@@ -11,6 +11,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_megatron.checkpoint import is_checkpoint
 from lightning_megatron.cli.lightning_lines import leave_out_what_is_no_news
+from lightning_megatron.cli.source import no_source
 from lightning_megatron.cli.usage import UsageError
 from lightning_megatron.data import load_documents, load_tokenizer
 from lightning_megatron.data.tokenizer import Tokenizer
@@ -62,9 +63,7 @@ def _module_of(model: str) -> tuple[L.LightningModule, int, Path | None]:
     """The module of a folder or a checkpoint, its vocabulary, and the folder that may have its tokenizer."""
     if not is_checkpoint(model):
         if not Path(model_folder(model, CONFIG_FILES)).exists():
-            raise UsageError(
-                [f"MODEL ({model}) does not exist; give a checkpoint, or a folder with a Hugging Face model"]
-            )
+            raise UsageError([no_source(model, "MODEL")])
         made = CausalModule(model)
         return made, made.vocab_size, Path(model)
     if folder := folder_of_run(model):

@@ -1,28 +1,15 @@
 """`lightning-megatron model-plan`: how a network that knows nothing of ranks would be cut."""
 
 import argparse
-from functools import partial
-from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
-from torch import nn
-
-from lightning_megatron.any_module.plan import ModelPlan
-from lightning_megatron.any_module.report import report_of
 from lightning_megatron.cli.commands import add_command
 from lightning_megatron.cli.usage import UsageError
-from lightning_megatron.hf.meta_model import meta_model
-from lightning_megatron.hub import CONFIG_FILES, model_folder
-from lightning_megatron.mesh import Sizes
 from lightning_megatron.rules.limits import MOST_OF_A_KIND, limit_faults
-from lightning_megatron.testing.processes import Task, run_processes
-from lightning_megatron.testing.proof import LIMIT_SECONDS
-from lightning_megatron.testing.subject import SubjectError, require_module
-from lightning_megatron.testing.telling import telling
-from lightning_megatron.testing.user_file import absolute, called, spec_fault
-from lightning_megatron.trainer.setup.pipelined_models import attends_by_name, plan_of
+from lightning_megatron.testing.maker_spec import spec_fault
 
+AXES = ("tp", "pp", "vp", "cp", "ep")
+"""Names of the options of sizes."""
 _EPILOG = """\
 MODEL is a LightningModule of yours, as in module.py:MyModule, which is made without arguments and whose configure_model
 is called; or the config.json of a model of transformers, or its folder, of which no weights are read.
@@ -39,7 +26,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         "Shows how a network is cut that knows nothing of ranks: which layers each stage gets, which linears are cut "
         "over tensor-parallel ranks, what stays whole and why, where experts are, whether attention can be cut over "
         "context-parallel ranks, and how many parameters a rank holds.",
-        run=run_model_plan,
+        run=_run,
         epilog=_EPILOG,
     )
     parser.add_argument(
@@ -54,61 +41,13 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     parser.add_argument("--ep", type=int, default=1, metavar="NUMBER", help="expert-parallel size (default: 1)")
 
 
-def run_model_plan(options: argparse.Namespace) -> None:
-    """Prints the report. Raises UsageError with all errors of what was given."""
-    own = {name: getattr(options, name) for name in ("tp", "pp", "vp", "cp", "ep")}
-    if absurd := limit_faults({f"--{name}": size for name, size in own.items()}, MOST_OF_A_KIND):
-        raise UsageError(absurd)
-    # Experts have as many data-parallel ranks as they need.
-    ranks = max(1, options.tp * options.pp * options.cp) * max(1, options.ep)
-    sizes = Sizes(world=ranks, etp=max(1, options.tp) if options.ep > 1 else 1, **own)
-    if faults := sizes.faults():
-        raise UsageError(faults)
+def _run(options: argparse.Namespace) -> None:
+    faults = limit_faults({f"--{name}": getattr(options, name) for name in AXES}, MOST_OF_A_KIND)
     if ":" in options.model and (fault := spec_fault(options.model)):
-        raise UsageError([fault])
-    # What a user's file does, it does in a process of its own, which it may end.
-    task = Task.of(partial(_report, absolute(options.model), sizes))
-    [ended] = run_processes([task], limit_seconds=LIMIT_SECONDS)
-    if ended.failure:
-        told = ended.failure if ended.failure.startswith(options.model) else f"{options.model}: {ended.failure}"
-        raise UsageError([line for line in told.splitlines() if line.strip()])
-    print(ended.result)
+        faults.append(fault)
+    if faults:
+        raise UsageError(faults)
+    # What trains takes seconds to import, and a name that is wrong, or a look at the help, need not wait for it.
+    from lightning_megatron.cli.cut_report import run_model_plan
 
-
-def _report(model: str, sizes: Sizes) -> str:
-    """The report of a model. Raises SubjectError where there is none."""
-    with telling("it cannot be made or cut"):
-        module = _module_of(model)
-        plan = plan_of(module, None)
-        if faults := plan.faults(module):
-            raise SubjectError("\n".join(faults))
-        texts = [
-            f"{name} ({type(child).__name__})\n{report_of(module, name, plan, sizes)}"
-            + _attention(name, child, plan, sizes)
-            for name, child in module.named_children()
-        ]
-    if not texts:
-        raise SubjectError("it holds no network; build it in __init__ or configure_model")
-    return "\n\n".join(texts)
-
-
-def _attention(name: str, network: nn.Module, plan: ModelPlan, sizes: Sizes) -> str:
-    """A line about the attention over context-parallel ranks; empty without such."""
-    if sizes.cp == 1:
-        return ""
-    if attends_by_name(network, plan.layers_in(name, network)[0]):
-        return "\ncontext parallel: layers look up their attention by name, which is cut over the tokens"
-    return "\ncontext parallel: no layer looks up its attention by name as transformers' models do: nothing can be cut"
-
-
-def _module_of(model: str) -> pl.LightningModule:
-    if ":" not in model:
-        module = pl.LightningModule()
-        try:
-            module.model = meta_model(Path(model_folder(model, CONFIG_FILES)))
-        except ValueError as error:
-            raise SubjectError(str(error)) from error
-        return module
-    found = require_module(called(model))
-    found.configure_model()
-    return found
+    run_model_plan(options)

@@ -36,9 +36,10 @@ from lightning_megatron.planner.dry_rank import Batch
 from lightning_megatron.planner.model_parts import SequenceLengths
 from lightning_megatron.planner.run import RunSettings
 from lightning_megatron.testing.batches import first_row, join
+from lightning_megatron.testing.maker_spec import spec_fault
 from lightning_megatron.testing.subject import Subject, SubjectError, require_module
 from lightning_megatron.testing.telling import telling
-from lightning_megatron.testing.user_file import called, spec_fault
+from lightning_megatron.testing.user_file import called
 from lightning_megatron.text_files import read_table
 
 _ASSUMED = (

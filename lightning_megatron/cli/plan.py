@@ -1,12 +1,21 @@
 """`lightning-megatron plan`: which layouts of a model fit on so many GPUs, how fast each is, and why others do not."""
 
 import argparse
+import math
 from pathlib import Path
 from typing import Any
 
 from lightning_megatron.cli.commands import add_command
-from lightning_megatron.cli.picture import add_out
-from lightning_megatron.cli.plan_options import PRESETS, SHOWN, add_model_options, add_run_options, require_known
+from lightning_megatron.cli.picture import add_out, out_faults
+from lightning_megatron.cli.plan_options import (
+    PRESETS,
+    SHOWN,
+    add_model_options,
+    add_run_options,
+    count_faults,
+    gpu_of_options,
+    known_faults,
+)
 
 _EPILOG = f"""\
 CONFIG is a recipe's YAML file or its name, a preset ({", ".join(PRESETS)}), or a Hugging Face config.json,
@@ -64,10 +73,35 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
 
 
 def _run(options: argparse.Namespace) -> None:
-    for config in (options.config, options.compare):
-        if config is not None:
-            require_known(config)
+    gpu = gpu_of_options(options, _faults(options))
     # The planner takes seconds to import, and a name that is wrong, or a look at the help, need not wait for it.
     from lightning_megatron.cli.planning import run_plan
 
-    run_plan(options)
+    run_plan(options, gpu)
+
+
+def _faults(options: argparse.Namespace) -> list[str]:
+    """Errors that show without the planner."""
+    names = [config for config in (options.config, options.compare) if config is not None]
+    counts = ("num_gpus", "global_batch_size", "sequence_length", "decoder_sequence_length", "top")
+    faults = [fault for config in names for fault in known_faults(config)] + count_faults(options, counts)
+    faults += [
+        f"--{name} ({value}) must be a number above 0"
+        for name, value in (("tokens", options.tokens), ("memory-gb", options.memory_gb))
+        if value is not None and not (math.isfinite(value) and value > 0)
+    ]
+    return faults + _unused(options) + out_faults(options.out)
+
+
+def _unused(options: argparse.Namespace) -> list[str]:
+    """Errors about options that another one leaves without effect."""
+    if options.compare is not None:
+        given = {"--top": options.top, "--out": options.out, "--explain": options.explain or None}
+        return [
+            f"{name} ({value}) has no effect with --compare, which prints a table of two runs; leave one out"
+            for name, value in given.items()
+            if value is not None
+        ]
+    if options.layout is not None and options.top is not None:
+        return [f"--top ({options.top}) is for a search, and --layout explains one layout; leave one out"]
+    return []

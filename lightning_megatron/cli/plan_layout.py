@@ -4,6 +4,7 @@ import argparse
 from dataclasses import replace
 from typing import Any
 
+from lightning_megatron.cli.plan_options import OF_RECIPE
 from lightning_megatron.cli.plan_request import PlanRequest, R
 from lightning_megatron.cli.usage import UsageError
 from lightning_megatron.mesh import Sizes, StageLayout
@@ -11,9 +12,6 @@ from lightning_megatron.pipeline.registry import SCHEDULES, default_text, placem
 from lightning_megatron.planner.report import schedule_text
 from lightning_megatron.planner.run import RunSettings, context_fields, faults_of
 from lightning_megatron.transformer.recompute import RecomputeConfig
-
-OF_RECIPE = "recipe"
-"""Word for the recipe's own layout, stages or schedule."""
 
 ALIKE = "--explain takes microbatches that are alike, and those of dynamic_context differ; leave it out"
 """Error about lines of code that are asked for where microbatches differ."""

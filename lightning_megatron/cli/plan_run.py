@@ -2,7 +2,6 @@
 
 import argparse
 import os
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,20 +20,12 @@ from lightning_megatron.planner.model_size import kind_name
 from lightning_megatron.planner.presets import preset_of
 from lightning_megatron.planner.run import Run
 from lightning_megatron.precision.fp8 import Fp8Config
-from lightning_megatron.rules.limits import MOST, limit_faults, model_limit_faults, shown
+from lightning_megatron.rules.limits import model_limit_faults
 from lightning_megatron.text_files import read_table
 from lightning_megatron.transformer.recompute import RecomputeConfig
 
 # Tokens of a sample of a Hugging Face model that may take longer ones.
 _USUAL_LENGTH = 8192
-
-
-def count_faults(options: argparse.Namespace, names: Sequence[str]) -> list[str]:
-    """Errors in options that count something."""
-    values = {f"--{name.replace('_', '-')}": getattr(options, name) for name in names}
-    counts = {name: count for name, count in values.items() if count is not None}
-    faults = [f"{name} ({shown(count)}) must be at least 1" for name, count in counts.items() if count < 1]
-    return faults + limit_faults(counts, MOST)
 
 
 def asks_for_unchanged(options: argparse.Namespace) -> bool:

@@ -9,24 +9,23 @@ import math
 import os
 import re
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from lightning_megatron.cli.picture import out_faults, write_picture
+from lightning_megatron.cli.picture import write_picture
 from lightning_megatron.cli.plan_dynamic import with_balanced_batch
-from lightning_megatron.cli.plan_layout import ALIKE, OF_RECIPE, explained, notes_on_layout
-from lightning_megatron.cli.plan_options import SHOWN
+from lightning_megatron.cli.plan_layout import ALIKE, explained, notes_on_layout
+from lightning_megatron.cli.plan_options import OF_RECIPE, SHOWN
 from lightning_megatron.cli.plan_picture import can_be_drawn, plan_panels
 from lightning_megatron.cli.plan_request import PlanRequest
-from lightning_megatron.cli.plan_run import asks_for_unchanged, count_faults, read_run
+from lightning_megatron.cli.plan_run import asks_for_unchanged, read_run
 from lightning_megatron.cli.target import require_writable
 from lightning_megatron.cli.usage import UsageError
 from lightning_megatron.planner.comparison import comparison_text
 from lightning_megatron.planner.dry_report import held_lines
 from lightning_megatron.planner.estimate import Estimate, estimate
-from lightning_megatron.planner.hardware import GIGA, Gpu, gpu_of
+from lightning_megatron.planner.hardware import GIGA, Gpu
 from lightning_megatron.planner.held_tensors import HeldTensors
 from lightning_megatron.planner.measured import Measure
 from lightning_megatron.planner.model_size import ModelSize
@@ -50,15 +49,8 @@ _OF_SOME = ("data", "precision", "model", "model_kind", "decoder_sequence_length
 _WITHOUT_BLOCK_SCALES = ("ada", "hopper")
 
 
-def run_plan(options: argparse.Namespace) -> None:
-    """Prints the plan. Raises UsageError with all errors of the options, and where nothing fits."""
-    counts = ("num_gpus", "global_batch_size", "sequence_length", "decoder_sequence_length", "top")
-    faults = count_faults(options, counts) + [
-        f"--{name} ({value}) must be a number above 0"
-        for name, value in (("tokens", options.tokens), ("memory-gb", options.memory_gb))
-        if value is not None and not (math.isfinite(value) and value > 0)
-    ]
-    gpu = gpu_of_options(options, faults + _unused(options) + out_faults(options.out))
+def run_plan(options: argparse.Namespace, gpu: Gpu) -> None:
+    """Prints the plan for GPUs of that kind. Raises UsageError with all errors of the run, and where nothing fits."""
     cache = PlanCache(cache_folder(options), announce)
     try:
         if options.compare is not None:
@@ -67,20 +59,6 @@ def run_plan(options: argparse.Namespace) -> None:
             (_search if options.layout is None else _explain)(options, gpu, *read_request(options, gpu, cache))
     except UnmeasuredError as error:
         raise UsageError(str(error).splitlines()) from error
-
-
-def _unused(options: argparse.Namespace) -> list[str]:
-    """Errors about options that another one leaves without effect."""
-    if options.compare is not None:
-        given = {"--top": options.top, "--out": options.out, "--explain": options.explain or None}
-        return [
-            f"{name} ({value}) has no effect with --compare, which prints a table of two runs; leave one out"
-            for name, value in given.items()
-            if value is not None
-        ]
-    if options.layout is not None and options.top is not None:
-        return [f"--top ({options.top}) is for a search, and --layout explains one layout; leave one out"]
-    return []
 
 
 def announce(run: RunSettings) -> None:
@@ -290,14 +268,3 @@ def _nothing_fits(run: RunSettings, gpu: Gpu, found: Found, free_recompute: bool
     least_gb = math.ceil(least_bytes / GIGA * 10) / 10
     ways = f"{least_gb:.1f} GB a GPU would do" + (f", or {more} GPUs of this kind" if more else "")
     return f"no layout on {world} x {gpu.name} fits in {gpu.memory_gb:g} GB; {ways}"
-
-
-def gpu_of_options(options: argparse.Namespace, faults: Sequence[str] = ()) -> Gpu:
-    """The GPU that the options name. Raises UsageError with what is wrong with it behind other `faults` of theirs."""
-    try:
-        gpu = gpu_of(options.gpu)
-    except ValueError as error:
-        raise UsageError([*faults, *str(error).splitlines()]) from error
-    if faults:
-        raise UsageError(faults)
-    return gpu if options.memory_gb is None else replace(gpu, memory_gb=options.memory_gb)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
 
-from lightning_megatron.mesh import Placement
 from lightning_megatron.pipeline.paused_gc import paused_gc
 from lightning_megatron.pipeline.schedule import Action, Order
 from lightning_megatron.pipeline.schedule_spec import Formula, Schedule, ScheduleSpec
@@ -15,6 +14,9 @@ from lightning_megatron.pipeline.schedules.interleaved import INTERLEAVED
 from lightning_megatron.pipeline.schedules.one_f_one_b import ONE_F_ONE_B
 from lightning_megatron.pipeline.schedules.zero_bubble import ZB_H1, ZB_V
 from lightning_megatron.pipeline.simulate import Costs
+
+if TYPE_CHECKING:
+    from lightning_megatron.mesh import Placement
 
 SCHEDULES = {spec.name: spec for spec in (GPIPE, ONE_F_ONE_B, INTERLEAVED, ZB_H1, ZB_V, DUALPIPE_V)}
 

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from lightning_megatron.mesh import Placement
 from lightning_megatron.pipeline.schedule import Action, Order
 from lightning_megatron.pipeline.simulate import Costs
+
+if TYPE_CHECKING:
+    # The mesh imports torch, which whoever looks at a schedule need not wait for.
+    from lightning_megatron.mesh import Placement
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,12 +8,13 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 from lightning_megatron.optim.config import OptimizerConfig, OptimizerKind
 from lightning_megatron.pipeline.registry import SCHEDULES, ScheduleName
-from lightning_megatron.trainer.config import PipelineConfig
-from lightning_megatron.trainer.strategy import MegatronStrategy
+
+if TYPE_CHECKING:
+    from lightning_megatron.trainer.strategy import MegatronStrategy
 
 WORDS = {
     "sp": "sequence parallelism",
@@ -79,8 +80,12 @@ class Layout:
         """What the layout divides over ranks."""
         return frozenset(axis for axis in ("tp", "pp", "cp", "ep", "etp") if getattr(self, axis) > 1)
 
-    def strategy(self, timeout_seconds: float) -> MegatronStrategy:
+    def strategy(self, timeout_seconds: float) -> "MegatronStrategy":
         """A new strategy of this layout."""
+        # Lightning takes seconds to import, and whoever reads or checks a name need not wait for it.
+        from lightning_megatron.trainer.config import PipelineConfig
+        from lightning_megatron.trainer.strategy import MegatronStrategy
+
         return MegatronStrategy(
             tensor_model_parallel_size=self.tp,
             pipeline_model_parallel_size=self.pp,

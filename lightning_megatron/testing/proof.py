@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 
 from lightning_megatron.testing.causes import explained
 from lightning_megatron.testing.certificate import Certificate
+from lightning_megatron.testing.defaults import LIMIT_SECONDS, ROWS, STEPS
 from lightning_megatron.testing.layout_name import DEFAULT, OF_EXPERTS, Layout, layouts_of, refused_before
 from lightning_megatron.testing.outcome import TOLERANCE, LayoutResult, firsts_of, summarised
 from lightning_megatron.testing.processes import Ended, Task, free_port, run_processes
@@ -18,9 +19,6 @@ from lightning_megatron.testing.quantities import NUMBERS, Deviation
 from lightning_megatron.testing.run import Facts, Place, Plan, RankReport, run_one_device, run_rank
 from lightning_megatron.testing.subject import FromFunctions, MakeSubject, maker_fault
 from lightning_megatron.testing.tiny import TinyTwin
-
-STEPS, ROWS, LIMIT_SECONDS = 3, 8, 180.0
-"""Defaults: steps, rows of a global batch, and seconds that one layout may take."""
 
 Progress = Callable[[str], None]
 

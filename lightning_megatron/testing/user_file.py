@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from lightning_megatron.testing.maker_spec import spec_fault
 from lightning_megatron.testing.subject import Subject, SubjectError, maker_fault, require_module
 
 
@@ -24,20 +25,6 @@ class FromFiles:
     def __call__(self) -> Subject:
         data = called(self.data) if self.data is not None else None
         return Subject(module=require_module(called(self.module)), data=data, trainer=self.trainer)
-
-
-def absolute(spec: str) -> str:
-    """The name with its file as an absolute path: processes of a fork server may stand in another folder."""
-    where, colon, name = spec.rpartition(":")
-    return f"{Path(where).resolve()}{colon}{name}" if where.endswith(".py") else spec
-
-
-def spec_fault(spec: str) -> str:
-    """What shows to be wrong with such a name before its file is run; empty where nothing does."""
-    where, _, name = spec.rpartition(":")
-    if not where or not name.isidentifier():
-        return f"{spec!r} must be a file and a name in it, as in module.py:MyModule"
-    return f"{Path(where).resolve()} is no file" if where.endswith(".py") and not Path(where).is_file() else ""
 
 
 def called(spec: str) -> Any:

@@ -406,7 +406,7 @@ def test_a_file_of_a_users_that_fails_ends_in_one_way(
 def test_a_file_that_is_not_there_is_told_before_a_process_is_started(
     command: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    for module in ("testing.proof", "cli.model_plan"):
+    for module in ("testing.proof", "cli.cut_report"):
         monkeypatch.setattr(f"lightning_megatron.{module}.run_processes", lambda *_, **__: 1 / 0)
     Path("mine.py").touch()
     for spec, words in (

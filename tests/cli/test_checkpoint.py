@@ -13,7 +13,7 @@ import torch
 from lightning_megatron.checkpoint import load, save
 from lightning_megatron.checkpoint.atomic_directory import UNFINISHED
 from lightning_megatron.checkpoint.manifest import read_manifest
-from lightning_megatron.cli import checkpoint as cli_checkpoint
+from lightning_megatron.cli import checkpoint_upkeep
 from lightning_megatron.cli.main import main
 from tests.checkpoint import object_store
 from tests.checkpoint.folders import WORLD, begun, left, saved
@@ -255,7 +255,7 @@ def test_an_error_of_our_own_keeps_its_traceback(path: Path, monkeypatch: pytest
     def slip(path: str, **_: Any) -> None:
         raise KeyError("our own slip")
 
-    monkeypatch.setattr(cli_checkpoint, "verify", slip)
+    monkeypatch.setattr(checkpoint_upkeep, "verify", slip)
     with pytest.raises(KeyError, match="our own slip"):
         main(["checkpoint", "verify", f"file://{path}"])
 

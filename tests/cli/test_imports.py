@@ -10,12 +10,59 @@ from typing import Any
 import pytest
 
 import lightning_megatron
+from lightning_megatron.cli.commands import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[2]
 # Packages that take seconds to import, and that no command needs which neither trains nor reads text.
 HEAVY = {"lightning", "pytorch_lightning", "torchmetrics", "transformers", "datasets", "matplotlib", "tokenizers"}
 RECIPES = ("recipes",)
 PLAN = ("plan", "gpt3_175b", "--gpu", "h100", "--num-gpus", "1024", "--layout", "tp=8,pp=8")
+
+
+COMPUTES = {*HEAVY, "torch", "numpy"}
+# Calls each of the commands with --help, and prints its exit code and what of the above it imported.
+HELPS = f"""
+import contextlib, io, json, sys
+from lightning_megatron.cli.commands import COMMANDS
+from lightning_megatron.cli.main import main
+found = {{}}
+for name in COMMANDS:
+    before = set(sys.modules)
+    with contextlib.redirect_stdout(io.StringIO()):
+        try:
+            code = main([name, "--help"])
+        except SystemExit as ended:
+            code = ended.code
+    found[name] = [code, sorted((set(sys.modules) - before) & {COMPUTES})]
+print(json.dumps(found))
+"""
+# Calls a command line after the other, and prints what became of each.
+MISTAKES = f"""
+import contextlib, io, json, shlex, sys
+from lightning_megatron.cli.main import main
+found = []
+for line in json.loads(sys.argv[1]):
+    before, told = set(sys.modules), io.StringIO()
+    with contextlib.redirect_stderr(told):
+        code = main(shlex.split(line))
+    found.append([code, sorted((set(sys.modules) - before) & {COMPUTES}), told.getvalue()])
+print(json.dumps(found))
+"""
+WRONG = (
+    ("plan lama3_8b --gpu h100", "did you mean llama3_8b or llama3_70b?"),
+    ("plan lama3_8b --gpu h1000 --num-gpus 0", "--num-gpus (0) must be at least 1"),
+    ("dry-run lama3_8b --world-size 0", "--world-size (0) must be at least 1"),
+    ("calibrate config.yaml --gpu h1000 --out ours.txt", "--out (ours.txt) must end in .yaml"),
+    ("certify nowhere.py:Module", "nowhere.py is no file"),
+    ("model-plan nowhere.py:Module --tp 70000", "nowhere.py is no file"),
+    ("checkpoint inspect nowhere.ckpt", "nowhere.ckpt does not exist"),
+    ("convert nowhere out", "SOURCE (nowhere) does not exist"),
+    ("evaluate nowhere", "MODEL (nowhere) does not exist"),
+    ("schedule --pp 0 --microbatches 2", "pp (0) must be at least 1"),
+    ("train toi", "did you mean toy"),
+    ("recipes copy toi .", "did you mean toy"),
+    ("doctor --ping -1", "--ping (-1) must be from 0"),
+)
 
 
 # Runs each piece of code in a fork of a process with torch, and prints the modules of each, or how it failed.
@@ -89,6 +136,18 @@ def modules_after(*code: str) -> set[str]:
     found = modules_of_each()[code]
     assert not found["failure"], found["failure"]
     return set(found["modules"])
+
+
+def test_no_help_of_a_command_imports_what_computes_or_trains() -> None:
+    [found] = printed_by(HELPS)
+    assert json.loads(found) == {name: [0, []] for name in COMMANDS}
+
+
+def test_a_wrong_command_line_is_told_without_what_computes_or_trains() -> None:
+    [found] = printed_by(MISTAKES, json.dumps([line for line, _ in WRONG]))
+    for (line, words), (code, heavy, told) in zip(WRONG, json.loads(found), strict=True):
+        assert (code, heavy) == (2, []), (line, told)
+        assert words in told and told.startswith("error: ") and told.count("\n") == 1, (line, told)
 
 
 def test_help_imports_neither_torch_nor_any_command() -> None:

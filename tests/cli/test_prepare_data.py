@@ -7,7 +7,7 @@ from typing import Any
 import datasets
 import pytest
 
-from lightning_megatron.cli import prepare_data
+from lightning_megatron.cli import token_preparation
 from lightning_megatron.cli.main import main
 from lightning_megatron.data import MegatronCorpus, load_tokenizer
 
@@ -174,7 +174,7 @@ def test_a_tokenizer_that_other_token_files_may_need_is_left_as_it_is(
     # That a run left which was ended.
     (folder / "out/a.shards-0-1").mkdir()
     with monkeypatch.context() as patched:
-        patched.setattr(prepare_data, "write_tokens", ends)
+        patched.setattr(token_preparation, "write_tokens", ends)
         assert shown(capsys, *trained) == "error: none has a token"
     assert (folder / "out/a.tokenizer.json").read_bytes() == made
     (folder / "out/a.shards-0-1").mkdir()
@@ -201,7 +201,7 @@ def test_what_ends_the_work_is_printed_without_a_traceback(
     def ends(*arguments: Any, **options: Any) -> None:
         raise error
 
-    monkeypatch.setattr(prepare_data, "write_tokens", ends)
+    monkeypatch.setattr(token_preparation, "write_tokens", ends)
     for options in (NUMBERS, (*FIXED, "--train-vocab-size", "257")):
         assert prepare(*options) == code
         captured = capsys.readouterr()

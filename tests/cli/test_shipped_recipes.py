@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_megatron.cli import certify
+from lightning_megatron.cli import certification, certify
 from lightning_megatron.cli.certify_recipe import FromRecipe
 from lightning_megatron.cli.main import command_line, main
 from lightning_megatron.cli.plan_file import planned_file
@@ -78,5 +78,7 @@ def test_a_name_is_the_file_of_its_recipe_unless_it_is_something_else(
 
 def test_a_certificate_takes_the_name_of_a_recipe() -> None:
     parser = command_line(["certify"])
-    subject = certify._subject(parser.parse_args(["certify", "toy", "--tiny"]))
+    options = parser.parse_args(["certify", "toy", "--tiny"])
+    certify._require_sense(options)
+    subject = certification.subject_of(options)
     assert isinstance(subject, FromRecipe) and subject.path == shipped_recipe("toy").config

@@ -1,0 +1,8 @@
+"""Defaults of `certify`."""
+
+STEPS = 3
+"""Steps of each run."""
+ROWS = 8
+"""Rows of a global batch."""
+LIMIT_SECONDS = 180.0
+"""Time that one layout may take."""
