@@ -26,6 +26,7 @@ from lightning_megatron.host_memory import machine_memory_bytes
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _SHARED_MEMORY = Path("/dev/shm")
+_FABRIC = Path("/sys/class/infiniband")
 _MEMORY = Path("/proc/meminfo")
 _DRIVER = Path("/proc/driver/nvidia/version")
 # Of a container: the limit, and what is used of it.
@@ -68,6 +69,16 @@ class TorchFacts:
 
 
 @dataclass(frozen=True, kw_only=True)
+class FabricPort:
+    """A port of an adapter by which machines read each other's memory: InfiniBand, RoCE and their like."""
+
+    name: str
+    is_active: bool
+    rate: str
+    """As the driver writes it, "400 Gb/sec (4X NDR)"; empty where it does not."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Disk:
     """A folder, and what is free on its disk."""
 
@@ -89,6 +100,7 @@ class MachineFacts:
     main_fault: str = ""
     """Why the address at which ranks meet stands for no machine; empty where it does, or there is none."""
     interfaces: tuple[str, ...] = ()
+    fabric_ports: tuple[FabricPort, ...] = ()
     driver: str = ""
     """Version of NVIDIA's driver; empty where there is none."""
     num_cores: int = 1
@@ -211,6 +223,7 @@ def _machine_facts(launch: Launch) -> MachineFacts:
         host_fault=host_fault,
         main_fault=_addresses(launch.address)[1] if launch.address else "",
         interfaces=tuple(name for _, name in socket.if_nameindex()),
+        fabric_ports=tuple(_fabric_ports()),
         driver=_driver(),
         num_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         memory_bytes=memory_bytes,
@@ -230,6 +243,21 @@ def _machine_facts(launch: Launch) -> MachineFacts:
             for what, path in folders.items()
         ),
     )
+
+
+def _fabric_ports() -> Iterator[FabricPort]:
+    for port in sorted(_FABRIC.glob("*/ports/*")):
+        state, rate = _line_of(port / "state"), _line_of(port / "rate")
+        # As "4: ACTIVE".
+        yield FabricPort(name=f"{port.parts[-3]}:{port.name}", is_active=state.endswith("ACTIVE"), rate=rate)
+
+
+def _line_of(file: Path) -> str:
+    """The line in a file of a driver; empty where it has none, or the driver does not tell."""
+    try:
+        return file.read_text().strip()
+    except OSError:
+        return ""
 
 
 def _addresses(host: str) -> tuple[tuple[str, ...], str]:

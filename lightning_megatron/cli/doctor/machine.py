@@ -25,6 +25,7 @@ def machine_findings(machine: MachineFacts, launch: Launch, *, has_gloo_interfac
     return [
         *_host(machine, launch, has_gloo_interface=has_gloo_interface),
         *_main_address(machine, launch),
+        _fabric(machine, launch),
         _cores(machine, launch),
         _memory(machine, launch),
         *_shared_memory(machine),
@@ -58,6 +59,23 @@ def _main_address(machine: MachineFacts, launch: Launch) -> Iterator[Finding]:
             f"{launch.address} stands for no machine ({machine.main_fault})",
             "give the name or the address of the machine with rank 0",
         )
+
+
+def _fabric(machine: MachineFacts, launch: Launch) -> Finding:
+    about, ports = "InfiniBand", machine.fabric_ports
+    active = [f"{port.name} at {port.rate or 'an unknown rate'}" for port in ports if port.is_active]
+    idle = [port.name for port in ports if not port.is_active]
+    parts = ["active: " + ", ".join(active)] * bool(active) + ["not active: " + ", ".join(idle)] * bool(idle)
+    found = "; ".join(parts) or "no adapter is there"
+    if launch.num_nodes == 1 or (active and not idle):
+        return ok(about, found)
+    if active:
+        return mind(about, found, "see whether a cable is out, or name those that are in NCCL_IB_HCA")
+    return mind(
+        about,
+        f"{found}: messages between the {launch.num_nodes} machines go over TCP",
+        "give a container the devices of /dev/infiniband, or train over as few machines as hold the model",
+    )
 
 
 def _cores(machine: MachineFacts, launch: Launch) -> Finding:

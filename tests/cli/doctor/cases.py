@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from lightning_megatron.cli.doctor.facts import Disk, FoundGpu, MachineFacts, TorchFacts
+from lightning_megatron.cli.doctor.facts import Disk, FabricPort, FoundGpu, MachineFacts, TorchFacts
 from lightning_megatron.cli.doctor.finding import Finding, Kind
 from lightning_megatron.cli.doctor.launch import Launch
 
@@ -21,6 +21,7 @@ MACHINE = MachineFacts(
     host="node1",
     addresses=("10.0.0.1",),
     interfaces=("lo", "eth0", "ib0"),
+    fabric_ports=(FabricPort(name="mlx5_0:1", is_active=True, rate="400 Gb/sec (4X NDR)"),),
     driver="580.65.06",
     num_cores=16,
     memory_bytes=64 * GB,

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from lightning_megatron.cli.doctor import command
+from lightning_megatron.cli.doctor import command, facts
 from lightning_megatron.cli.doctor.command import sections_of
-from lightning_megatron.cli.doctor.facts import DoctorFacts, FoundGpu, TorchFacts, gathered_facts
+from lightning_megatron.cli.doctor.facts import DoctorFacts, FabricPort, FoundGpu, TorchFacts, gathered_facts
 from lightning_megatron.cli.doctor.finding import KINDS, mind, ok, section_text, summary_text, wrong
 from lightning_megatron.cli.doctor.outcome import FORMULA, PingOutcome, Timing, ping_findings
 from lightning_megatron.cli.doctor.ping import PingRequest
@@ -88,6 +88,21 @@ def test_the_facts_of_this_machine_are_gathered(monkeypatch: pytest.MonkeyPatch)
     assert {Path(disk.path) for disk in machine.disks} >= {Path.cwd()}
     # It is judged without a fault of our own.
     assert sections_of(facts)
+
+
+def test_ports_of_adapters_are_read_from_the_files_of_their_drivers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, state, rate in (("mlx5_0", "4: ACTIVE\n", "400 Gb/sec (4X NDR)\n"), ("mlx5_1", "1: DOWN\n", None)):
+        port = tmp_path / name / "ports" / "1"
+        port.mkdir(parents=True)
+        (port / "state").write_text(state)
+        if rate is not None:
+            (port / "rate").write_text(rate)
+    monkeypatch.setattr(facts, "_FABRIC", tmp_path)
+    first, second = gathered_facts().machine.fabric_ports
+    assert first == FabricPort(name="mlx5_0:1", is_active=True, rate="400 Gb/sec (4X NDR)")
+    assert second == FabricPort(name="mlx5_1:1", is_active=False, rate="")
 
 
 def test_the_facts_of_gpus_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 
-from lightning_megatron.cli.doctor.facts import Disk
+from lightning_megatron.cli.doctor.facts import Disk, FabricPort
 from lightning_megatron.cli.doctor.launch import Launch
 from lightning_megatron.cli.doctor.machine import machine_findings
 from tests.cli.doctor.cases import ALONE, GB, MACHINE, TWO_MACHINES, TWO_RANKS, about, kinds, machine
+
+DOWN = FabricPort(name="mlx5_1:1", is_active=False, rate="")
 
 
 def test_a_machine_that_is_well_is_ok() -> None:
@@ -31,6 +33,22 @@ def test_a_machine_that_is_well_is_ok() -> None:
         ({"num_cores": 1}, ALONE, "cores", "ok", "1"),
         ({"now_seconds": 1_700_000_000.0}, ALONE, "clock", "wrong", "2023-11-14 22:13:20 UTC, before"),
         ({"now_seconds": 1_790_000_000.0 - 60}, ALONE, "clock", "ok", "2026"),
+        (
+            {"fabric_ports": ()},
+            TWO_MACHINES,
+            "InfiniBand",
+            "mind",
+            "no adapter is there: messages between the 2 machines",
+        ),
+        ({"fabric_ports": ()}, ALONE, "InfiniBand", "ok", "no adapter is there"),
+        (
+            {"fabric_ports": (*MACHINE.fabric_ports, DOWN)},
+            TWO_MACHINES,
+            "InfiniBand",
+            "mind",
+            "NDR); not active: mlx5_1:1",
+        ),
+        ({"fabric_ports": (DOWN,)}, TWO_MACHINES, "InfiniBand", "mind", "not active: mlx5_1:1: messages between"),
         ({"host_fault": "not known"}, ALONE, "host name", "mind", "node1 stands for no address (not known)"),
         ({"host_fault": "not known"}, TWO_MACHINES, "host name", "wrong", "no address"),
         ({"addresses": ("127.0.1.1",)}, TWO_MACHINES, "host name", "wrong", "127.0.1.1"),
