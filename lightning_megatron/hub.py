@@ -38,8 +38,10 @@ def model_folder(path: str | os.PathLike[str], files: Sequence[str] = MODEL_FILE
     try:
         return str(snapshot_download(name, allow_patterns=list(files)))
     except (OSError, ValueError) as error:
+        # The lines after the first are advice of the hub's package.
+        reason = str(error).strip().partition("\n")[0][:200]
         raise ValueError(
             f"{name} is no file or folder here, and could not be fetched from the Hugging Face hub "
-            f"({type(error).__name__}: {' '.join(str(error).split())[:200]}); give a folder, or a model's name where "
-            "the network reaches the hub or its cache has it"
+            f"({type(error).__name__}: {reason}); give a folder, or a model's name where the network reaches the hub "
+            "or its cache has it"
         ) from error

@@ -17,10 +17,17 @@ from lightning_megatron.hub import model_folder
 from lightning_megatron.lightning_modules import CausalModule
 from lightning_megatron.lightning_modules.export import ExportPretrained
 from lightning_megatron.lightning_modules.finetune import FinetuneModule
+from lightning_megatron.trainer import ConfigurationError
 from tests.any_module.model_families import config_of
 from tests.data.chats import HEADERS, write_tokenizer
 
 CONFIGS = Path(__file__).resolve().parents[1] / "recipes" / "configs"
+
+
+def fault_of(name: str) -> str:
+    with pytest.raises(ValueError, match="owner/other") as raised:
+        model_folder(name)
+    return str(raised.value)
 
 
 def test_a_name_is_the_folder_that_the_cache_has_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,6 +46,8 @@ def test_a_name_is_the_folder_that_the_cache_has_of_it(tmp_path: Path, monkeypat
     for call in (hf.load_unchanged, hf.from_pretrained, load_tokenizer):
         with pytest.raises(ValueError, match="owner/other is no file or folder here, and could not be fetched"):
             call("owner/other")
+    with pytest.raises(ConfigurationError, match=r"cannot run:\n  - owner/other is no file .* has it$"):
+        raise ConfigurationError([fault_of("owner/other"), fault_of("owner/other")])
 
 
 def test_names_are_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,6 +27,12 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     )
     parser.add_argument("--json", action="store_true", help="print everything as JSON, with the paths of the files")
     own = parser.add_subparsers(title="commands", metavar="COMMAND")
+    # Whoever knows other programs types it.
+    listed = add_command(
+        own, "list", "Lists the recipes of the package.", run=_run_list, line="list the recipes, as without a command"
+    )
+    # Without a default: that of the option before the command would be lost.
+    listed.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print everything as JSON")
     copy = add_command(
         own,
         "copy",

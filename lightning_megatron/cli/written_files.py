@@ -7,18 +7,21 @@ import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
+from lightning_megatron.lightning_modules.export import ExportPretrained
+
 # Files of logs that tell the options of a run alone.
 _OF_OPTIONS = {"config.yaml", "hparams.yaml"}
 
 
 def written_files(trainer: L.Trainer) -> list[str]:
-    """Where the logs and the last checkpoint of a run are."""
+    """Where the logs, the last checkpoint and the exported model of a run are."""
     loggers = [logger for logger in trainer.loggers if isinstance(logger, CSVLogger | TensorBoardLogger)]
     callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
-    return [f"Logs: {logger.log_dir}" for logger in loggers] + [
-        f"Checkpoint: {path}"
-        for callback in callbacks
-        if (path := callback.last_model_path or callback.best_model_path)
+    exports = [callback for callback in trainer.callbacks if isinstance(callback, ExportPretrained)]  # type: ignore[attr-defined]
+    return [
+        *(f"Logs: {logger.log_dir}" for logger in loggers),
+        *(f"Checkpoint: {path}" for one in callbacks if (path := one.last_model_path or one.best_model_path)),
+        *(f"Exported model: {one.path}" for one in exports if one.path is not None),
     ]
 
 

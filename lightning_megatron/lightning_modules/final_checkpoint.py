@@ -31,11 +31,16 @@ class FinalCheckpoint(L.Callback):
             "step": torch.tensor(trainer.global_step),
         }
         for callback in trainer.checkpoint_callbacks:
-            # One that goes by epochs saves now by itself.
-            if isinstance(callback, ModelCheckpoint) and callback.save_top_k and not callback.every_n_epochs:
+            if isinstance(callback, ModelCheckpoint) and callback.save_top_k and not _saves_now(callback, trainer):
                 path = callback.format_checkpoint_name(metrics)
                 trainer.save_checkpoint(path, callback.save_weights_only)
                 callback.last_model_path = path
+
+
+def _saves_now(callback: ModelCheckpoint, trainer: L.Trainer) -> bool:
+    """Whether a callback that goes by epochs saves at the end of this one, and not after a validation."""
+    every = callback.every_n_epochs or 0
+    return every > 0 and (trainer.current_epoch + 1) % every == 0 and callback._should_save_on_train_epoch_end(trainer)
 
 
 def _is_over(trainer: L.Trainer) -> bool:

@@ -16,7 +16,8 @@ class ConfigurationError(ValueError):
     """Settings that cannot run, found before any training; the message lists every fault."""
 
     def __init__(self, faults: str | Sequence[str]) -> None:
-        self.faults = [faults] if isinstance(faults, str) else list(faults)
+        # Two parts of a run may find the same, as a module and its data that one path leads to nothing.
+        self.faults = [faults] if isinstance(faults, str) else list(dict.fromkeys(faults))
         count = len(self.faults)
         head = "this configuration cannot run:" if count == 1 else f"this configuration has {count} faults:"
         super().__init__("\n".join([head, *(f"  - {fault}" for fault in self.faults)]))

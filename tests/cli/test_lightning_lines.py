@@ -4,6 +4,7 @@ import logging
 from pathlib import Path
 
 import pytest
+from lightning.fabric.utilities import seed
 
 from lightning_megatron.cli.lightning_lines import _NO_NEWS, leave_out_what_is_no_news
 from tests.trainer.layouts import PLAIN, make_trainer
@@ -36,6 +37,18 @@ def test_a_save_says_nothing_of_every_save(tmp_path: Path, monkeypatch: pytest.M
     trainer.save_checkpoint(tmp_path / "two.ckpt")
     logger.info("of this run")
     assert kept.texts == ["of this run"]
+
+
+def test_one_rank_says_which_seed_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    logger, kept = logging.getLogger("lightning.fabric.utilities.seed"), Kept()
+    for name in _NO_NEWS:
+        monkeypatch.setattr(logging.getLogger(name), "filters", [])
+    monkeypatch.setattr(logger, "handlers", [kept])
+    leave_out_what_is_no_news()
+    for rank in (None, 0, 1, 12):
+        monkeypatch.setattr(seed, "_get_rank", lambda rank=rank: rank)
+        seed.seed_everything(3)
+    assert kept.texts == ["Seed set to 3", "[rank: 0] Seed set to 3"]
 
 
 def test_a_trainer_says_nothing_of_chips_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,8 @@ def test_the_list_has_a_line_for_each_recipe(capsys: pytest.CaptureFixture[str])
     assert toy.split(maxsplit=3)[:3] == ["toy", "pretrain_gpt.py", "toy.yaml"]
     assert toy.endswith(shipped_recipe("toy").trains)
     assert len(lines) == len(shipped_recipes())
+    assert main(["recipes", "list"]) == 0
+    assert capsys.readouterr().out.splitlines() == [head, *lines]
 
 
 def test_a_program_reads_the_paths(capsys: pytest.CaptureFixture[str]) -> None:
@@ -31,6 +33,8 @@ def test_a_program_reads_the_paths(capsys: pytest.CaptureFixture[str]) -> None:
     records = json.loads(capsys.readouterr().out)
     assert [record["name"] for record in records] == [recipe.name for recipe in shipped_recipes()]
     assert all(Path(record[name]).is_file() for record in records for name in ("script", "config"))
+    for line in (["recipes", "list", "--json"], ["recipes", "--json", "list"]):
+        assert main(line) == 0 and json.loads(capsys.readouterr().out) == records
 
 
 def test_a_copy_is_script_and_configuration_as_they_are(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_megatron.cli.written_files import written_files
+from lightning_megatron.lightning_modules.export import ExportPretrained
 from lightning_megatron.lightning_modules.final_checkpoint import FinalCheckpoint
 from tests.harness.ranks import run_on_ranks
 from tests.trainer.fits import Parts, parts_apart, weights
@@ -35,6 +36,21 @@ def test_the_files_that_are_named_are_there(period: int, names: list[str], tmp_p
 def test_who_asks_for_no_checkpoint_gets_none(tmp_path: Path) -> None:
     assert len(written_files(fitted(tmp_path, PLAIN, save_top_k=0))) == 1
     assert not (tmp_path / "saves").exists()
+
+
+def test_a_run_that_ends_before_its_first_validation_saves_too(tmp_path: Path) -> None:
+    # Lightning's own ModelCheckpoint, which saves after a validation here.
+    options = {"enable_checkpointing": True, "check_val_every_n_epoch": None, "max_steps": 3}
+    for interval, names in ((100, ["epoch=0-step=3.ckpt"]), (2, ["epoch=0-step=2.ckpt"])):
+        callbacks, folder = [FinalCheckpoint()], tmp_path / str(interval)
+        trainer = make_trainer(
+            PLAIN, val_check_interval=interval, callbacks=callbacks, default_root_dir=folder, **options
+        )
+        trainer.fit(Small(), Data())
+        [told] = written_files(trainer)
+        assert [path.name for path in Path(told.removeprefix("Checkpoint: ")).parent.iterdir()] == names
+        trainer.callbacks.append(ExportPretrained("tuned"))
+        assert written_files(trainer) == [told, "Exported model: tuned"]
 
 
 def gone_on(folder: Path, max_steps: int, ckpt_path: str | None) -> tuple[Parts, list[str]]:
