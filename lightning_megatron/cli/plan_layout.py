@@ -63,9 +63,11 @@ def with_layout(run: R, text: str) -> R:
     """The run on the layout that `text` gives. Raises UsageError with every part of it that is invalid."""
     values = _values_of(text)
     sizes: dict[str, Any] = {key: int(values.get(key, 1)) for key in _SIZES}
-    stages, name, group_size, is_overlapped = values.get("stages", "layers"), values.get("schedule"), 0, False
+    stages, name, group_size = values.get("stages", "layers"), values.get("schedule"), 0
+    is_overlapped = is_collective = False
     if name == OF_RECIPE:
         name, group_size, is_overlapped = run.schedule_name, run.group_size, run.is_overlapped
+        is_collective = run.is_collective and sizes["pp"] > 1
     own = Sizes(
         world=run.sizes.world,
         **sizes,
@@ -86,6 +88,7 @@ def with_layout(run: R, text: str) -> R:
         schedule_name=name,
         group_size=group_size,
         is_overlapped=is_overlapped,
+        is_collective=is_collective,
     )
 
 
@@ -99,7 +102,7 @@ def notes_on_layout(request: PlanRequest[R], text: str | None) -> list[str]:
 
 def _notes_on_schedule(run: RunSettings, text: str | None) -> list[str]:
     """A note where a layout, or a search where there is none, leaves out the recipe's own schedule."""
-    is_usual = run.schedule_name is None and not run.group_size and not run.is_overlapped
+    is_usual = run.schedule_name is None and not (run.group_size or run.is_overlapped or run.is_collective)
     if is_usual or (text is not None and "schedule" in _values_of(text)):
         return []
     own = default_text("vp")

@@ -170,6 +170,10 @@ def _request(
     )
     num_microbatches, microbatch_size = numbers["num_microbatches"], numbers["microbatch_size"]
     data_parallel_size = 0 if sizes.faults() else sizes.dp
+    is_collective = pipeline.mode == "collective"
+    if is_collective and sizes.pp == 1:
+        # Without stages nothing cuts a batch.
+        num_microbatches, microbatch_size, is_collective = 1, 0, False
     run = make(
         lengths=lengths,
         sizes=sizes,
@@ -184,6 +188,7 @@ def _request(
         schedule_name=None if pipeline.schedule == "auto" else pipeline.schedule,
         group_size=pipeline.microbatch_group_size,
         is_overlapped=pipeline.overlap_expert_exchange,
+        is_collective=is_collective,
         context=context,
         kernels=settings["kernels"],
     )
@@ -195,7 +200,7 @@ def _request(
         has_layout=arguments is not None,
         faults=tuple(fault for fault in rule_faults(cut) if fault not in sizes.faults()),
         notes=(*notes, *([ONE_A_ROW] if is_packed else [])),
-        unplanned=_unplanned(pipeline, settings["kernels"]),
+        unplanned=_unplanned(settings["kernels"]),
         dynamic=settings["dynamic_context"],
         plan=settings["plan"],
         cut=cut,
@@ -426,11 +431,9 @@ def _with_optimizer(request: PlanRequest[R], config: Namespace, data: Mapping[st
     return replace(request, run=replace(request.run, make_optimizer=make))
 
 
-def _unplanned(pipeline: PipelineConfig, kernels: KernelConfig) -> dict[str, str]:
+def _unplanned(kernels: KernelConfig) -> dict[str, str]:
     """Options of the strategy that change memory or time and are not planned, and what each does."""
     found = {}
-    if pipeline.mode == "collective":
-        found["pipeline mode 'collective'"] = "keeps the activations of all microbatches"
     if kernels.compile_layers:
         found["kernels compile_layers (True)"] = (
             "makes neighbouring operations one kernel, which saves fewer activations"

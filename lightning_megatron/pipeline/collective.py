@@ -20,6 +20,7 @@ from lightning_megatron.pipeline.module import PipelineModule
 from lightning_megatron.pipeline.plans import backward_plan, forward_plan
 from lightning_megatron.pipeline.runtime import Runtime
 from lightning_megatron.pipeline.scheduled import gradients_of, named
+from lightning_megatron.pipeline.step_hooks import StepHook
 
 
 def _is_differentiable(value: Any) -> bool:
@@ -104,12 +105,14 @@ class CollectiveCall:
         self._device = device
         self._mailbox = mailbox
         self._count = count
+        self.step_hook: StepHook | None = None
+        """The hook that is called around the actions of a call's forward and backward."""
 
     @torch.compiler.disable
     def __call__(self, module: PipelineModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves, spec = tree_flatten((args, kwargs))
         work = _Forward(module, leaves, spec, self._num_microbatches(leaves))
-        Runtime(self._pp, self._mailbox).run(forward_plan(module.mesh.sizes, len(work.calls)), work)
+        self._runtime().run(forward_plan(module.mesh.sizes, len(work.calls)), work)
         combined = None
         if self._pp.is_last:
             with torch.set_grad_enabled(work.is_recorded):
@@ -132,6 +135,11 @@ class CollectiveCall:
         for i, tensor in zip(floating, recorded, strict=True):
             tensors[i] = tensor
         return tree_unflatten(tensors, output_spec)
+
+    def _runtime(self) -> Runtime:
+        runtime = Runtime(self._pp, self._mailbox)
+        runtime.step_hook = self.step_hook
+        return runtime
 
     def _num_microbatches(self, leaves: list[Any]) -> int:
         """The configured number of microbatches, where all tensors of the call share their rows; else 1."""
@@ -168,7 +176,7 @@ class CollectiveCall:
             for microbatch in reversed(range(len(work.calls))):
                 work.module.after_backward(work.graphs[work.last_stage, microbatch])
         output_metas = {key: TensorMeta.of(o) for key, o in work.outputs.items() if key[0] < work.last_stage}
-        Runtime(self._pp, self._mailbox).run(backward_plan(work.module.mesh.sizes, len(work.calls)), work, output_metas)
+        self._runtime().run(backward_plan(work.module.mesh.sizes, len(work.calls)), work, output_metas)
         inputs = [leaf for leaf in work.inputs if _is_differentiable(leaf)]
         # An input may be read on several stages; its gradient is the sum of theirs.
         return [

@@ -21,13 +21,13 @@ from lightning_megatron.comm.p2p import TensorMeta
 from lightning_megatron.mesh import Mesh, NewGroup
 from lightning_megatron.pipeline.layout import assign_alike
 from lightning_megatron.pipeline.lower import ScheduledProgram
-from lightning_megatron.pipeline.plans import training_plan
+from lightning_megatron.pipeline.plans import backward_plan, forward_plan, training_plan
 from lightning_megatron.pipeline.registry import spec_of
 from lightning_megatron.pipeline.schedule import Action
 from lightning_megatron.planner.balanced_runs import fullest_line
 from lightning_megatron.planner.dry_rank import FullModel, Rank, Trained, build_rank, hidden_tokens, resized
 from lightning_megatron.planner.dry_step import OPTIMIZER_STEP, DryStep
-from lightning_megatron.planner.fake_process_group import Ledger, MessageCounts, fake_mesh
+from lightning_megatron.planner.fake_process_group import HostMessages, Ledger, MessageCounts, fake_mesh
 from lightning_megatron.planner.memory_tracker import MemoryTracker
 from lightning_megatron.planner.model_parts import ModelPart
 from lightning_megatron.planner.requires_grad import stages_with_gradients
@@ -125,7 +125,10 @@ class DryRuns:
             full_model = FullModel(run)
         self._run, self._full_model, self._device = run, full_model, device
         self._is_whole = is_whole or run.balanced is not None
-        self._walks_all = self._is_whole or walks_all
+        # One call has all microbatches of a collective step, each of which runs.
+        self._runs_all = self._is_whole or run.is_collective
+        self._walks_all = self._runs_all or walks_all
+        self._told: HostMessages | None = None
         self._known: dict[object, list[_Known]] = {}
         self.are_deep = False
         """Whether layers that seemed alike were found to differ, so that all run."""
@@ -136,6 +139,12 @@ class DryRuns:
         peak = peak_of(known.trace, events, stands_for, stages)
         own = stands_for or {cell: cell for cell in known.stand_ins.values()}
         work = _of_step(works_of(known.trace), run, own)
+        # The last stage runs all backwards of a collective step at once.
+        number = self._count if run.is_collective else 1
+        cells = (
+            list(own) if run.is_collective else [own[chunk, min(1, self._count - 1)] for chunk in range(len(stages))]
+        )
+        forward, backward = passes_of(known.trace, cells)
         return DryRun(
             run=run,
             rank=rank,
@@ -149,7 +158,7 @@ class DryRuns:
             flops=work.flops,
             messages=work.messages,
             num_run=len({number for _, number in known.stand_ins.values()}),
-            passes=passes_of(known.trace, [own[chunk, min(1, self._count - 1)] for chunk in range(len(stages))]),
+            passes=(forward.of_each(number), backward.of_each(number)),
             trained=known.trained,
             num_layers=known.num_layers,
             step=known.step,
@@ -164,7 +173,7 @@ class DryRuns:
         """The trace of a global rank, and the events of its step on its stages; which cells of the trace stand for
         those of the events, or None where all of them ran."""
         run, ledger = self._run, Ledger()
-        with fake_mesh(run.sizes, rank, ledger) as (mesh, new_group):
+        with fake_mesh(run.sizes, rank, ledger, self.told_on(rank)) as (mesh, new_group):
             pp_rank, stages = mesh.pp.rank, mesh.own_stages
             steps = self._program.plan[pp_rank]
             events = events_of(steps, stages)
@@ -172,11 +181,13 @@ class DryRuns:
                 step for step in steps if isinstance(step, Action)
             )
             parts = None if is_whole or self.are_deep else self._parts_of(stages)
+            is_whole |= run.is_collective
             kinds = kinds_of(events, self._count, parts if run.sizes.placement == "loop" else None)
             if is_whole:
                 kinds = {cell: cell for cell in kinds}
             # Ranks of cp see other keys under a window, and other tokens of uneven sequences.
-            alike = self._known.setdefault(rank if parts is None else (parts, mesh.cp.rank), [])
+            has_own = parts is None or run.is_collective
+            alike = self._known.setdefault(rank if has_own else (parts, mesh.cp.rank), [])
             known = next((one for one in alike if one.stand_ins.keys() >= set(kinds.values())), None)
             if known is None:
                 stand_ins = {kind: cell for cell, kind in reversed(kinds.items())}
@@ -192,6 +203,18 @@ class DryRuns:
             stages,
             None if is_whole else {cell: known.stand_ins[kind] for cell, kind in kinds.items()},
         )
+
+    def told_on(self, rank: int) -> HostMessages | None:
+        """What a global rank hears of the last stage, which runs first; None but of a collective step."""
+        if not self._run.is_collective:
+            return None
+        if self._told is None:
+            self._told = HostMessages()
+            if rank >= self._run.sizes.world // self._run.sizes.pp:
+                # The last stage is on the first ranks.
+                self._traced(0)
+        self._told.rewind()
+        return self._told
 
     def _known_of(
         self,
@@ -219,7 +242,7 @@ class DryRuns:
 
     @cached_property
     def _program(self) -> ScheduledProgram:
-        return training_plan(replace(self._run.schedule, microbatches=self._count))
+        return plan_of(self._run, self._count)
 
     def _parts_of(self, stages: tuple[int, ...]) -> tuple[StageKinds, ...] | None:
         """The parts of each stage, of which equal ones do the same; None where that is not known."""
@@ -255,8 +278,7 @@ class DryRuns:
         step = DryStep(own, meta_of(own), tracker, ledger, kinds, is_shallow=can_be_shallow)
         name_tensors(tracker, own)
         cells = frozenset(stand_ins.values())
-        first = training_plan(replace(run.schedule, microbatches=1))
-        step.take(program_of(first, own.mesh, {(stage, 0) for stage, _ in cells}), 1)
+        step.take(program_of(plan_of(run, 1), own.mesh, {(stage, 0) for stage, _ in cells}), 1)
         name_tensors(tracker, own)
         # What cycles of the first step still hold, a longer run would not.
         gc.collect()
@@ -329,11 +351,21 @@ def meta_of(own: Rank) -> Callable[[int, int], TensorMeta]:
     return lambda stage, microbatch: resized(metas[stage], hidden_tokens(step, groups[microbatch], mesh))
 
 
+def plan_of(run: RunSettings, count: int) -> ScheduledProgram:
+    """The plan of a batch of so many microbatches, which are all in one call of a collective step."""
+    if not run.is_collective:
+        return training_plan(replace(run.schedule, microbatches=count))
+    forward, backward = (plan(run.sizes, count) for plan in (forward_plan, backward_plan))
+    steps = tuple((*one, *other) for one, other in zip(forward.plan, backward.plan, strict=True))
+    return replace(forward, plan=steps)
+
+
 def num_needed(run: RunSettings) -> int:
     """Number of microbatches after which a rank has reached its peak, and at least one is neither first nor last; all
-    where they differ."""
+    where they differ, or are in one call."""
     schedule = run.schedule
-    return schedule.microbatches if run.balanced is not None else spec_of(schedule.name).steady_after(schedule)
+    needs_all = run.balanced is not None or run.is_collective
+    return schedule.microbatches if needs_all else spec_of(schedule.name).steady_after(schedule)
 
 
 def shown_ranks(run: RunSettings) -> tuple[int, ...]:

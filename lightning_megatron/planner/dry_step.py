@@ -1,5 +1,6 @@
 """Training steps of a rank without Lightning, as the strategy takes them under a schedule, traced by segments."""
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -12,13 +13,14 @@ from torch import Tensor, nn
 from lightning_megatron.comm.p2p import TensorMeta
 from lightning_megatron.optim.reductions import scale_in_place
 from lightning_megatron.optim.replica_check import finite_norm
+from lightning_megatron.pipeline.collective import CollectiveCall
 from lightning_megatron.pipeline.forward_backward_overlap import ForwardBackwardOverlap
 from lightning_megatron.pipeline.lower import ScheduledProgram
 from lightning_megatron.pipeline.runtime import Runtime
 from lightning_megatron.pipeline.schedule import Action, Kind
 from lightning_megatron.pipeline.scheduled import ScheduledCall
 from lightning_megatron.pipeline.step_hooks import Activity
-from lightning_megatron.planner.dry_rank import Rank, call, microbatches_of
+from lightning_megatron.planner.dry_rank import Microbatch, Rank, call, microbatches_of
 from lightning_megatron.planner.fake_process_group import FakeMailbox, Ledger
 from lightning_megatron.planner.memory_tracker import HOST, OTHERS, MemoryTracker
 from lightning_megatron.planner.run import Run
@@ -29,6 +31,7 @@ from lightning_megatron.transformer.recompute import RecomputeRunner
 
 # Gradients are clipped to this norm, whatever a recipe says: the memory of clipping is negligible.
 _MAX_NORM = 1.0
+_AROUND = "the step around the model"
 OPTIMIZER_STEP = "the optimizer's step"
 """Name of a piece of a trace."""
 _PHASES: Mapping[Kind, Phase] = {
@@ -67,9 +70,10 @@ class DryStep:
             posting=lambda message: self.go_on(self._event("posted", message)),
             releasing=lambda message: self.go_on(self._event("released", message)),
         )
+        self._mailbox = mailbox
         self._runtime = Runtime(own.mesh.pp, mailbox, turns)
         self._runtime.step_hook = self
-        self._microbatches = microbatches_of(own)
+        self._microbatches = [] if own.run.is_collective else microbatches_of(own)
         self._alike: list[tuple[nn.Module, nn.Module]] = []
         firsts: dict[tuple[object, ...], Mapping[nn.Module, object]] = {}
         for stage in kinds:
@@ -117,7 +121,10 @@ class DryStep:
         kept = self._tracker.kept().items()
         before[OTHERS] += sum((one.times - 1) * size for one, size in kept if isinstance(one, Block))
         for batch in range(min(own.run.num_accumulated, 2)):
-            self._take_batch(program, count, is_first=batch == 0)
+            if own.run.is_collective:
+                self._take_collective_batch(count, is_first=batch == 0)
+            else:
+                self._take_batch(program, count, is_first=batch == 0)
         self._reduce()
         self.go_on(None, OPTIMIZER_STEP)
         dp_comm.prepare_step()
@@ -168,6 +175,42 @@ class DryStep:
         gradients.free(dropped=False)
         gradients.add(pending)
 
+    def _take_collective_batch(self, count: int, *, is_first: bool) -> None:
+        """Adds the gradients of a batch of so many microbatches, which one call of the model has."""
+        own = self._own
+        dp_comm, pp = own.dp_comm, own.mesh.pp
+        driver = CollectiveCall(pp, self._mailbox, own.device, lambda rows: count)
+        driver.step_hook = self
+        for model in own.models.values():
+            model.driver, model.draws.first_sample, model.draws.call = driver, 0, 0
+        self.go_on(None, _AROUND)
+        self._end_piece()
+        self.go_on(None, _AROUND)
+        dp_comm.gather(0)
+        graph = dp_comm.begin_graph()
+        batch = own.trained.batch(count * own.run.micro_batch_size, own.device)
+        with warnings.catch_warnings():
+            # Torch says so of its own code, which reads what the last stage describes.
+            warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)
+            loss = call(own, Microbatch(batch=batch, num_copies=own.mesh.cp.size))
+        if is_first:
+            own.optimizer.zero_grad()
+        dp_comm.free_gradients(dropped=False)
+        if pp.is_last:
+            # Autograd goes on from the loss through the last stage, all microbatches of it.
+            self.go_on(self._event("computed", Action(Kind.BACKWARD, own.mesh.sizes.num_stages - 1, 0)))
+        with own.weight_gradients.opened():
+            loss.backward()
+        del loss
+        dp_comm.end_graph(graph)
+        if dp_comm.expects_each:
+            dp_comm.end_backward()
+        self._complete_gradients()
+        dp_comm.complete(0)
+        dp_comm.end_passes()
+        self._end_piece()
+        self.go_on(None, "the reduction of gradients")
+
     def _enter(self, microbatch: int) -> Tensor:
         """The sum of a microbatch's losses, from its forward."""
         return call(self._own, self._microbatches[microbatch])
@@ -181,7 +224,7 @@ class DryStep:
         # What several ranks of pp hold has a gradient on one of them, which they would tell each other.
         held_by_several = [param.parameter for param in gradients.params if param.holders is not None]
         gradients.add_zeros(parameter for parameter in held_by_several if parameter.requires_grad)
-        gradients.reduce(outside_over_stages=True, factor=factor)
+        gradients.reduce(outside_over_stages=not own.run.is_collective, factor=factor)
         is_checked = own.run.optimizer.on_nonfinite != "ignore"
         gradients.clip(_MAX_NORM, own.stepped, finite_norm(gradients, own.stepped) if is_checked else None)
 
@@ -193,7 +236,10 @@ class DryStep:
             self.go_on(self._event(_PHASES.get(activity.kind, "computed"), activity))
 
     def end(self, activity: Activity) -> None:
-        """What follows up to the next activity belongs to this one."""
+        """What follows up to the next activity belongs to this one, but for what is around the call of a model that has
+        all microbatches."""
+        if activity == Runtime.SENDS and self._own.run.is_collective:
+            self.go_on(None, _AROUND)
 
     def _complete_gradients(self) -> None:
         """Gives parts that did not run gradients like those that stand for them."""

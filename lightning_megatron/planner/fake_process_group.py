@@ -78,12 +78,36 @@ class _Done(dist.Work):
         return True
 
 
+class HostMessages:
+    """What the last stage broadcasts of numbers that the host has, which describe its outputs: other ranks, which run
+    after it, are told the same in the same order."""
+
+    def __init__(self) -> None:
+        self._sent: list[Tensor] = []
+        self._next = 0
+
+    def rewind(self) -> None:
+        """Begins anew, for another rank."""
+        self._next = 0
+
+    def pass_on(self, tensor: Tensor, *, is_source: bool) -> None:
+        """Notes what is sent, and overwrites what is received."""
+        if is_source:
+            self._sent[self._next :] = [tensor.clone()]
+        else:
+            tensor.copy_(self._sent[self._next])
+        self._next += 1
+
+
 class FakeProcessGroup(dist.ProcessGroup):
     """A process group whose only real rank is this one: outputs of collectives have their old values."""
 
-    def __init__(self, ranks: tuple[int, ...], rank: int, ledger: Ledger | None) -> None:
+    def __init__(
+        self, ranks: tuple[int, ...], rank: int, ledger: Ledger | None, told: "HostMessages | None" = None
+    ) -> None:
         super().__init__(ranks.index(rank), len(ranks))  # type: ignore[call-arg]
         self.ranks = ranks
+        self._own_rank, self._told = ranks.index(rank), told
         self.axis_name = _TIED
         self._ledger = ledger
 
@@ -97,6 +121,9 @@ class FakeProcessGroup(dist.ProcessGroup):
         return self._count("all-reduce", tensors[0], twice=True)
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> _Done:  # type: ignore[override]
+        if self._told is not None and not tensors[0].is_meta:
+            self._told.pass_on(tensors[0], is_source=opts.rootRank == self._own_rank)
+            return _Done()
         return self._count("broadcast", tensors[0])
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> _Done:
@@ -123,14 +150,17 @@ class FakeProcessGroup(dist.ProcessGroup):
 
 
 @contextmanager
-def fake_mesh(sizes: Sizes, rank: int, ledger: Ledger | None = None) -> Iterator[tuple[Mesh, NewGroup]]:
-    """The mesh of a rank, and a function that makes more process groups; messages go to the ledger."""
+def fake_mesh(
+    sizes: Sizes, rank: int, ledger: Ledger | None = None, told: HostMessages | None = None
+) -> Iterator[tuple[Mesh, NewGroup]]:
+    """The mesh of a rank, and a function that makes more process groups; messages go to the ledger, and those of hosts
+    are as `told`."""
     # Torch's P2POp translates ranks through this table; nothing else uses these groups.
     table = dist.distributed_c10d._world.pg_group_ranks
     made: list[FakeProcessGroup] = []
 
     def new_group(ranks: tuple[int, ...]) -> FakeProcessGroup:
-        group = FakeProcessGroup(tuple(ranks), rank, ledger)
+        group = FakeProcessGroup(tuple(ranks), rank, ledger, told)
         table[group] = {member: index for index, member in enumerate(ranks)}
         made.append(group)
         return group

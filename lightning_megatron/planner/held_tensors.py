@@ -11,7 +11,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
 from types import FrameType
@@ -20,9 +20,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_megatron.pipeline.plans import training_plan
 from lightning_megatron.planner.dry_rank import FullModel, Trained, build_rank
-from lightning_megatron.planner.dry_run import META, meta_of, name_tensors, num_needed, own_garbage, program_of
+from lightning_megatron.planner.dry_run import (
+    META,
+    DryRuns,
+    meta_of,
+    name_tensors,
+    num_needed,
+    own_garbage,
+    plan_of,
+    program_of,
+)
 from lightning_megatron.planner.dry_step import DryStep
 from lightning_megatron.planner.fake_process_group import Ledger, fake_mesh
 from lightning_megatron.planner.memory_tracker import MemoryTracker
@@ -151,19 +159,19 @@ def held_tensors(run: RunSettings, rank: int, trained: Trained | None = None) ->
     count = min(run.num_microbatches, num_needed(run))
     watch, ledger = _PeakWatch(), Ledger()
     tracker = watch.tracker = MemoryTracker(META, watch)
-    with fake_mesh(run.sizes, rank, ledger) as (mesh, new_group), tracker, own_garbage():
+    told = DryRuns(run, trained).told_on(rank)
+    with fake_mesh(run.sizes, rank, ledger, told) as (mesh, new_group), tracker, own_garbage():
         own = build_rank(run, mesh, new_group, META, trained)
         watch.follow(own.module)
         step = DryStep(own, meta_of(own), tracker, ledger, [], is_shallow=False)
         cells = {(chunk, number) for chunk in range(len(mesh.own_stages)) for number in range(count)}
         name_tensors(tracker, own)
-        first = training_plan(replace(run.schedule, microbatches=1))
-        step.take(program_of(first, mesh, cells), 1)
+        step.take(program_of(plan_of(run, 1), mesh, cells), 1)
         name_tensors(tracker, own)
         # What cycles of the first step still hold, a longer run would not.
         gc.collect()
         watch.restart()
-        step.take(program_of(training_plan(replace(run.schedule, microbatches=count)), mesh, cells), count)
+        step.take(program_of(plan_of(run, count), mesh, cells), count)
         return watch.found()
 
 

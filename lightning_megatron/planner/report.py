@@ -140,8 +140,9 @@ def _widths(step: BalancedBatch) -> dict[int, int]:
 
 
 def schedule_text(run: RunSettings) -> str:
-    """Name of a schedule, and whether forwards overlap backwards."""
-    return run.schedule.name + (", forwards beside backwards" if run.is_overlapped else "")
+    """Name of a schedule, and whether forwards overlap backwards, or one call has all microbatches."""
+    more = ", forwards beside backwards" * run.is_overlapped + ", all microbatches in one call" * run.is_collective
+    return run.schedule.name + more
 
 
 def estimate_text(found: Estimate, *, num_tokens: float | None = None) -> str:

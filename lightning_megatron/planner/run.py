@@ -14,6 +14,7 @@ from lightning_megatron.models import BertConfig
 from lightning_megatron.optim.config import OptimizerConfig
 from lightning_megatron.pipeline.registry import ScheduleName, default_name
 from lightning_megatron.pipeline.schedule_spec import Schedule
+from lightning_megatron.pipeline.schedules.gpipe import GPIPE
 from lightning_megatron.planner.balanced_batch import BalancedBatch
 from lightning_megatron.planner.framework_profile import OURS, AttentionKernel, FrameworkProfile
 from lightning_megatron.planner.hardware import Products
@@ -72,6 +73,8 @@ class RunSettings:
     """Microbatches of a group of a schedule that has groups; 0: pp."""
     is_overlapped: bool = False
     """Whether forwards overlap backwards, as under the strategy's overlap_expert_exchange."""
+    is_collective: bool = False
+    """Whether a training step runs once for all microbatches, as in the pipeline's mode "collective", over stages."""
     context: ContextConfig = field(default_factory=ContextConfig)
     """Communication of attention under context parallelism."""
     kernels: KernelConfig = field(default_factory=KernelConfig)
@@ -92,14 +95,14 @@ class RunSettings:
 
     @cached_property
     def schedule(self) -> Schedule:
-        """Pipeline schedule of a batch; it may have errors."""
-        name: ScheduleName = self.schedule_name or default_name(self.sizes.vp)
+        """Pipeline schedule of a batch; it may have errors. A collective step takes all forwards first."""
+        name: ScheduleName = GPIPE.name if self.is_collective else self.schedule_name or default_name(self.sizes.vp)
         return Schedule(
             name=name,
             pp=self.sizes.pp,
             chunks=self.sizes.vp,
             microbatches=max(self.num_microbatches, 1),
-            group_size=self.group_size,
+            group_size=0 if self.is_collective else self.group_size,
             is_overlapped=self.is_overlapped,
         )
 
@@ -107,8 +110,10 @@ class RunSettings:
     def sets_gradients_aside(self) -> bool:
         """Whether the sum of earlier batches' gradients is held apart from those of the current batch: under a
         schedule each batch is divided by its own number of tokens."""
-        return self.num_accumulated > 1 and (
-            self.sizes.pp > 1 or self.num_microbatches > 1 or self.cuts_by_rows or self.balanced is not None
+        return (
+            not self.is_collective
+            and self.num_accumulated > 1
+            and (self.sizes.pp > 1 or self.num_microbatches > 1 or self.cuts_by_rows or self.balanced is not None)
         )
 
     @property

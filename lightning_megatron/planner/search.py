@@ -322,7 +322,13 @@ def few_candidates(run: RunSettings, gpu: Gpu, size: ModelSize) -> Iterator[RunS
                 continue
             sizes = replace(plain, vp=vp, **context_fields(run.context, cp))
             yield replace(
-                run, sizes=sizes, micro_batch_size=micro, schedule_name=None, group_size=0, is_overlapped=False
+                run,
+                sizes=sizes,
+                micro_batch_size=micro,
+                schedule_name=None,
+                group_size=0,
+                is_overlapped=False,
+                is_collective=False,
             )
 
 
@@ -349,6 +355,7 @@ def _with_layout(run: Run, sizes: Sizes, micro: int) -> Run:
         schedule_name=None,
         group_size=0,
         is_overlapped=False,
+        is_collective=False,
     )
 
 

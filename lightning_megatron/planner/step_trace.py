@@ -91,6 +91,21 @@ class Work:
     counts: dict[str, float] = field(default_factory=dict)
     messages: dict[tuple[str, str], Messages] = field(default_factory=dict)
 
+    def of_each(self, number: int) -> "Work":
+        """The work of one of so many parts that are alike."""
+        return Work(
+            flops={kind: size / number for kind, size in self.flops.items()},
+            counts={kind: size / number for kind, size in self.counts.items()},
+            messages={
+                key: Messages(
+                    number=one.number // number,
+                    tensor_bytes=one.tensor_bytes / number,
+                    sent_bytes=one.sent_bytes / number,
+                )
+                for key, one in self.messages.items()
+            },
+        )
+
     def add(self, other: "Segment | Work", times: int = 1) -> None:
         """Adds other work, so many times."""
         for own, added in ((self.flops, other.flops), (self.counts, other.counts)):

@@ -102,6 +102,7 @@ def run_of(layout: Layout, precision: str = "32-true", **changes: Any) -> RunSet
         micro_batch_size=ROWS,
         precision=precision,
         optimizer=layout.optimizer,
+        is_collective=layout.collective,
         **changes,
     )
 
@@ -206,6 +207,7 @@ def trained(
                 "bf16-true",
                 LoraConfig(rank=4),
             ),
+            (QWEN, Layout(world=2, pp=2, microbatches=NUM_MICROBATCHES, collective=True), "32-true", None),
             (EXPERTS, Layout(world=2, ep=2, microbatches=NUM_MICROBATCHES), "32-true", None),
             (EXPERTS, Layout(world=2, tp=2, microbatches=NUM_MICROBATCHES), "32-true", None),
             (EXPERTS, Layout(world=2, pp=2, microbatches=NUM_MICROBATCHES), "32-true", None),
@@ -467,6 +469,28 @@ def test_a_recipe_runs_dry_from_a_configuration_alone(tmp_path: Path, capsys: py
     # The tied table, cut over tp, is on both stages.
     assert first["parameters"] + last["parameters"] > whole / 2
     assert {one["kind"] for one in first["messages"]} >= {"send", "all-gather", "reduce-scatter"}
+
+
+def test_a_step_of_all_microbatches_hands_logits_to_all_stages(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe, file = yaml.safe_load(Path(RECIPE).read_text()), tmp_path / "recipe.yaml"
+    recipe["trainer"]["strategy"]["init_args"]["pipeline"] = {"mode": "collective"}
+    file.write_text(yaml.safe_dump(recipe))
+    args = ["dry-run", str(file), "--model", folder_of(QWEN, tmp_path), "--json"]
+    assert main(args) == 0
+    found = json.loads(capsys.readouterr().out)
+    # Each stage of a call of all rows has the logits of 8 / 2 rows of 64 tokens, and its loss.
+    for rank in found["ranks"]:
+        [sent] = (one for one in rank["messages"] if (one["axis"], one["kind"]) == ("pp", "broadcast"))
+        assert sent["number"] >= 2 and sent["tensor_bytes"] > 4 * 64 * 512 * 4
+    assert not any("not planned" in note for note in found["notes"])
+    # On another layout it is the recipe's only where that says so.
+    assert main([*args, "--layout", "pp=2,schedule=recipe", "--world-size", "2"]) == 0
+    assert "broadcast" in capsys.readouterr().out
+    assert main([*args, "--layout", "pp=2", "--world-size", "2"]) == 0
+    plain = json.loads(capsys.readouterr().out)
+    assert "all microbatches in one call" in plain["notes"][0] and "broadcast" not in json.dumps(plain["ranks"])
 
 
 def test_what_an_unchanged_model_holds_is_told_by_its_own_lines(

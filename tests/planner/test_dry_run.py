@@ -574,6 +574,23 @@ def test_some_microbatches_stand_for_all(sizes: Sizes, schedule: str) -> None:
         assert some.messages == everything.messages and some.messages
 
 
+def test_a_collective_step_runs_few_layers_and_all_microbatches() -> None:
+    sizes = Sizes(world=4, pp=2, tp=2, sequence_parallel=True)
+    run = small(sizes, 5, replace(SMALL, num_layers=10), is_collective=True)
+    several = replace(run, num_accumulated=3)
+    in_turn = DryRuns(replace(run, is_collective=False, schedule_name="gpipe"))
+    # Each asks for the first stage first, which hears of the last one.
+    few, whole, accumulated = DryRuns(run), DryRuns(run, is_whole=True), DryRuns(several)
+    for index in range(2):
+        rank = global_rank(run, index, 0)
+        found, expected, alike = few.of(rank), whole.of(rank), in_turn.of(rank)
+        assert found.peak_bytes == expected.peak_bytes > alike.peak_bytes and found.num_run == 5
+        assert found.flops == expected.flops == alike.flops and found.messages == expected.messages
+        assert found.messages["pp", "broadcast"].number == 2
+        assert [one.flops for one in found.passes] == [one.flops for one in alike.passes]
+        assert accumulated.of(rank).flops == {kind: 3 * number for kind, number in found.flops.items()}
+
+
 def test_the_code_on_real_tensors_holds_and_multiplies_as_much() -> None:
     run = replace(
         RUNS["one rank"],
