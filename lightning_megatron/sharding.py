@@ -19,7 +19,7 @@ from lightning_megatron.mesh import Axis
 
 _WITHOUT_MEMORY: ContextVar[bool] = ContextVar("lightning_megatron_without_memory", default=False)
 # Elements that are written at a time, which bounds what drawing or reading takes beside them.
-_NUM_WRITTEN = 1 << 22
+_NUM_WRITTEN = 1 << 24
 
 
 @dataclass(frozen=True)

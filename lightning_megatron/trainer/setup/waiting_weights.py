@@ -4,6 +4,7 @@ A fit with sharded parameters makes the networks of `configure_model` in host me
 values. When the optimizers are known each rank copies, draws or reads its shards (`optim.sharded_params`).
 """
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -46,11 +47,12 @@ def move_others(module: nn.Module, device: torch.device) -> None:
 
 
 def require_unwritten(module: pl.LightningModule) -> None:
-    """Raises ConfigurationError for weights without values that somebody wrote to, or whose gradients have hooks: both
-    would be lost."""
+    """Raises ConfigurationError for weights without values that somebody wrote to, refers to weakly, or whose gradients
+    have hooks: all that would be lost."""
     waiting = [(name, one, shard.later) for name, one, shard in sharded_parameters(module) if shard.later is not None]
     written = [name for name, one, later in waiting if one._version != later.version]
     hooked = [name for name, one, _ in waiting if has_gradient_hooks(one)]
+    referred = [name for name, one, _ in waiting if weakref.getweakrefs(one)]
     faults = [
         f"weights {what} before they have values ({', '.join(names[:6])}): with OptimizerConfig("
         'kind="distributed_parameters") each rank of a fit draws, or reads, its shards of a model alone once the '
@@ -58,6 +60,7 @@ def require_unwritten(module: pl.LightningModule) -> None:
         for names, what, way in (
             (written, "were written to", "change weights in on_fit_start"),
             (hooked, "were given hooks", "set the hooks of gradients in on_fit_start"),
+            (referred, "were referred to weakly", "make what refers to them in on_fit_start"),
         )
         if names
     ]

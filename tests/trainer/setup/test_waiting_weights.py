@@ -1,6 +1,7 @@
 """Tests of weights that wait until data-parallel ranks cut them: where they are, and that nobody writes to them."""
 
 import warnings
+import weakref
 from typing import Any
 
 import lightning as L
@@ -33,13 +34,15 @@ def test_weights_that_may_be_cut_stay_where_they_are_and_all_else_moves() -> Non
 
 
 class Writes(L.LightningModule):
-    """Writes to a weight that has no values, and looks at a gradient that will be another's."""
+    """Writes to a weight that has no values, looks at a gradient that will be another's, and refers to a weight that
+    will be another tensor."""
 
     def configure_model(self) -> None:
         size = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 16, "max_sequence_length": 8}
         self.model = GPTModel(GPTConfig(**size))  # type: ignore[arg-type]
         nn.init.zeros_(self.model.get_parameter("final_norm.weight"))
         self.model.get_parameter("final_norm.bias").register_hook(lambda grad: grad)
+        self.reference = weakref.ref(self.model.get_parameter("embedding.tokens.weight"))
 
     def training_step(self, batch: Tensor, batch_idx: int) -> None:
         raise AssertionError("it never comes here")
@@ -64,3 +67,4 @@ def test_what_would_be_lost_of_weights_without_values_is_refused() -> None:
     said = "".join(run_on_ranks(2, refused, init=False))
     assert "weights were written to before they have values (model.final_norm.weight)" in said
     assert "weights were given hooks before they have values (model.final_norm.bias)" in said
+    assert "weights were referred to weakly before they have values (model.embedding.tokens.weight)" in said
