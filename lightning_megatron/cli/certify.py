@@ -61,7 +61,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         type=int,
         default=ROWS,
         metavar="NUMBER",
-        help=f"rows of a global batch, to which batches are joined or cut (default: {ROWS})",
+        help=f"rows of a global batch, to which batches are joined or divided (default: {ROWS})",
     )
     parser.add_argument(
         "--gradient-clip-val",

@@ -48,7 +48,7 @@ def read_global_batches(
     """The first global batches of the subject's data, each of `rows` rows or, where it has no rows, as it is, and those
     of each loader of its validation: of the training where it has none, and no loader without a `validation_step`.
 
-    Small batches are joined and large ones cut. Raises SubjectError where there are too few of the training.
+    Small batches are joined and large ones divided. Raises SubjectError where there are too few of the training.
     """
     batches = _first_batches(_loader(subject, trainer), subject, number=number, rows=rows)
     if len(batches) < number:
@@ -88,8 +88,8 @@ def _first_batches(loader: Iterable[Any], subject: Subject, *, number: int, rows
             joined.append(following if subject.change_batch is None else subject.change_batch(following))
         if not joined or (_rows(joined) or rows) < rows:
             break
-        batches.append(_cut(join(joined), rows))
-    return batches
+        batches += _divided(join(joined), rows)
+    return batches[:number]
 
 
 def _loader(subject: Subject, trainer: pl.Trainer) -> Iterable[Any]:
@@ -138,11 +138,12 @@ def _rows(batches: Sequence[Any]) -> int | None:
     return sum(counts) or None
 
 
-def _cut(batch: Any, rows: int) -> Any:
+def _divided(batch: Any, rows: int) -> list[Any]:
+    """Batches of so many rows from a larger one, without what is left over; a batch without rows as it is."""
     there = _rows([batch])
     if there is None or there <= rows:
-        return batch
-    return microbatches.narrowed(batch, 0, rows)
+        return [batch]
+    return [microbatches.narrowed(batch, first, rows) for first in range(0, there - rows + 1, rows)]
 
 
 def join(batches: Sequence[Any]) -> Any:
