@@ -18,6 +18,7 @@ from typing import Any, NoReturn, get_args
 
 import lightning as L
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import ProgressBar, TQDMProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.plugins.precision import TransformerEnginePrecision
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
@@ -200,7 +201,7 @@ class RecipeCLI(LightningCLI):
             # Lightning makes an object for each.
             raise ConfigurationError(faults)
         try:
-            return super().instantiate_trainer(**kwargs)
+            return super().instantiate_trainer(**self._with_bar(), **kwargs)
         except MisconfigurationException as error:
             if "backend found" not in str(error):
                 raise
@@ -217,6 +218,16 @@ class RecipeCLI(LightningCLI):
                 raise
             # A number of devices that is none, an accelerator that is not installed.
             raise ConfigurationError(f"the Trainer cannot be made: {' '.join(str(error).split())}") from error
+
+    def _with_bar(self) -> dict[str, list[L.Callback]]:
+        """The callbacks of the Trainer with a progress bar, where the options have none and do not turn it off."""
+        # Lightning takes rich's where that is installed, which counts epochs to -2 in a run that steps end.
+        given = self._get(self.config_init, "trainer.callbacks") or []
+        callbacks: list[L.Callback] = given if isinstance(given, list) else [given]
+        shows = self._get(self.config, "trainer.enable_progress_bar") is not False
+        if not shows or any(isinstance(one, ProgressBar) for one in callbacks):
+            return {}
+        return {"callbacks": [*callbacks, TQDMProgressBar()]}
 
     def _faults_of_settings(self) -> list[str]:
         """Errors of the dataclasses that the module, the data and the strategy take, about their values."""

@@ -4,10 +4,12 @@ import os
 import select
 import time
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 
 from lightning_megatron.checkpoint import save
 from lightning_megatron.cli import recipe
@@ -253,6 +255,28 @@ def test_only_one_process_of_a_machine_prints_it(
 def test_a_slip_in_the_code_keeps_its_traceback() -> None:
     with pytest.raises(ValueError, match="a slip"):
         run(*AUTO, module=Broken)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind"),
+    [
+        ((), TQDMProgressBar),
+        (("--trainer.callbacks+=RichProgressBar",), RichProgressBar),
+        (("--trainer.enable_progress_bar=false",), NoneType),
+    ],
+)
+def test_a_run_has_the_bar_that_is_asked_for_and_else_one_that_counts_right(
+    options: tuple[str, ...], kind: type, folder: Path
+) -> None:
+    made = recipe.RecipeCLI(
+        GPTModule,
+        GPTDataModule,
+        links={"model.config.vocab_size": "data.vocab_size"},
+        callbacks={"throughput": ThroughputMonitor},
+        args=["--config=tiny.yaml", *options],
+        run=False,
+    )
+    assert type(made.trainer.progress_bar_callback) is kind
 
 
 def test_options_can_be_printed_and_read_again(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
