@@ -4,6 +4,7 @@ Its processes run on this machine's CPU; nothing of a run is left behind.
 """
 
 import argparse
+import os
 from typing import Any
 
 from lightning_megatron.cli.commands import add_command
@@ -103,7 +104,12 @@ def _require_sense(options: argparse.Namespace) -> None:
     """Puts the file of a recipe in the place of its name. Raises UsageError with what shows to be wrong by names."""
     options.module = recipe_file(options.module)
     if options.module.endswith((".yaml", ".yml")):
+        faults = []
         if options.data is not None:
-            raise UsageError([f"--data ({options.data}) is for a module of your own; {options.module} names its data"])
-    elif faults := [fault for spec in (options.module, options.data) if spec and (fault := spec_fault(spec))]:
+            faults.append(f"--data ({options.data}) is for a module of your own; {options.module} names its data")
+        if not os.path.lexists(options.module):
+            faults.append(f"{options.module} cannot be read: there is no such file")
+    else:
+        faults = [fault for spec in (options.module, options.data) if spec and (fault := spec_fault(spec))]
+    if faults:
         raise UsageError(faults)

@@ -54,6 +54,7 @@ WRONG = (
     ("dry-run lama3_8b --world-size 0", "--world-size (0) must be at least 1"),
     ("calibrate config.yaml --gpu h1000 --out ours.txt", "--out (ours.txt) must end in .yaml"),
     ("certify nowhere.py:Module", "nowhere.py is no file"),
+    ("certify nowhere.yaml --data x.py:y", "names its data; nowhere.yaml cannot be read"),
     ("model-plan nowhere.py:Module --tp 70000", "nowhere.py is no file"),
     ("checkpoint inspect nowhere.ckpt", "nowhere.ckpt does not exist"),
     ("convert nowhere out", "SOURCE (nowhere) does not exist"),
