@@ -1,9 +1,9 @@
 """Cost of a training step of a Llama of transformers: as it is, under layouts, and beside this package's own model.
 
-8 layers, hidden 256, 8 heads, feed-forward 688, sequence 256, vocabulary 8192, global batch 8 in micro-batches of 2,
+4 layers, hidden 512, 16 heads, feed-forward 1376, sequence 256, vocabulary 8192, global batch 8 in micro-batches of 2,
 AdamW, gradients clipped to norm 1, float32, one thread a rank. "plain" is the model in a loop written by hand;
 "unchanged" the same model under the Trainer and MegatronStrategy; "own" this package's GPTModel of the same sizes;
-"wide" is 4 layers, hidden 512, 16 heads, feed-forward 1376. Printed as a table of medians (`step_samples.py`);
+"narrow" is 8 layers, hidden 256, 8 heads, feed-forward 688. Printed as a table of medians (`step_samples.py`);
 `--json FILE` saves every sample.
 
     python benchmarks/any_module.py --rounds 5
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 SEQUENCE, VOCABULARY = 256, 8192
 # Layers, hidden size, heads and feed-forward size.
-SIZES, WIDE = (8, 256, 8, 688), (4, 512, 16, 1376)
+SIZES, NARROW = (4, 512, 16, 1376), (8, 256, 8, 688)
 GLOBAL_BATCH, MICRO_BATCH = 8, 2
 WARMUP_STEPS, TIMED_STEPS = 2, 6
 
@@ -29,7 +29,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2": (2, {"tensor_model_parallel_size": 2}),
     "tp2+sp": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
     "pp2": (2, {"pipeline_model_parallel_size": 2}),
-    "tp2 wide": (2, {"tensor_model_parallel_size": 2}),
+    "tp2 narrow": (2, {"tensor_model_parallel_size": 2}),
+    "tp2+sp narrow": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
 }
 MODES = {
     "plain": 1,
@@ -51,7 +52,7 @@ def train(mode: str) -> "StepClock":
     if mode == "plain":
         return train_plain()
     kind, _, layout = mode.partition(" ")
-    build, sizes = build_llama if kind == "unchanged" else build_own, WIDE if layout.endswith("wide") else SIZES
+    build, sizes = build_llama if kind == "unchanged" else build_own, NARROW if layout.endswith("narrow") else SIZES
     return train_under(lambda: build(sizes), LAYOUTS[layout][1])
 
 
