@@ -6,20 +6,14 @@ part (`box` says which part is valid). Padding is zero, stays zero and never lea
 """
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_megatron.mesh import Axis
-
-_WITHOUT_MEMORY: ContextVar[bool] = ContextVar("lightning_megatron_without_memory", default=False)
-# Elements that are written at a time, which bounds what drawing or reading takes beside them.
-_NUM_WRITTEN = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -57,21 +51,6 @@ class Fused:
     sizes: tuple[int, ...]
 
 
-Write = Callable[[Box, Tensor], None]
-"""Writes the values of a box of an unsplit parameter to memory, in the dtype of that."""
-
-
-@dataclass(frozen=True)
-class Later:
-    """The values of a parameter on the meta device, which it gets with its memory."""
-
-    write: Write
-    dtype: torch.dtype
-    """Dtype in which they are made, whatever the parameter's is by then."""
-    version: int
-    """Torch's count of writes to the parameter: what is written to it before it has memory is lost."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Shard:
     """The shape of a parameter in the unsplit model, and the slice of it that this rank holds."""
@@ -98,8 +77,6 @@ class Shard:
     """Initial distribution of the parameter."""
     fused: Fused | None = None
     """Matrices that the unsplit parameter consists of, where it is not one."""
-    later: Later | None = None
-    """Values that the parameter gets with its memory, which it has not got yet."""
 
     @property
     def boxes(self) -> list[Box]:
@@ -210,7 +187,7 @@ def shard_parameter(
     """An unfilled parameter of this rank's slice that carries its `Shard`; `initialise` fills it.
 
     Cut along `dim` over `axis`, each local length a multiple of `multiple`; and along dim 0 over `leading`, which must
-    divide it. Made on torch's default device (the meta device `without_memory`), in its default dtype.
+    divide it. Made on torch's default device, in its default dtype.
     """
     if (dim is None) != (axis is None):
         raise ValueError(f"dim ({dim}) and axis ({axis}) go together: give both or neither")
@@ -225,7 +202,7 @@ def shard_parameter(
         if global_shape[0] % leading.size:
             raise ValueError(f"dim 0 of {global_shape} must be a multiple of {leading.name} ({leading.size})")
         local_shape[0] //= leading.size
-    parameter = ShardedParameter(torch.empty(local_shape, device="meta" if _WITHOUT_MEMORY.get() else None))
+    parameter = ShardedParameter(torch.empty(local_shape))
     parameter.shard = Shard(
         global_shape=tuple(global_shape),
         dim=dim,
@@ -260,84 +237,3 @@ def sharded_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, S
         shard: Shard | None = getattr(parameter, "shard", None)
         if shard is not None:
             yield name, parameter, shard
-
-
-# --- parameters that wait for their memory ---------------------------------------------------------------------------
-
-
-@contextmanager
-def without_memory() -> Iterator[None]:
-    """Makes parameters on the meta device inside the block (`shard_parameter`)."""
-    token = _WITHOUT_MEMORY.set(True)
-    try:
-        yield
-    finally:
-        _WITHOUT_MEMORY.reset(token)
-
-
-def write_later(parameter: Tensor, write: Write) -> None:
-    """Says by whom a parameter on the meta device gets its values, once it gets memory."""
-    later = Later(write, parameter.dtype, parameter._version)
-    parameter.shard = replace(shard_of(parameter), later=later)  # type: ignore[attr-defined]
-
-
-@torch.no_grad()
-def write_elements(parameter: Tensor, start: int, end: int, out: Tensor) -> None:
-    """Writes the elements `start` to before `end` of a flattened parameter to `out`, also where they wait for memory:
-    then no others are made."""
-    shard, later = shard_of(parameter), shard_of(parameter).later
-    if later is None:
-        out.copy_(parameter.detach().reshape(-1)[start:end])
-        return
-    is_direct = out.dtype == parameter.dtype == later.dtype
-    for first in range(start, end, _NUM_WRITTEN):
-        for begin, box in boxes_of_range(tuple(parameter.shape), first, min(first + _NUM_WRITTEN, end)):
-            part = out[begin - start :][: math.prod(box.sizes)].view(box.sizes)
-            values = part if is_direct else torch.empty_like(part, dtype=later.dtype)
-            _write_local(shard, later.write, box, values)
-            if not is_direct:
-                part.copy_(values.to(parameter.dtype))
-
-
-def _write_local(shard: Shard, write: Write, box: Box, out: Tensor) -> None:
-    """Writes a box of this rank's slice, and zeros where that is padding."""
-    own, sizes = shard.box, list(box.sizes)
-    if shard.dim is not None:
-        dim = shard.dim
-        sizes[dim] = max(0, min(own.sizes[dim] - box.offsets[dim], box.sizes[dim]))
-        out.narrow(dim, sizes[dim], box.sizes[dim] - sizes[dim]).zero_()
-        out = out.narrow(dim, 0, sizes[dim])
-    if out.numel():
-        offsets = tuple(first + more for first, more in zip(own.offsets, box.offsets, strict=True))
-        write(Box(offsets, tuple(sizes)), out)
-
-
-@torch.no_grad()
-def give_values(parameter: nn.Parameter, values: Tensor) -> None:
-    """Gives a parameter other memory, on whatever device; it stays the one that others hold."""
-    if parameter.is_meta == values.is_meta:
-        parameter.data = values
-        return
-    # Torch takes no memory for a tensor that has none.
-    made = type(parameter)(values, requires_grad=parameter.requires_grad)
-    made.__dict__.update(parameter.__dict__)
-    torch.utils.swap_tensors(parameter, made)
-    if shard_of(parameter).later is not None:
-        parameter.shard = replace(shard_of(parameter), later=None)  # type: ignore[attr-defined]
-
-
-def move_whole(parameter: nn.Parameter, device: torch.device) -> None:
-    """Moves all of a parameter to a device, or makes its values there."""
-    if shard_of(parameter).later is not None:
-        values = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-        write_elements(parameter, 0, parameter.numel(), values.view(-1))
-        give_values(parameter, values)
-    elif parameter.device != device:
-        give_values(parameter, parameter.detach().to(device))
-
-
-def give_memory(module: nn.Module, device: torch.device) -> None:
-    """Makes the values of the parameters that wait for memory, on a device."""
-    for _, parameter, shard in sharded_parameters(module):
-        if shard.later is not None:
-            move_whole(parameter, device)

@@ -26,7 +26,7 @@ from lightning_megatron.models.gpt import GPTConfig
 from lightning_megatron.models.llava import PARTS, LlavaConfig, LlavaModel
 from lightning_megatron.models.upcycle import Read
 from lightning_megatron.models.vision import VisionConfig
-from lightning_megatron.sharding import Box, shard_of, without_memory
+from lightning_megatron.sharding import Box, shard_of
 from lightning_megatron.transformer.init import fill_initial_
 
 _CLIP, _CLIP_VISION = "clip", "clip_vision_model"
@@ -75,7 +75,7 @@ def llava_from_folders(
     if faults:
         raise ValueError("\n".join(faults))
     # Values that are drawn only to be overwritten take longer than reading.
-    with without_memory():
+    with torch.device("meta"):
         model = LlavaModel(config, mesh=mesh)
     take_memory(model)
     for name, parameter in model.named_parameters():

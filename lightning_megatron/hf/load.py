@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Iterable
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -17,8 +16,8 @@ from lightning_megatron.mesh import Mesh, ambient_mesh
 from lightning_megatron.models.gpt import GPTConfig
 from lightning_megatron.models.upcycle import Read, Upcycling
 from lightning_megatron.moe.config import MoEConfig
-from lightning_megatron.sharding import Box, ShardedParameter, shard_of, without_memory, write_later
-from lightning_megatron.transformer.init import is_drawn_later
+from lightning_megatron.moe.router import Router
+from lightning_megatron.sharding import Box, ShardedParameter, shard_of
 
 
 def from_pretrained(
@@ -42,13 +41,9 @@ def from_pretrained(
         way = upcycling(config, upcycle)
         config, read = way.config, partial(way.read, dense=read)
     # Values that are drawn only to be overwritten take longer than reading.
-    with without_memory():
+    with torch.device("meta"):
         model = model_of(config, mesh)
-    if is_drawn_later():
-        for name, parameter in model.named_parameters():
-            write_later(parameter, partial(read, name))
-    else:
-        take_memory(model)
+    take_memory(model)
     for name, parameter in model.named_parameters():
         shard = shard_of(parameter)
         if not parameter.is_meta and 0 not in shard.box.sizes:
@@ -116,6 +111,11 @@ def take_memory(model: nn.Module) -> None:
                 parameter = ShardedParameter(
                     torch.zeros(bare.shape, dtype=bare.dtype), requires_grad=bare.requires_grad
                 )
-                parameter.shard = replace(shard_of(bare), later=None)
+                parameter.shard = shard_of(bare)
                 made[bare] = parameter
             setattr(module, name, made[bare])
+        if isinstance(module, Router):
+            # Buffers, such as expert biases, start at zero.
+            for name, buffer in list(module.named_buffers(recurse=False)):
+                setattr(module, name, torch.zeros(buffer.shape, dtype=buffer.dtype))
+    assert not any(buffer.is_meta for buffer in model.buffers()), "buffers have values that no file has"

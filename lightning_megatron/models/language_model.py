@@ -13,7 +13,7 @@ from lightning_megatron.pipeline.layout import layout_faults as stage_faults
 from lightning_megatron.pipeline.module import Part, PipelineModule
 from lightning_megatron.transformer.config import LanguageModelConfig
 from lightning_megatron.transformer.decode_state import DecodeState, last_tokens
-from lightning_megatron.transformer.init import initialise, unfilled
+from lightning_megatron.transformer.init import initialise
 from lightning_megatron.transformer.position_cache import PositionCache
 from lightning_megatron.transformer.tokens import Tokens, stream_of
 
@@ -36,8 +36,7 @@ class LanguageModel(PipelineModule):
     ) -> None:
         mesh = mesh if mesh is not None else ambient_mesh()
         require_fit(config, mesh.sizes)
-        with unfilled():
-            super().__init__(parts(config, mesh), mesh=mesh, seed=seed)
+        super().__init__(parts(config, mesh), mesh=mesh, seed=seed)
         self.config = config
         self.position_cache = PositionCache(config)
         initialise(self, self.draws.seed)

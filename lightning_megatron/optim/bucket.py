@@ -49,24 +49,17 @@ class ModelParam:
 class FlatParams:
     """Parameters that lie one behind the other in one flat tensor, which is cut into equal shards over an axis.
 
-    `part` is the first part of the model that uses them, where each is used in parts. `device` is that of the flat
-    tensor; parameters that are to be sharded may be elsewhere until then.
+    `part` is the first part of the model that uses them, where each is used in parts.
     """
 
     def __init__(
-        self,
-        members: Sequence[ModelParam],
-        layout: BucketLayout,
-        *,
-        shards: Axis,
-        device: torch.device,
-        part: PartName | None = None,
+        self, members: Sequence[ModelParam], layout: BucketLayout, *, shards: Axis, part: PartName | None = None
     ) -> None:
         self.members = tuple(members)
         self.layout = layout
         self.shards = shards
         self.part = part
-        self.device = device
+        self.device = members[0].parameter.device
 
     def own_range(self, index: int) -> Range:
         """The elements of the member number `index` that lie in this rank's shard."""
@@ -97,7 +90,6 @@ class Bucket(FlatParams):
         layout: BucketLayout,
         *,
         shards: Axis,
-        device: torch.device,
         dtype: torch.dtype,
         copies: Axis | None = None,
         low: torch.dtype | None = None,
@@ -105,7 +97,7 @@ class Bucket(FlatParams):
         shards_params: bool = False,
         part: PartName | None = None,
     ) -> None:
-        super().__init__(members, layout, shards=shards, device=device, part=part)
+        super().__init__(members, layout, shards=shards, part=part)
         first = members[0]
         self.low = low
         self.stages = first.stages
@@ -272,7 +264,6 @@ def make_buckets(
     params: Iterable[ModelParam],
     *,
     shards_of: Callable[[Axis], Axis],
-    device: torch.device,
     bucket_size: int,
     no_split: bool,
     copies_of: Callable[[Axis], Axis | None] = lambda replicas: None,
@@ -318,7 +309,6 @@ def make_buckets(
                     chosen,
                     layout,
                     shards=shards,
-                    device=device,
                     copies=copies_of(replicas),
                     dtype=dtype_of(parameter),
                     low=low_of(parameter),
@@ -344,7 +334,6 @@ def frozen_params(
     params: Iterable[ModelParam],
     *,
     shards_of: Callable[[Axis], Axis],
-    device: torch.device,
     bucket_size: int,
     part_of: Callable[[nn.Parameter], PartName | None],
 ) -> list[FlatParams]:
@@ -355,7 +344,7 @@ def frozen_params(
         if param.parameter.dim() > 1 and shards_of(param.replicas).size > 1:
             groups.setdefault(key, []).append(param)
     return [
-        FlatParams(chosen, layout, shards=shards, device=device, part=part)
+        FlatParams(chosen, layout, shards=shards, part=part)
         for members in groups.values()
         for shards in (shards_of(members[0].replicas),)
         for chosen, layout, _, part in _laid_out(members, shards, bucket_size, part_of)

@@ -108,7 +108,6 @@ class Gradients:
             (param for param in self.params if param.parameter.requires_grad),
             shards_of=lambda replicas: divided_axes[replicas.ranks][0] if is_distributed else ALONE,
             copies_of=lambda replicas: self._copies.get(replicas.ranks),
-            device=device,
             bucket_size=self.config.bucket_size,
             no_split=no_split,
             part_of=part_of if self.config.shards_parameters else None,
@@ -120,14 +119,17 @@ class Gradients:
         # Frozen so far; if they are unfrozen later, they are reduced one by one.
         self._loose = [param for param in self.params if param.parameter not in in_buckets]
         held = set(kept)
+        # Quantised weights have classes, or dtypes, of their own, and no NaN to stand for what is elsewhere.
+        plain = (nn.Parameter, ShardedParameter)
         self.frozen = frozen_params(
             (
                 param
                 for param in (self._loose if self.config.shards_parameters else ())
-                if param.parameter not in held and can_be_sharded(param.parameter)
+                if param.parameter not in held
+                and type(param.parameter) in plain
+                and param.parameter.is_floating_point()
             ),
             shards_of=lambda replicas: divided_axes[replicas.ranks][0],
-            device=device,
             bucket_size=self.config.bucket_size,
             part_of=part_of,
         )
@@ -365,12 +367,6 @@ class Gradients:
     def release(self) -> None:
         """Removes the hooks from the parameters."""
         self.reducer.release()
-
-
-def can_be_sharded(parameter: nn.Parameter) -> bool:
-    """Whether a parameter is of a plain type: quantised weights have classes, or dtypes, of their own, and no NaN to
-    stand for what is elsewhere."""
-    return type(parameter) in (nn.Parameter, ShardedParameter) and parameter.is_floating_point()
 
 
 def _is_lowered(parameter: nn.Parameter) -> bool:

@@ -31,7 +31,6 @@ from lightning_megatron.optim.gradients import Gradients, ParamShard
 from lightning_megatron.optim.host_weights import HostWeights, offloaded
 from lightning_megatron.optim.reductions import fingerprint
 from lightning_megatron.optim.sharded_params import ShardedParams, take_over, written_beside
-from lightning_megatron.sharding import move_whole
 
 
 class MasterWeights:
@@ -59,10 +58,6 @@ class MasterWeights:
         config = gradients.config
         self._offloaded = set(offloaded(gradients.buckets, config.offload_fraction) if config.cpu_offload else ())
         self._optimizers = list(optimizers)
-        sharded = {param.parameter for flat in gradients.sharded for param in flat.members}
-        for param in gradients.params:
-            if param.parameter not in sharded:
-                move_whole(param.parameter, gradients.device)
         param_shards = [shard for bucket in gradients.buckets for shard in self._convert(bucket)]
         gradients.param_shards = param_shards
         self._frozen = [ShardedParams(flat, flat.members[0].parameter.dtype) for flat in gradients.frozen]
@@ -100,7 +95,7 @@ class MasterWeights:
         if bucket in self._offloaded:
             host = self._on_host[bucket] = HostWeights(bucket)
         if bucket.shards_params:
-            sharded = self._sharded[bucket] = ShardedParams(bucket, dtype, main=None if host is None else host.main)
+            sharded = self._sharded[bucket] = ShardedParams(bucket, dtype, has_main=host is not None)
             if host is not None:
                 host.attach(sharded.shard)
             yield from _parts(bucket, sharded.shard if host is None else host.main)

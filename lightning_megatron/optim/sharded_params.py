@@ -15,30 +15,26 @@ from torch import Tensor, nn
 from lightning_megatron.comm import collectives
 from lightning_megatron.optim.bucket import FlatParams
 from lightning_megatron.optim.reductions import fingerprint
-from lightning_megatron.sharding import give_values, write_elements
 
 
 class ShardedParams:
     """The parameters of a flat group, in `dtype` while they are gathered; this rank's shard keeps theirs of before,
-    unless somebody has `main` weights of it.
+    unless somebody `has_main` weights of it.
 
-    They are gathered as long as anybody holds them. Of parameters that wait elsewhere, or have no memory yet, the
-    device gets this shard alone.
+    They are gathered as long as anybody holds them.
     """
 
     @torch.no_grad()
-    def __init__(self, flat: FlatParams, dtype: torch.dtype, *, main: Tensor | None = None) -> None:
+    def __init__(self, flat: FlatParams, dtype: torch.dtype, *, has_main: bool = False) -> None:
         self.flat = flat
         parameters = [param.parameter for param in flat.members]
-        num_elements, own_dtype = flat.layout.num_elements, parameters[0].dtype if main is None else dtype
+        num_elements, own_dtype = flat.layout.num_elements, dtype if has_main else parameters[0].dtype
         # Zeros, because gaps between parameters are gathered too.
         self.shard = torch.zeros(num_elements // flat.shards.size, dtype=own_dtype, device=flat.device)
         """This rank's shard [N/d], which the optimizer steps, or the copy of what it steps."""
-        if main is not None:
-            self.shard.copy_(main)
-        for index, parameter in enumerate(() if main is not None else parameters):
+        for index, parameter in enumerate(parameters):
             own = flat.own_range(index)
-            write_elements(parameter, own.start, own.end, flat.part_of(self.shard, index))
+            flat.part_of(self.shard, index).copy_(parameter.detach().reshape(-1)[own.start : own.end])
         self.gathered = torch.empty(num_elements, dtype=dtype, device=flat.device)
         """All parameters [N], with memory only while they are gathered."""
         self._views: dict[nn.Parameter, Tensor] = {}
@@ -48,7 +44,6 @@ class ShardedParams:
         for index, (parameter, start) in enumerate(zip(parameters, flat.layout.starts, strict=True)):
             self._views[parameter] = self.gathered[start : start + parameter.numel()].view(parameter.shape)
             self._absent[parameter] = self.stand_ins[index].expand(parameter.shape)
-            give_values(parameter, self._absent[parameter])
         self._holders: set[Hashable] = set()
         self._pending: collectives.Pending | None = None
         # Mark of the shard that hooks saw gathered.
@@ -143,18 +138,18 @@ class ShardedParams:
 
     @torch.no_grad()
     def release(self, main: Tensor | None = None) -> None:
-        """Gives the parameters the values and the dtype of their shards, or of the main weights, whole and in host
-        memory: all of them may be more than the device can hold. Collective over the shards."""
+        """Gives the parameters the values and the dtype of their shards, or of the main weights, whole. Collective over
+        the shards."""
         self.let_all_go()
         shard = self.shard if main is None else main
         values = torch.empty(self.gathered.numel(), dtype=shard.dtype, device=self.flat.device)
         collectives.shard_slice(values, self.flat.shards).copy_(shard)
-        on_host = collectives.all_gather_(values, self.flat.shards).cpu()
+        collectives.all_gather_(values, self.flat.shards)
         for param, start in zip(self.flat.members, self.flat.layout.starts, strict=True):
             parameter = param.parameter
             parameter.grad = None
             parameter.grad_dtype = values.dtype
-            give_values(parameter, on_host[start : start + parameter.numel()].view(parameter.shape))
+            parameter.data = values[start : start + parameter.numel()].view(parameter.shape)
 
 
 def take_over(main: Tensor, now: Tensor) -> None:

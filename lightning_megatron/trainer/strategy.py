@@ -52,7 +52,6 @@ from lightning_megatron.planner.balanced_batch import BalancedBatch
 from lightning_megatron.precision.fp8 import Fp8Config
 from lightning_megatron.precision.kernels import KernelConfig
 from lightning_megatron.rules import cross_config
-from lightning_megatron.sharding import give_memory
 from lightning_megatron.tensor.whole_linear import lend
 from lightning_megatron.trainer.checkpointing import (
     checkpoint_dict,
@@ -92,7 +91,6 @@ from lightning_megatron.trainer.setup import (
     optimizer_checks,
     optimizers,
     pipelined_models,
-    waiting_weights,
 )
 from lightning_megatron.trainer.setup.attempt_store import attempt_store
 from lightning_megatron.trainer.setup.connections import Connections
@@ -463,29 +461,7 @@ class MegatronStrategy(ParallelStrategy):
     @override
     def model_to_device(self) -> None:
         assert self.model is not None
-        if self._cuts_weights:
-            waiting_weights.move_others(self.model, self.root_device)
-            return
-        # A fit that failed may have left some without values.
-        give_memory(self.model, self.root_device)
         self.model.to(self.root_device)
-
-    @contextmanager
-    @override
-    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        with super().tensor_init_context(empty_init), self._place_of_networks():
-            yield
-
-    def _place_of_networks(self) -> AbstractContextManager[None]:
-        return waiting_weights.made_waiting() if self._cuts_weights else nullcontext()
-
-    @property
-    def _cuts_weights(self) -> bool:
-        """Whether the run is a fit that cuts parameters over data-parallel ranks, which wait for that."""
-        # Networks may be made outside of a run too, by the Trainer's `init_module`.
-        if self._run is None or self._require_module().trainer.state.fn != TrainerFn.FITTING:
-            return False
-        return waiting_weights.are_cut(self.optimizer, self.mesh)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -506,7 +482,7 @@ class MegatronStrategy(ParallelStrategy):
         model_checks.require_untied_outside(module, self.mesh)
         self.model = self.precision_plugin.convert_module(module)
         self.model_to_device()
-        initial_sync.sync_module_states(module, self.mesh, self.root_device)
+        initial_sync.sync_module_states(module, self.mesh)
         model_checks.share_recomputation(module, self.recompute, self.mesh)
         model_checks.require_used_axes(module, self.mesh)
         if trainer.state.fn == TrainerFn.FITTING:
@@ -542,7 +518,6 @@ class MegatronStrategy(ParallelStrategy):
             self._reset_optimizers_and_schedulers()
             with WholeShapes(module):
                 self.setup_optimizers(trainer)
-            waiting_weights.require_unwritten(module)
             has_master_weights = optimizers.has_master_weights(self.optimizer, self._plugin)
             optimizer_checks.require_separable(
                 self.optimizers, self.optimizer, self.mesh, has_master_weights=has_master_weights
@@ -948,9 +923,8 @@ class MegatronStrategy(ParallelStrategy):
             # After a run nobody would make whole again what is cut.
             pipelined_models.cut_late_networks(module, self.mesh, self.plan)
         model_checks.require_own_mesh(module, self.mesh)
-        # What the checkpoint lacks stays as it is, and the rest is loaded into the module's own weights.
-        give_memory(module, torch.device("cpu"))
         if self._dp_comm is not None:
+            # What the checkpoint lacks stays as it is, and the rest is loaded into the module's own weights.
             self._dp_comm.gather_all()
         if compute_dtype(str(self.precision_plugin.precision)) == torch.float64:
             # Lightning converts the module after this; what it has as float32 would be rounded to that.

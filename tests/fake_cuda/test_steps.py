@@ -22,7 +22,6 @@ from lightning_megatron.optim.config import OptimizerConfig
 from lightning_megatron.planner.dry_run import dry_run
 from lightning_megatron.planner.model_parts import SequenceLengths
 from lightning_megatron.planner.run import Run, faults_of
-from lightning_megatron.trainer.setup import waiting_weights
 from lightning_megatron.transformer.recompute import RecomputeConfig, RecomputeRunner, to_host
 from tests.harness import fake_cuda
 from tests.harness.fake_cuda import FakeCuda
@@ -170,38 +169,6 @@ def step_on_host(precision: Any) -> None:
     assert any("optim/bucket.py" in where for where in directions["device"]), work.copies
     assert any("optim/host_weights.py" in where for where in directions["host"]), work.copies
     assert not any(where.startswith("copy_") for where in work.waits), work.waits
-
-
-class Waiting(Text):
-    """Notes where its weights are when the optimizer is made."""
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        self.before = {one.device.type for one in self.parameters()}
-        return super().configure_optimizers()
-
-
-@on_ranks(1, init=False)
-def test_weights_that_ranks_cut_are_on_no_device_before_the_optimizer_is_made() -> None:
-    devices = Devices()
-    # Of a single rank nothing is cut: they come to the device whole.
-    cuts = mock.patch.object(waiting_weights, "are_cut", return_value=True)
-    with FakeCuda(), cuts, mock.patch.object(rng, "fill_normal_"):
-        torch.set_float32_matmul_precision("high")
-        trainer = L.Trainer(
-            accelerator="gpu",
-            devices=1,
-            strategy=MegatronStrategy(optimizer=OptimizerConfig(kind="distributed_parameters")),
-            max_steps=1,
-            callbacks=[devices],
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
-        tokens = torch.ones(6, 64, dtype=torch.int64)
-        module = Waiting(replace(LLAMA, num_layers=1, num_query_groups=4))
-        trainer.fit(module, DataLoader(TensorDataset(tokens, tokens), batch_size=6))
-    assert module.before == {"meta"} and devices.found["weights"] == {"cuda"}
 
 
 @on_ranks(1, init=False)

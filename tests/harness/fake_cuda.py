@@ -81,7 +81,6 @@ class FakeCuda(TorchDispatchMode):
         # Torch copies a tensor of any other kind to the host as one.
         self._answers.append(mock.patch.object(FakeTensor, "tolist", lambda x: x.cpu().tolist()))
         self._answers.append(mock.patch.object(FakeTensor, "grad_fn", property(_grad_fn)))
-        self._answers.append(mock.patch.object(torch.utils, "swap_tensors", _swap))
         # Storages on the device whose integers are known, and these, by their addresses.
         self._numbers: dict[int, tuple[Any, Tensor]] = {}
 
@@ -196,13 +195,6 @@ def _grad_fn(x: Tensor) -> Any:
     without it, as in inference mode, or under `no_grad` in a mode. Of tensors with numbers it runs nothing."""
     with with_autograd():
         return _grad_fn_of_torch(x)
-
-
-def _swap(first: Tensor, second: Tensor) -> None:
-    """In place of torch's, which refuses tensors that somebody knows weakly, as a mode knows those that it makes."""
-    first.__class__, second.__class__ = second.__class__, first.__class__
-    first.__dict__, second.__dict__ = second.__dict__, first.__dict__
-    torch._C._swap_tensor_impl(first, second)
 
 
 def is_cuda(x: Any) -> bool:

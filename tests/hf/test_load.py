@@ -14,8 +14,7 @@ from torch import Tensor
 from lightning_megatron import hf
 from lightning_megatron.hf.folder import WeightFiles
 from lightning_megatron.mesh import Mesh, Sizes
-from lightning_megatron.sharding import Box, sharded_parameters, write_elements
-from lightning_megatron.transformer.init import drawn_later
+from lightning_megatron.sharding import Box, sharded_parameters
 from tests.hf.tiny import default_dtype, logits, ours, saved
 from tests.hf.tiny import tokens as sample
 
@@ -78,23 +77,6 @@ def test_each_rank_reads_what_it_holds_once(
             assert parameter.count_nonzero() <= wanted.numel() and padding >= 0
             held += wanted.numel() * parameter.element_size()
         assert sum(read) == held
-
-
-@pytest.mark.parametrize("case", ["gpt2", "qwen3_moe, some layers dense, with a window"])
-def test_a_model_without_memory_is_read_in_any_parts(case: str, tmp_path: Path) -> None:
-    saved(case, tmp_path)
-    sizes = Sizes(world=2, tp=2)
-    whole = dict(hf.from_pretrained(tmp_path, Mesh.imagine(1, sizes)).named_parameters())
-    with drawn_later():
-        model = hf.from_pretrained(tmp_path, Mesh.imagine(1, sizes))
-    assert not any(buffer.is_meta for buffer in model.buffers())
-    for name, parameter in model.named_parameters():
-        size = parameter.numel()
-        assert parameter.is_meta
-        for start, end in ((0, size), (size // 3, size - 1)):
-            out = torch.full((end - start,), torch.nan)
-            write_elements(parameter, start, end, out)
-            assert out.equal(whole[name].detach().view(-1)[start:end])
 
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float32])

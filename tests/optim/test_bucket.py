@@ -60,14 +60,11 @@ def members_around(*shapes: tuple[int, ...], are_frozen: bool = False) -> list[l
     weights = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
     params = [ModelParam(str(i), one, shard_of(one), replicas, None, False, (0,)) for i, one in enumerate(weights)]
     if are_frozen:
-        frozen = frozen_params(
-            params, shards_of=lambda axis: axis, device=CPU, bucket_size=100_000, part_of=lambda parameter: None
-        )
+        frozen = frozen_params(params, shards_of=lambda axis: axis, bucket_size=100_000, part_of=lambda parameter: None)
         return [[param.parameter.numel() for param in flat.members] for flat in frozen]
     buckets = make_buckets(
         params,
         shards_of=lambda axis: axis,
-        device=CPU,
         bucket_size=100_000,
         no_split=False,
         dtype_of=lambda parameter: parameter.dtype,

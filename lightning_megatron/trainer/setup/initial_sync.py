@@ -46,11 +46,10 @@ def sync_generators(world: Axis) -> None:
 
 
 @torch.no_grad()
-def sync_module_states(module: nn.Module, mesh: Mesh, device: torch.device) -> None:
+def sync_module_states(module: nn.Module, mesh: Mesh) -> None:
     """Gives replicated parameters and buffers the first holder's values, as DistributedDataParallel does.
 
-    Those that wait in host memory go over the device one by one. Sharded parameters need none of this: they are equal
-    by construction.
+    Sharded parameters need none of this: they are equal by construction.
     """
     if mesh.world.size == 1:
         return
@@ -67,22 +66,16 @@ def sync_module_states(module: nn.Module, mesh: Mesh, device: torch.device) -> N
         axes = [mesh.axis("dp+cp"), mesh.tp] if is_inside else [mesh.world]
         if isinstance(shard, Shard):
             axes = [shard.data or mesh.axis("dp+cp"), *shard.replicas]
-        contiguous = tensor.data.to(device).contiguous()
+        contiguous = tensor.data.contiguous()
         for axis in axes:
             collectives.broadcast_(contiguous, axis)
-        _take(tensor.data, contiguous)
-    own = {name: tensor.data for name, tensor in tensors if name in around and not is_lazy(tensor)}
-    _sync_over_stages(own, mesh.pp, device)
+        tensor.data.copy_(contiguous)
+    _sync_over_stages(
+        {name: tensor.data for name, tensor in tensors if name in around and not is_lazy(tensor)}, mesh.pp
+    )
 
 
-def _take(tensor: Tensor, values: Tensor) -> None:
-    """Writes values to a tensor, but not where that, in host memory, has them: it may be mapped from a file, and
-    processes share what nobody writes to."""
-    if tensor.device == values.device or not torch.equal(tensor, values := values.to(tensor.device)):
-        tensor.copy_(values)
-
-
-def _sync_over_stages(own: dict[str, Tensor], pp: Axis, device: torch.device) -> None:
+def _sync_over_stages(own: dict[str, Tensor], pp: Axis) -> None:
     """Gives tensors that several stages hold, by name, the value of the first one on `pp`."""
     shapes: dict[str, tuple[torch.Size, torch.dtype]] = {}
     holders: dict[str, list[int]] = {}
@@ -91,16 +84,16 @@ def _sync_over_stages(own: dict[str, Tensor], pp: Axis, device: torch.device) ->
         shapes |= held
         for name in held:
             holders.setdefault(name, []).append(rank)
+    device = next(iter(own.values())).device if own else torch.device("cpu")
     for name, ranks in sorted(holders.items()):
         if len(ranks) == 1:
             continue
         # The others take part, since a group of these ranks alone is not there yet.
         shape, dtype = shapes[name]
-        here = name in own
-        tensor = own[name].to(device).contiguous() if here else torch.empty(shape, dtype=dtype, device=device)
+        tensor = own[name].contiguous() if name in own else torch.empty(shape, dtype=dtype, device=device)
         collectives.broadcast_(tensor, pp, ranks[0])
-        if here:
-            _take(own[name], tensor)
+        if name in own:
+            own[name].copy_(tensor)
 
 
 def seed_workers_by_dp_rank(dataloader: object, dp: Axis) -> object:

@@ -111,7 +111,7 @@ def equalised(world: Any, sizes: Sizes) -> dict[str, torch.Tensor]:
             buffer.fill_(own if buffer.dtype == torch.int64 else 1.0 + world.rank())
         for parameter in module.parameters():
             parameter.fill_(world.rank())
-    sync_module_states(module, mesh, torch.device("cpu"))
+    sync_module_states(module, mesh)
     return {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
 
 
