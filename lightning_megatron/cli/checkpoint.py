@@ -70,7 +70,9 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
 def _run(options: argparse.Namespace) -> int | None:
     is_local = options.path and "://" not in options.path
     if is_local and options.work != "prune" and not os.path.lexists(options.path):
-        raise UsageError([f"{options.path} does not exist; give a checkpoint directory"])
+        raise UsageError(
+            [f"checkpoint {options.path} does not exist; give the directory of one, or a file that torch.save wrote"]
+        )
     # Checkpoints hold tensors: torch takes a second to import, which a look at the help need not wait for.
     from lightning_megatron.cli.checkpoint_upkeep import WORKS
 

@@ -192,8 +192,12 @@ def _request(
         context=context,
         kernels=settings["kernels"],
     )
+    # A run checks the configured numbers, whether they cut a batch or not.
     cut = Facts(
-        sizes=sizes, num_microbatches=num_microbatches, microbatch_size=microbatch_size, global_batch_size=batch
+        sizes=sizes,
+        num_microbatches=numbers["num_microbatches"],
+        microbatch_size=numbers["microbatch_size"],
+        global_batch_size=batch,
     )
     return PlanRequest(
         run=run,

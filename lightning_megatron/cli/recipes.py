@@ -31,7 +31,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     listed = add_command(
         own, "list", "Lists the recipes of the package.", run=_run_list, line="list the recipes, as without a command"
     )
-    # Without a default: that of the option before the command would be lost.
+    # A default would take the place of the option before the command.
     listed.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print everything as JSON")
     copy = add_command(
         own,

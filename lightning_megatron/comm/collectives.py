@@ -10,6 +10,7 @@ Note: sums on the CPU. Gloo's reductions cost several times an exchange followed
 gloo.md`), so two CPU ranks swap tensors and add, and more of them scatter sums by an all-to-all.
 """
 
+import math
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -121,22 +122,21 @@ def all_gather(x: Tensor, axis: Axis, dim: int = 0, *, wait: bool = True) -> Ten
         return _done(_all_gather_operator(x, dim, _handle(axis), axis.size), wait=wait)
     _ascending(axis)
     dim = dim % x.dim()
-    shape = (axis.size * x.shape[0], *x.shape[1:])
-    gathered = torch.empty(shape, dtype=x.dtype, device=x.device)
+    # Shards of one row lie behind each other as they are.
+    is_one_row = math.prod(x.shape[:dim]) == 1
+    joined_shape = (*x.shape[:dim], axis.size * x.shape[dim], *x.shape[dim + 1 :])
+    by_rank_shape = (axis.size * x.shape[0], *x.shape[1:])
+    # No view: an autograd function gives it, and a view of one takes no change in place.
+    joined = torch.empty(joined_shape if is_one_row else by_rank_shape, dtype=x.dtype, device=x.device)
+    gathered = joined.view(by_rank_shape)
     if _is_cpu_pair(x, axis):
         length = x.shape[0]
         own = gathered.narrow(0, axis.rank * length, length)
         work = _swap(own.copy_(x.detach()), gathered.narrow(0, (1 - axis.rank) * length, length), axis).work
     else:
         work = _all_gather_single(gathered, x.contiguous(), group=group_of(axis), async_op=True)
-    by_rank = (axis.size, x.shape[0])
-
-    def along_dim(joined: Tensor) -> Tensor:
-        # A view where the dims before `dim` are of size 1: shards of one row lie behind each other as they are.
-        ranks_first: Tensor = joined.unflatten(0, by_rank)
-        return ranks_first.movedim(0, dim).flatten(dim, dim + 1)
-
-    pending = Pending(gathered, work, along_dim if dim else None)
+    finish = None if is_one_row else lambda by_rank: torch.cat(by_rank.chunk(axis.size), dim=dim)
+    pending = Pending(joined, work, finish)
     return pending.wait() if wait else pending
 
 
@@ -153,7 +153,7 @@ def reduce_scatter(x: Tensor, axis: Axis, dim: int = 0, *, wait: bool = True) ->
     _ascending(axis)
     dim = dim % x.dim()
     assert x.shape[dim] % axis.size == 0, f"dim {dim} of {tuple(x.shape)} does not divide by {axis.name} ({axis.size})"
-    # A view where `x` is contiguous and the dims before `dim` are of size 1.
+    # One row that is contiguous is sent as it lies.
     parts = x.unflatten(dim, (axis.size, x.shape[dim] // axis.size)).movedim(dim, 0)
     full = parts.flatten(0, 1).contiguous()
     shape = (full.shape[0] // axis.size, *full.shape[1:])

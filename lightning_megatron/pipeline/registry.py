@@ -15,12 +15,11 @@ from lightning_megatron.pipeline.schedules.one_f_one_b import ONE_F_ONE_B
 from lightning_megatron.pipeline.schedules.zero_bubble import ZB_H1, ZB_V
 from lightning_megatron.pipeline.simulate import Costs
 
-if TYPE_CHECKING:
-    from lightning_megatron.mesh import Placement
-
 SCHEDULES = {spec.name: spec for spec in (GPIPE, ONE_F_ONE_B, INTERLEAVED, ZB_H1, ZB_V, DUALPIPE_V)}
 
 if TYPE_CHECKING:
+    from lightning_megatron.mesh import Placement
+
     ScheduleName = str
 else:
     ScheduleName = Literal[tuple(SCHEDULES)]

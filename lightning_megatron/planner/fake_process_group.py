@@ -79,8 +79,10 @@ class _Done(dist.Work):
 
 
 class HostMessages:
-    """What the last stage broadcasts of numbers that the host has, which describe its outputs: other ranks, which run
-    after it, are told the same in the same order."""
+    """Numbers of the host that the last stage broadcasts, which describe its outputs.
+
+    Other ranks run after it, and get them in the order in which it sent them.
+    """
 
     def __init__(self) -> None:
         self._sent: list[Tensor] = []

@@ -45,10 +45,11 @@ def loader_of(batches: Sequence[Any], *, rank: int = 0, size: int = 1) -> DataLo
 def read_global_batches(
     subject: Subject, trainer: pl.Trainer, *, number: int, num_validated: int, rows: int
 ) -> tuple[list[Any], list[list[Any]]]:
-    """The first global batches of the subject's data, each of `rows` rows or, where it has no rows, as it is, and those
-    of each loader of its validation: of the training where it has none, and no loader without a `validation_step`.
+    """The first global batches of the training data and of each loader of the validation data.
 
-    Small batches are joined and large ones divided. Raises SubjectError where there are too few of the training.
+    Each has `rows` rows or, where it has no rows, is as it is: small batches are joined and large ones divided. A
+    subject without validation data is validated on its training data, and one without a `validation_step` on none.
+    Raises SubjectError where there are too few of the training.
     """
     batches = _first_batches(_loader(subject, trainer), subject, number=number, rows=rows)
     if len(batches) < number:

@@ -1,4 +1,4 @@
-"""Defaults of `certify`."""
+"""Defaults of `certify`, and the limit of a layout that `model-plan` shares."""
 
 STEPS = 3
 """Steps of each run."""

@@ -361,7 +361,7 @@ def test_few_layers_stand_for_all(name: str, layout: Layout, tmp_path: Path) -> 
 )
 def test_few_recomputed_layers_stand_for_all(layout: Layout, recompute: RecomputeConfig, tmp_path: Path) -> None:
     run = run_of(layout, "bf16-mixed", recompute=recompute)
-    # Where memory peaks in a backward.
+    # The memory of long rows peaks in a backward.
     long = replace(run, lengths=SequenceLengths(sequence=1024))
     require_few_like_all(folder_of(LAYERS["Llama"], tmp_path), long)
 

@@ -48,7 +48,7 @@ class Logged(Model):
 def losses(device: str, world: int, strategy: dict[str, Any]) -> list[float]:
     """The losses of a fit of global batches of 8 rows."""
     torch.manual_seed(11)
-    # A layer for each of two stages on two ranks.
+    # Two stages on each of two ranks take a layer each.
     model = Logged(replace(CONFIGS[device], num_layers=4), has_own_dropout=False)
     trainer = L.Trainer(
         **harness_device.trainer_devices(world),
@@ -76,5 +76,5 @@ def test_what_travels_while_a_device_computes_changes_no_number(device: str, mon
     # On the CPU other tests run all of them.
     for name, strategy in list(LAYOUTS.items())[:: 1 if device == "cuda" else 4]:
         for found in run_on_ranks(2, losses, device, 2, strategy, init=False, timeout=200):
-            # Sums in another order, in float32.
+            # Ranks add in another order, in float32.
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=0, msg=name)

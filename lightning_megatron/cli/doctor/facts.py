@@ -248,7 +248,7 @@ def _machine_facts(launch: Launch) -> MachineFacts:
 def _fabric_ports() -> Iterator[FabricPort]:
     for port in sorted(_FABRIC.glob("*/ports/*")):
         state, rate = _line_of(port / "state"), _line_of(port / "rate")
-        # As "4: ACTIVE".
+        # The file of a port that works says "4: ACTIVE".
         yield FabricPort(name=f"{port.parts[-3]}:{port.name}", is_active=state.endswith("ACTIVE"), rate=rate)
 
 
