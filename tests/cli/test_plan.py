@@ -364,10 +364,13 @@ def test_a_batch_that_the_recipe_s_own_microbatches_do_not_cut_is_reported(
 
 
 def test_what_the_strategy_does_beyond_a_plan_is_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    changes = {"dynamic_context": {"max_tokens_per_rank": 2048}, "pipeline": {"mode": "collective"}}
+    kernels, pipeline = {"compile_layers": True}, {"mode": "collective"}
+    changes = {"dynamic_context": {"max_tokens_per_rank": 2048}, "pipeline": pipeline, "kernels": kernels}
     file = changed(tmp_path, "gpt2_124m.yaml", **{"trainer.strategy.init_args": changes})
     text = printed(capsys, file, "--gpu", "h100", "--layout", "mbs=1")
-    assert "without the recipe's dynamic_context" in text and "not planned: pipeline mode 'collective'" in text
+    assert "without the recipe's dynamic_context" in text and "not planned: kernels compile_layers (True)" in text
+    # That mode is planned.
+    assert "not planned: pipeline" not in text
 
 
 def test_kernels_in_place_of_torchs_own_are_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
