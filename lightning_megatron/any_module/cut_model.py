@@ -425,8 +425,8 @@ class CutModel(PipelineModule):
         try:
             return _plain_call(layer, _LAYER, *given)
         finally:
-            # A recomputation ends inside of a layer, with the last tensor that its backward reads. No hook behind the
-            # parts of the layer is called then, and each layer would hold what its linears were given last.
+            # A recomputation ends inside of a layer, and calls no hook behind its parts.
+            # Each layer would hold what its linears were given last.
             for linear in layer.modules():
                 if isinstance(linear, ColwiseLinear):
                     linear.copies.forget()

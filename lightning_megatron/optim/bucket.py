@@ -317,8 +317,8 @@ def make_buckets(
                     part=part,
                 )
             )
-    # Buckets of the first stages come last, and within a stage those of its first layers: a bucket of norms alone is
-    # complete late, and no other may wait for it.
+    # Buckets of the first stages come last, and within a stage those of its first layers.
+    # A bucket of norms alone is complete late, and no other may wait for it.
     # Sharded parameters around the parts come after all parts, which tell when their gradients are complete.
     return sorted(
         buckets,
@@ -368,8 +368,8 @@ def _laid_out(
         by_part.setdefault(part, []).append(param)
     for part, own in by_part.items():
         sizes = [param.parameter.numel() for param in own]
-        # What is around the parts is used at both ends of a step. One bucket of embedding and head would stay from the
-        # first to the last. Small weights go with either, and many of one size go in a few.
+        # What is around the parts is used at both ends of a step: one bucket of embedding and head would always stay.
+        # Small weights go with either, and many of one size go in a few.
         apart = max(max(sizes) * 9 // 8, sum(sizes) // 4)
         limit = min(bucket_size, apart) if is_sharded and part is None else bucket_size
         for layout in bucket_layouts(sizes, num_shards=shards.size, bucket_size=limit, no_split=no_split):

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count, product
+from typing import Any
 
 from lightning_megatron.context.config import ContextConfig
 from lightning_megatron.mesh import Sizes, StageLayout
@@ -39,6 +40,13 @@ _MOST_TENSOR = 8
 _SLACK = 1.1
 # Layouts that differ in their chunks alone are off by the same share, within this.
 _SLACK_OF_CHUNKS = 1.02
+# The search chooses the schedule itself: what a recipe says of its own has no part in it.
+_NO_SCHEDULE: dict[str, Any] = {
+    "schedule_name": None,
+    "group_size": 0,
+    "is_overlapped": False,
+    "is_collective": False,
+}
 _EVEN = StageLayout()
 _BY_COST = StageLayout(balance="cost")
 
@@ -325,10 +333,7 @@ def few_candidates(run: RunSettings, gpu: Gpu, size: ModelSize) -> Iterator[RunS
                 run,
                 sizes=sizes,
                 micro_batch_size=micro,
-                schedule_name=None,
-                group_size=0,
-                is_overlapped=False,
-                is_collective=False,
+                **_NO_SCHEDULE,
             )
 
 
@@ -352,10 +357,7 @@ def _with_layout(run: Run, sizes: Sizes, micro: int) -> Run:
         sizes=sizes,
         context=context,
         micro_batch_size=micro,
-        schedule_name=None,
-        group_size=0,
-        is_overlapped=False,
-        is_collective=False,
+        **_NO_SCHEDULE,
     )
 
 
