@@ -10,7 +10,7 @@ from torch import nn
 from lightning_megatron.any_module.plan import ModelPlan
 from lightning_megatron.any_module.report import report_of
 from lightning_megatron.cli.model_plan import AXES
-from lightning_megatron.cli.usage import UsageError
+from lightning_megatron.cli.usage import UsageError, mistake_of
 from lightning_megatron.hf.meta_model import meta_model
 from lightning_megatron.hub import CONFIG_FILES, model_folder
 from lightning_megatron.mesh import Sizes
@@ -71,8 +71,8 @@ def _module_of(model: str) -> pl.LightningModule:
         module = pl.LightningModule()
         try:
             module.model = meta_model(Path(model_folder(model, CONFIG_FILES)))
-        except ValueError as error:
-            raise SubjectError(str(error)) from error
+        except (ValueError, ModuleNotFoundError) as error:
+            raise SubjectError(mistake_of(error) or str(error)) from error
         return module
     found = require_module(called(model))
     found.configure_model()

@@ -20,6 +20,7 @@ from lightning.fabric.utilities.apply_func import move_data_to_device
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from lightning_megatron import hf
 from lightning_megatron.any_module.plan import ModelPlan
 from lightning_megatron.cli.dry_module import META, DryModule, WholeModule, quiet
 from lightning_megatron.cli.plan_recipe import run_of_causal_recipe
@@ -28,7 +29,6 @@ from lightning_megatron.cli.plan_run import require_no_module, with_run_options
 from lightning_megatron.cli.planned_optimizer import ConfiguredOptimizer, step_fault
 from lightning_megatron.cli.usage import UsageError
 from lightning_megatron.hf.adapters import add_adapters
-from lightning_megatron.hf.unchanged import on_meta, read_config
 from lightning_megatron.lightning_modules import CausalModule
 from lightning_megatron.mesh import Sizes
 from lightning_megatron.optim.config import OptimizerConfig
@@ -69,7 +69,7 @@ def _of_recipe(options: argparse.Namespace) -> ModuleRun:
     path = Path(options.config)
     try:
         asked, arguments = run_of_causal_recipe(path, read_table(path), options)
-        config = read_config(arguments["path"]).to_json_string()
+        config = hf.read_config(arguments["path"]).to_json_string()
     except ValueError as error:
         raise UsageError(str(error).splitlines()) from error
     request = with_run_options(asked, options)
@@ -108,7 +108,7 @@ def causal_whole(arguments: Mapping[str, Any], plan: ModelPlan | None = None) ->
     def make() -> CausalModule:
         module = CausalModule(**arguments)
         # `configure_model` would read its weights, or draw them.
-        model = on_meta(module.config, {"dtype": torch.float32}, module.path)
+        model = hf.on_meta(module.config, {"dtype": torch.float32}, module.path)
         module.model = model if module.lora is None else add_adapters(model, module.lora)
         return module
 

@@ -13,8 +13,9 @@ USAGE_ERROR = 2
 _LONGEST_LINE = 2000
 # How torch says it, on a CPU and on a GPU, in errors of no class of their own.
 _OUT_OF_MEMORY = ("can't allocate memory", "out of memory")
-# How the package and Lightning say that the package of an extra is not installed.
-_WITHOUT_EXTRA, _WITHOUT_JSONARGPARSE = "pip install 'lightning", "jsonargparse"
+# How the package says that the package of an extra is not installed.
+_WITHOUT_EXTRA = "pip install 'lightning"
+_JSONARGPARSE = "jsonargparse"
 
 
 class UsageError(Exception):
@@ -32,8 +33,14 @@ def mistake_of(error: BaseException) -> str:
     text = " ".join(str(error).split())
     if isinstance(error, UnreadableFile) or (isinstance(error, ImportError) and _WITHOUT_EXTRA in text):
         return text
-    if isinstance(error, ModuleNotFoundError) and _WITHOUT_JSONARGPARSE in text:
-        return "recipes need the package 'jsonargparse[signatures]': pip install 'lightning-megatron[data]'"
+    if isinstance(error, ModuleNotFoundError):
+        # `--help` does not wait for it.
+        from lightning_megatron.cli.doctor.software import EXTRAS
+
+        # Of jsonargparse, Lightning's error has a text and no name.
+        name = _JSONARGPARSE if _JSONARGPARSE in text else (error.name or "").partition(".")[0]
+        if name in EXTRAS:
+            return f"this needs the package {name!r}: pip install 'lightning-megatron[{EXTRAS[name].name}]'"
     if isinstance(error, MemoryError) or any(words in text for words in _OUT_OF_MEMORY):
         return f"the memory of this machine is not enough{f': {text}' if text else ''}; use a smaller model or batch"
     if isinstance(error, UnicodeError) or "null byte" in text:

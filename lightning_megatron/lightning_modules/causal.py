@@ -10,7 +10,7 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from lightning_megatron.hf import unchanged
+from lightning_megatron import hf
 from lightning_megatron.hf.adapters import adapter_faults, add_adapters
 from lightning_megatron.lightning_modules.adamw import AdamWConfig, adamw_with_warmup
 from lightning_megatron.lightning_modules.conversation_data import ConversationDataModule
@@ -85,8 +85,8 @@ class CausalModule(L.LightningModule):
             # Fine-tuning has no such option.
             | ({"from_scratch": True} if from_scratch else {})
         )
-        self.config = unchanged.read_config(path)
-        if unchanged.sees_later_tokens(self.config):
+        self.config = hf.read_config(path)
+        if hf.sees_later_tokens(self.config):
             raise ValueError(
                 f"the model in {path} ({self.config.model_type}) lets a token see those behind it, which it is to "
                 "predict; train a causal model, or set is_decoder to true in its config.json"
@@ -124,10 +124,10 @@ class CausalModule(L.LightningModule):
             dtype = WEIGHT_DTYPES.get(str(self.trainer.precision) if self._trainer is not None else "", torch.float32)
             try:
                 if self.from_scratch:
-                    self.model = unchanged.new_unchanged(self.config, dtype)
+                    self.model = hf.new_unchanged(self.config, dtype)
                 else:
                     # Transformers returns a model that is evaluated.
-                    self.model = unchanged.load_unchanged(self.path, dtype).train()
+                    self.model = hf.load_unchanged(self.path, dtype).train()
                 if dtype == torch.float64:
                     # The grouped products of experts know no float64.
                     self.model.set_experts_implementation("eager")
@@ -149,7 +149,7 @@ class CausalModule(L.LightningModule):
     def on_train_start(self) -> None:
         self._require_documents_apart()
         with self._between_steps():
-            deviation = unchanged.deviation_by_later_tokens(self.model)
+            deviation = hf.deviation_by_later_tokens(self.model)
         if deviation:
             raise ConfigurationError(
                 f"the model in {self.path} ({self.config.model_type}) lets a token see those behind it, which it is to "
@@ -166,7 +166,7 @@ class CausalModule(L.LightningModule):
             return
         try:
             with self._between_steps():
-                deviation = unchanged.deviation_by_other_documents(self.model)
+                deviation = hf.deviation_by_other_documents(self.model)
         except ValueError as error:
             raise ConfigurationError(f"{error}; {_WITHOUT_DOCUMENTS}") from error
         if deviation:
@@ -189,7 +189,7 @@ class CausalModule(L.LightningModule):
 
     @cached_property
     def _num_positions(self) -> int | None:
-        return unchanged.num_positions(self.model)
+        return hf.num_positions(self.model)
 
     def _require_positions(self, num_tokens: int, what: str, way_out: str) -> None:
         """Raises ConfigurationError for rows that are longer than the model's table of positions."""
@@ -220,7 +220,7 @@ class CausalModule(L.LightningModule):
                     "as is done for data modules of this package; have one of them pack the rows, or leave segments out"
                 )
             # Segments are on the host. With a cache the model would look for no documents.
-            positions_BT = unchanged.document_positions(batch["segments"]).to(batch["tokens"].device)
+            positions_BT = hf.document_positions(batch["segments"]).to(batch["tokens"].device)
             documents = {"position_ids": positions_BT, "use_cache": False}
         self._require_positions(batch["tokens"].shape[1], "rows of a batch", "shorter rows")
         labels = batch["labels"].masked_fill(batch["loss_mask"] == 0, _NO_LABEL)

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_megatron import hf
 from lightning_megatron.any_module.layer_list import layers_of
 from lightning_megatron.any_module.plan import ModelPlan
-from lightning_megatron.hf import unchanged
 from lightning_megatron.lightning_modules.causal import WEIGHT_DTYPES, CausalModule
 from lightning_megatron.trainer import ConfigurationError
 
@@ -36,7 +36,7 @@ class GuidedModule(CausalModule):
     def _guide_faults(self, path: str) -> list[str]:
         """The fault of a frozen model in a folder that is not there, or that has another vocabulary."""
         try:
-            vocab_size = unchanged.read_config(path).get_text_config().vocab_size
+            vocab_size = hf.read_config(path).get_text_config().vocab_size
         except ValueError as error:
             return [f"the frozen model: {error}"]
         if vocab_size == self.vocab_size:
@@ -51,7 +51,7 @@ class GuidedModule(CausalModule):
         if self.guide is None and self.guide_path is not None:
             precision = str(self.trainer.precision) if self._trainer is not None else ""
             try:
-                guide = unchanged.load_unchanged(self.guide_path, WEIGHT_DTYPES.get(precision))
+                guide = hf.load_unchanged(self.guide_path, WEIGHT_DTYPES.get(precision))
             except ValueError as error:
                 raise ConfigurationError(str(error)) from error
             if precision == "64-true":

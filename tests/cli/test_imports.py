@@ -103,6 +103,8 @@ FIRST, SECOND = (
 PACKAGE = "import lightning_megatron\n"
 FILES = "import fsspec\nsystem = fsspec.filesystem('file')\n"
 OURS = "assert type(fsspec.filesystem('file')).__module__ == 'lightning_megatron.local_file_system'"
+# What recipes, plan, dry-run and certify import for any model.
+ANY_MODEL = "import lightning_megatron.cli.recipe, lightning_megatron.cli.plan_module, lightning_megatron.testing.tiny"
 DOCTOR = ("doctor", "--ping", "0")
 CODES = (
     (COMMAND, *SCHEDULE),
@@ -112,6 +114,7 @@ CODES = (
     (FIRST + TRAINER,),
     (SECOND + TRAINER,),
     (PACKAGE,),
+    (ANY_MODEL,),
     (PACKAGE + FILES + OURS,),
     (FILES + PACKAGE + OURS,),
 )
@@ -169,6 +172,13 @@ def test_a_command_that_trains_nothing_imports_no_package_that_trains(args: tupl
     modules = modules_after(COMMAND, *args)
     assert f"lightning_megatron.cli.{args[0]}" in modules
     assert not modules & HEAVY
+
+
+def test_a_model_of_this_package_needs_no_transformers() -> None:
+    # Lightning's own packages import transformers where it is installed; this module cannot be without it.
+    modules = modules_after(ANY_MODEL)
+    assert "lightning_megatron.lightning_modules.causal" in modules
+    assert "lightning_megatron.hf.unchanged" not in modules
 
 
 @pytest.mark.parametrize("imports", [FIRST, SECOND], ids=["before Lightning", "after Lightning"])

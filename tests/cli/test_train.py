@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from lightning_megatron.cli.main import main
+from lightning_megatron.cli.usage import mistake_of
 from tests.harness.ranks import run_on_ranks
 from tests.lightning_modules.corpus import write_corpus
 from tests.recipes.test_pretrain_gpt import ends, surroundings
@@ -133,5 +134,11 @@ def test_a_mistake_is_one_line(
 @pytest.mark.slow
 def test_a_package_that_is_not_installed_is_told_with_the_extra(folder: Path) -> None:
     ended = process(folder, "-c", WITHOUT, "train", "toy")
-    told = "error: recipes need the package 'jsonargparse[signatures]': pip install 'lightning-megatron[data]'\n"
+    told = "error: this needs the package 'jsonargparse': pip install 'lightning-megatron[data]'\n"
     assert (ended.returncode, ended.stderr) == (2, told)
+
+
+def test_a_package_of_another_extra_is_told_likewise() -> None:
+    absent = ModuleNotFoundError("No module named 'transformers.models'", name="transformers.models")
+    assert mistake_of(absent) == "this needs the package 'transformers': pip install 'lightning-megatron[hf]'"
+    assert mistake_of(ModuleNotFoundError("No module named 'mine'", name="mine")) == ""
