@@ -68,12 +68,31 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
 
 
 def _run(options: argparse.Namespace) -> int | None:
-    is_local = options.path and "://" not in options.path
-    if is_local and options.work != "prune" and not os.path.lexists(options.path):
-        raise UsageError(
-            [f"checkpoint {options.path} does not exist; give the directory of one, or a file that torch.save wrote"]
-        )
+    if faults := _faults(options):
+        raise UsageError(faults)
     # Checkpoints hold tensors: torch takes a second to import, which a look at the help need not wait for.
     from lightning_megatron.cli.checkpoint_upkeep import WORKS
 
     return WORKS[options.work](options)
+
+
+def _faults(options: argparse.Namespace) -> list[str]:
+    """Errors that show before anything is read."""
+    faults = []
+    is_local = options.path and "://" not in options.path
+    if options.work != "prune":
+        if is_local and not os.path.lexists(options.path):
+            faults.append(
+                f"checkpoint {options.path} does not exist; give the directory of one, or a file that torch.save wrote"
+            )
+        return faults
+    if options.keep is not None and options.keep < 1:
+        faults.append(f"--keep ({options.keep}) must be at least 1; leave it out to remove no checkpoint")
+    if is_local and not os.path.isdir(options.path):
+        faults.append(no_directory(options.path))
+    return faults
+
+
+def no_directory(path: str) -> str:
+    """The error of `prune` about a path that is no folder."""
+    return f"FOLDER ({path}) is no directory; give a folder of checkpoints"

@@ -23,6 +23,7 @@ from lightning_megatron.checkpoint.prune import plan_of, prune
 from lightning_megatron.checkpoint.summary import Summary, summary_of, tensors_of
 from lightning_megatron.checkpoint.verify import verify
 from lightning_megatron.cli.amounts import byte_text, num_text
+from lightning_megatron.cli.checkpoint import no_directory
 from lightning_megatron.cli.target import require_writable
 from lightning_megatron.cli.usage import UsageError
 from lightning_megatron.progress import progress_bar
@@ -81,17 +82,12 @@ def run_consolidate(options: argparse.Namespace) -> None:
 
 def run_prune(options: argparse.Namespace) -> None:
     """Removes leftovers and old checkpoints, and prints them."""
-    faults = []
-    if options.keep is not None and options.keep < 1:
-        faults.append(f"--keep ({options.keep}) must be at least 1; leave it out to remove no checkpoint")
     if _checked(options.path, lambda: Folder(options.path).kind()) != "folder":
-        faults.append(f"FOLDER ({options.path}) is no directory; give a folder of checkpoints")
-    elif _checked(options.path, lambda: is_checkpoint(options.path)):
+        raise UsageError([no_directory(options.path)])
+    if _checked(options.path, lambda: is_checkpoint(options.path)):
         inner = options.path.rstrip("/") if is_remote(options.path) else os.path.abspath(options.path)
         parent = os.path.dirname(inner)
-        faults.append(f"FOLDER ({options.path}) is a checkpoint; give the folder that holds it: {parent}")
-    if faults:
-        raise UsageError(faults)
+        raise UsageError([f"FOLDER ({options.path}) is a checkpoint; give the folder that holds it: {parent}"])
     planned = _checked(options.path, lambda: plan_of(options.path, keep=options.keep or 0, takes_young=options.all))
     if not options.dry_run:
         _checked(options.path, lambda: prune(planned))

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from lightning_megatron.data.corpus import TokenArray
-from lightning_megatron.data.fill_in_the_middle import FillInTheMiddle, fill_documents
 from lightning_megatron.data.gpt_samples import DocumentStretches
+from lightning_megatron.data.middle_filling import FillInTheMiddle, fill_documents
 
 
 @dataclass(frozen=True, kw_only=True)

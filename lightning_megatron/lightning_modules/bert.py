@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.data import special_tokens
-from lightning_megatron.data.special_tokens import Role
+from lightning_megatron.data.token_roles import Role
 from lightning_megatron.lightning_modules.adamw import AdamWConfig
 from lightning_megatron.lightning_modules.batch_checks import require_within
 from lightning_megatron.lightning_modules.loaders import COPY

@@ -15,7 +15,7 @@ from lightning_megatron.data import (
     load_tokenizer,
     special_tokens,
 )
-from lightning_megatron.data.special_tokens import Role
+from lightning_megatron.data.token_roles import Role
 from lightning_megatron.lightning_modules.corpus_data import CorpusDataConfig, CorpusDataModule
 from lightning_megatron.lightning_modules.data_module import Samples
 from lightning_megatron.trainer.config import ConfigurationError

@@ -19,7 +19,7 @@ from lightning_megatron.data import (
     special_tokens,
 )
 from lightning_megatron.data.collate import Sample
-from lightning_megatron.data.special_tokens import SENTINEL
+from lightning_megatron.data.token_roles import SENTINEL
 from lightning_megatron.lightning_modules.corpus_data import CorpusDataConfig, CorpusDataModule
 from lightning_megatron.lightning_modules.data_module import Samples
 from lightning_megatron.lightning_modules.t5 import T5Module

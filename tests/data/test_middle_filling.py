@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_megatron.data.fill_in_the_middle import FillInTheMiddle, fill_documents, fill_in_the_middle
+from lightning_megatron.data.middle_filling import FillInTheMiddle, fill_documents, fill_in_the_middle
 
 PRE, SUF, MID, END = 1, 2, 3, 0
 FILL = FillInTheMiddle(prefix_token=PRE, suffix_token=SUF, middle_token=MID, rate=1.0)
