@@ -48,6 +48,7 @@ from lightning_megatron.rules.cross_config import faults as rule_faults
 from lightning_megatron.rules.limits import MOST, MOST_OF_A_KIND, limit_faults, model_limit_faults
 from lightning_megatron.trainer import MegatronStrategy
 from lightning_megatron.trainer.config import PipelineConfig
+from lightning_megatron.trainer.setup.checks import dynamic_faults, uncut_faults
 from lightning_megatron.transformer.lora import LoraConfig
 from lightning_megatron.transformer.recompute import RecomputeConfig
 
@@ -170,10 +171,6 @@ def _request(
     )
     num_microbatches, microbatch_size = numbers["num_microbatches"], numbers["microbatch_size"]
     data_parallel_size = 0 if sizes.faults() else sizes.dp
-    is_collective = pipeline.mode == "collective"
-    if is_collective and sizes.pp == 1:
-        # Without stages nothing cuts a batch.
-        num_microbatches, microbatch_size, is_collective = 1, 0, False
     run = make(
         lengths=lengths,
         sizes=sizes,
@@ -188,7 +185,8 @@ def _request(
         schedule_name=None if pipeline.schedule == "auto" else pipeline.schedule,
         group_size=pipeline.microbatch_group_size,
         is_overlapped=pipeline.overlap_expert_exchange,
-        is_collective=is_collective,
+        # One stage has one microbatch then.
+        is_collective=pipeline.mode == "collective" and sizes.pp > 1,
         context=context,
         kernels=settings["kernels"],
     )
@@ -199,10 +197,14 @@ def _request(
         microbatch_size=numbers["microbatch_size"],
         global_batch_size=batch,
     )
+    faults = [fault for fault in rule_faults(cut) if fault not in sizes.faults()]
+    faults += uncut_faults(sizes, num_microbatches, microbatch_size, pipeline)
+    if settings["dynamic_context"] is not None:
+        faults += dynamic_faults(pipeline)
     return PlanRequest(
         run=run,
         has_layout=arguments is not None,
-        faults=tuple(fault for fault in rule_faults(cut) if fault not in sizes.faults()),
+        faults=tuple(faults),
         notes=(*notes, *([ONE_A_ROW] if is_packed else [])),
         unplanned=_unplanned(settings["kernels"]),
         dynamic=settings["dynamic_context"],

@@ -102,7 +102,7 @@ class RunSettings:
             pp=self.sizes.pp,
             chunks=self.sizes.vp,
             microbatches=max(self.num_microbatches, 1),
-            group_size=0 if self.is_collective else self.group_size,
+            group_size=self.group_size,
             is_overlapped=self.is_overlapped,
         )
 

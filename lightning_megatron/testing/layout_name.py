@@ -144,6 +144,10 @@ def layout_of(name: str) -> Layout:
         is_collective="collective" in words,
         schedule=schedule,
     )
+    if layout.is_collective and schedule != "auto":
+        raise ValueError(
+            f"layout {name!r} names a schedule ({schedule}), and collective steps run under none; leave one of them out"
+        )
     if layout.world > MOST_RANKS:
         raise ValueError(
             f"layout {name!r} has {layout.world} ranks, each a process of this machine, and may have {MOST_RANKS}; "

@@ -50,10 +50,19 @@ class PipelineConfig:
         names = ("auto", *get_args(ScheduleName))
         if self.schedule not in names:
             raise ValueError(f"pipeline schedule ({self.schedule!r}) must be one of {', '.join(names)}")
-        if self.overlap_expert_exchange and self.mode == "collective":
+        if self.mode == "collective":
+            self._refuse_schedule()
+
+    def _refuse_schedule(self) -> None:
+        own = (
+            ("schedule", self.schedule, "auto"),
+            ("microbatch_group_size", self.microbatch_group_size, 0),
+            ("overlap_expert_exchange", self.overlap_expert_exchange, False),
+        )
+        if given := [f"{name} ({value!r})" for name, value, default in own if value != default]:
             raise ValueError(
-                "overlap_expert_exchange pairs the computes of a schedule, and mode='collective' runs none; leave one "
-                "of them out"
+                f"{', '.join(given)} of the pipeline is for steps under a schedule, and mode 'collective' runs all "
+                "forwards, then all backwards; leave it out, or use mode 'auto'"
             )
 
     def schedule_of(self, *, pp: int, vp: int, microbatches: int) -> Schedule:

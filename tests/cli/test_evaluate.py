@@ -98,6 +98,10 @@ def test_mistakes_are_told_at_once(folder: Path, capsys: pytest.CaptureFixture[s
         (("--dataset", "a", *text), "--path and --dataset are both given"),
         (("--path", "nowhere.txt"), "nowhere.txt"),
         (("--layout", "xx2", *text), "layout 'xx2' must be made of sizes"),
+        (
+            ("--layout", "pp2-zb_h1-collective", *text),
+            "names a schedule (zb_h1), and collective steps",
+        ),
     ):
         assert evaluate(str(folder / "tiny"), *options)[0] == 2
         assert words in capsys.readouterr().err

@@ -373,6 +373,22 @@ def test_what_the_strategy_does_beyond_a_plan_is_noted(tmp_path: Path, capsys: p
     assert "not planned: pipeline" not in text
 
 
+def test_what_a_fit_refuses_of_the_mode_collective_a_plan_refuses_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(pipeline: dict[str, Any], **strategy: Any) -> str:
+        arguments = {"pipeline": {"mode": "collective", **pipeline}, **strategy}
+        file = changed(tmp_path, "gpt2_124m.yaml", **{"trainer.strategy.init_args": arguments})
+        return shown(capsys, file, "--gpu", "h100", "--layout", "recipe")
+
+    sizes = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
+    assert "schedule ('zb_v') of the pipeline is for steps under a schedule" in refused({"schedule": "zb_v"}, **sizes)
+    assert 'num_microbatches (4) must be 1 with PipelineConfig(mode="collective")' in refused({}, num_microbatches=4)
+    assert "microbatch_size (2) must be 0 with" in refused({}, microbatch_size=2)
+    dynamic = refused({}, dynamic_context={"max_tokens_per_rank": 2048})
+    assert "and dynamic_context once for each microbatch of its plan" in dynamic
+
+
 def test_kernels_in_place_of_torchs_own_are_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def planned(**kernels: Any) -> Any:
         strategy = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "kernels": kernels}

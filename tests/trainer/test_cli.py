@@ -1,6 +1,7 @@
 """LightningCLI and YAML reach every argument of the strategy."""
 
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import pytest
@@ -73,3 +74,12 @@ def test_the_name_alone_will_do() -> None:
 def test_a_mode_that_is_none_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"pipeline mode \('other'\) must be one of auto, collective"):
         PipelineConfig(mode="other")  # type: ignore[arg-type]
+
+
+def test_a_schedule_of_steps_that_run_under_none_is_refused() -> None:
+    settings: dict[str, Any] = {"schedule": "zb_v", "microbatch_group_size": 4, "overlap_expert_exchange": True}
+    for name, value in settings.items():
+        with pytest.raises(ValueError, match=rf"^{name} \({value!r}\) of the pipeline is for steps under a schedule"):
+            PipelineConfig(mode="collective", **{name: value})
+    with pytest.raises(ValueError, match=r"^schedule \('zb_v'\), microbatch_group_size \(4\), overlap"):
+        PipelineConfig(mode="collective", **settings)

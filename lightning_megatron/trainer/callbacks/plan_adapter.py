@@ -60,8 +60,6 @@ def planned_run(trainer: pl.Trainer, ranks: Sequence[Seen], *, rank: int = 0) ->
         raise NotPlanned(f"{_name(module)} has not exactly one configuration of a GPT, BERT, T5 or LLaVA")
     if strategy.dynamic_context is not None and strategy.pipeline.overlap_expert_exchange:
         raise NotPlanned("overlap_expert_exchange with dynamic context parallelism saves more than a plan knows")
-    if strategy.pipeline.mode == "collective":
-        raise NotPlanned('PipelineConfig(mode="collective") saves all microbatches at once')
     seen = ranks[rank]
     if seen.lengths is None:
         raise NotPlanned(seen.why_not)
@@ -90,6 +88,7 @@ def planned_run(trainer: pl.Trainer, ranks: Sequence[Seen], *, rank: int = 0) ->
         schedule_name=None if strategy.pipeline.schedule == "auto" else strategy.pipeline.schedule,
         group_size=strategy.pipeline.microbatch_group_size,
         is_overlapped=strategy.pipeline.overlap_expert_exchange,
+        is_collective=is_collective(strategy, module),
         context=strategy.context,
         balanced=strategy.balanced_step,
         trained=trained,
@@ -97,6 +96,12 @@ def planned_run(trainer: pl.Trainer, ranks: Sequence[Seen], *, rank: int = 0) ->
     if faults := trained.faults(model) + faults_of(run):
         raise NotPlanned("; ".join(faults))
     return run
+
+
+def is_collective(strategy: MegatronStrategy, module: pl.LightningModule) -> bool:
+    """Whether a training step of several stages runs once for all microbatches."""
+    is_whole = strategy.pipeline.mode == "collective" or not module.automatic_optimization
+    return is_whole and strategy.sizes.pp > 1
 
 
 def _texts_of(model: TransformerConfig | None, batch: Any) -> tuple[int, SequenceLengths]:

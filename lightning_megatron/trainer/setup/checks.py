@@ -135,9 +135,11 @@ def faults(trainer: pl.Trainer, arguments: tuple[Any, ...]) -> list[str]:
             found += memory_faults(facts.model, sizes, num_processes=count, precision=precision)
     if trainer.training:
         found += unwritable_faults(trainer)
-        found += _uncut_faults(trainer.lightning_module, sizes, num_microbatches, microbatch_size, pipeline)
+        module = trainer.lightning_module
+        manual = "" if module.automatic_optimization else type(module).__name__
+        found += uncut_faults(sizes, num_microbatches, microbatch_size, pipeline, manual=manual)
         if strategy.dynamic_context is not None:
-            found += _dynamic_faults(trainer.lightning_module, pipeline)
+            found += dynamic_faults(pipeline, manual=manual)
     found += _iterator_faults(
         trainer, is_cut=num_microbatches > 1 or microbatch_size > 0 or strategy.dynamic_context is not None
     )
@@ -202,18 +204,19 @@ def architecture_of(module: pl.LightningModule) -> TransformerConfig | None:
     return configs[0] if len(configs) == 1 else None
 
 
-def _uncut_faults(
-    module: pl.LightningModule, sizes: Sizes, num_microbatches: int, microbatch_size: int, pipeline: PipelineConfig
+def uncut_faults(
+    sizes: Sizes, num_microbatches: int, microbatch_size: int, pipeline: PipelineConfig, *, manual: str = ""
 ) -> list[str]:
-    """Errors of settings that make a step run once on its whole batch, although it was to be cut."""
+    """Errors of settings that make a step run once on its whole batch, although it was to be cut. `manual` names the
+    module of a manual optimization."""
     if sizes.pp > 1 or (num_microbatches <= 1 and microbatch_size < 1):
         return []
     whats, ways = [], []
     if pipeline.mode == "collective":
         whats.append('PipelineConfig(mode="collective")')
         ways.append('PipelineConfig(mode="auto")')
-    if not module.automatic_optimization:
-        whats.append(f"the manual optimization of {type(module).__name__}")
+    if manual:
+        whats.append(f"the manual optimization of {manual}")
         ways.append("automatic_optimization=True")
     if not whats:
         return []
@@ -249,17 +252,18 @@ def _iterator_faults(trainer: pl.Trainer, *, is_cut: bool) -> list[str]:
     ]
 
 
-def _dynamic_faults(module: pl.LightningModule, pipeline: PipelineConfig) -> list[str]:
-    """Errors of settings that keep a step from being run once for each microbatch of a plan."""
+def dynamic_faults(pipeline: PipelineConfig, *, manual: str = "") -> list[str]:
+    """Errors of settings that keep a step from being run once for each microbatch of a plan of documents. `manual`
+    names the module of a manual optimization."""
     faults = []
     if pipeline.mode == "collective":
         faults.append(
             'PipelineConfig(mode="collective") runs training_step once for the whole batch, and dynamic_context once '
             'for each microbatch of its plan; use mode="auto"'
         )
-    if not module.automatic_optimization:
+    if manual:
         faults.append(
-            f"the manual optimization of {type(module).__name__} runs training_step once for the whole batch, and "
+            f"the manual optimization of {manual} runs training_step once for the whole batch, and "
             "dynamic_context once for each microbatch of its plan; use automatic_optimization=True"
         )
     return faults

@@ -91,6 +91,24 @@ def test_a_schedule_and_the_rows_of_a_microbatch_are_taken_over() -> None:
     assert [planned(trainer, TOKENS).cuts_by_rows for trainer in rows] == [False, True]
 
 
+def test_a_step_that_runs_once_for_all_microbatches_is_taken_over() -> None:
+    class Manual(GPTModule):
+        automatic_optimization = False
+
+    collective = PipelineConfig(mode="collective")
+    for module, pipeline in ((GPTModule(GPT), collective), (Manual(GPT), PipelineConfig())):
+        for pp, is_cut in ((2, True), (1, False)):
+            trainer = trainer_of(
+                module,
+                world=2,
+                pipeline=pipeline,
+                pipeline_model_parallel_size=pp,
+                num_microbatches=4 if is_cut else 1,
+            )
+            found = planned(trainer, {"tokens": TOKENS})
+            assert (found.is_collective, found.num_microbatches) == (is_cut, 4 if is_cut else 1)
+
+
 def test_overlapped_forwards_and_backwards_are_taken_over() -> None:
     moe = replace(GPT, moe=MoEConfig(router=RouterConfig(num_experts=4)))
     for does in (False, True):
@@ -224,7 +242,6 @@ def test_why_a_run_is_not_planned_is_reported() -> None:
         (trainer_of(GPTModule(GPT), world=1, strategy="auto"), "under SingleDeviceStrategy"),
         (trainer_of(Small(), world=1), "Small has not exactly one configuration"),
         (trainer_of(frozen, world=1), "weights are frozen"),
-        (trainer_of(GPTModule(GPT), pipeline=PipelineConfig(mode="collective")), "saves all microbatches"),
     ):
         with pytest.raises(NotPlanned, match=shown):
             planned(trainer, batch)
