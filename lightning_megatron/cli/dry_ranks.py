@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 from lightning_megatron.any_module.cut_error import CutError
 from lightning_megatron.cli.plan_dynamic import with_balanced_batch
-from lightning_megatron.cli.plan_layout import ALIKE, explained, notes_on_layout
+from lightning_megatron.cli.plan_layout import alike_fault, explained, notes_on_layout
 from lightning_megatron.cli.plan_options import OF_RECIPE
 from lightning_megatron.cli.plan_request import PlanRequest, R
 from lightning_megatron.cli.plan_run import asks_for_unchanged, read_run
@@ -40,7 +40,7 @@ def run_dry_run(options: argparse.Namespace) -> None:
         raise UsageError([f"--rank ({options.rank}) must be from 0 to world size - 1 ({world - 1})"])
     ranks = shown_ranks(run) if options.rank is None else (options.rank,)
     if options.explain and run.balanced is not None:
-        raise UsageError([ALIKE])
+        raise UsageError([alike_fault("--explain")])
     try:
         with _telling(trained):
             found = [dry_run(run, rank, full_model=trained) for rank in ranks]

@@ -64,6 +64,12 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         help="print activations and others at the peak of the fullest rank of the layout, or of the best, by the "
         "module and the line of code that made them; with --json weights, gradients and moments too",
     )
+    output.add_argument(
+        "--explain-time",
+        action="store_true",
+        help="print the step's time on the slowest rank of the layout, or of the best, by the module whose kernels and "
+        "messages take it",
+    )
     output.add_argument("--json", action="store_true", help="print everything as JSON")
     output.add_argument(
         "--cache", type=Path, metavar="FOLDER", help="of measurements (default: ~/.cache/lightning_megatron/plans)"
@@ -97,6 +103,7 @@ def _unused(options: argparse.Namespace) -> list[str]:
     """Errors about options that another one leaves without effect."""
     if options.compare is not None:
         given = {"--top": options.top, "--out": options.out, "--explain": options.explain or None}
+        given["--explain-time"] = options.explain_time or None
         return [
             f"{name} ({value}) has no effect with --compare, which prints a table of two runs; leave one out"
             for name, value in given.items()

@@ -13,9 +13,6 @@ from lightning_megatron.planner.report import schedule_text
 from lightning_megatron.planner.run import RunSettings, context_fields, faults_of
 from lightning_megatron.transformer.recompute import RecomputeConfig
 
-ALIKE = "--explain takes microbatches that are alike, and those of dynamic_context differ; leave it out"
-"""Error about lines of code that are asked for where microbatches differ."""
-
 _SIZES = ("tp", "pp", "vp", "cp", "ep", "etp")
 _WORDS = {
     "recompute": ("none", "selective", "full"),
@@ -26,6 +23,11 @@ _KEYS = (*_SIZES, "mbs", *_WORDS)
 _EXAMPLE = "tp=8,pp=4"
 # Of a size.
 _MOST_DIGITS = 6
+
+
+def alike_fault(option: str) -> str:
+    """Error about an option that asks for code where microbatches differ."""
+    return f"{option} takes microbatches that are alike, and those of dynamic_context differ; leave it out"
 
 
 def explained(request: PlanRequest[R], options: argparse.Namespace) -> R:

@@ -1,6 +1,7 @@
 """What a plan reads and measures where a run trains a network that knows nothing of ranks."""
 
 import argparse
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache as once
 
@@ -17,11 +18,12 @@ from lightning_megatron.planner.measured import (
     measured,
     measured_held,
     measured_levels,
+    measured_modules,
 )
 from lightning_megatron.planner.model_size import ModelSize
 from lightning_megatron.planner.plan_cache import PlanCache
 from lightning_megatron.planner.run import RunSettings, UnmeasuredError
-from lightning_megatron.planner.step_trace import Level
+from lightning_megatron.planner.step_trace import Level, Passes
 
 
 def read_unchanged(
@@ -53,5 +55,10 @@ def read_unchanged(
         with quiet():
             return measured_held(run, pp_rank, asked.module(run))
 
+    def modules_of(run: RunSettings, pp_rank: int) -> Mapping[str, Passes]:
+        with quiet():
+            return measured_modules(run, pp_rank, asked.module(run))
+
     size = asked.module(replace(asked.request.run, sizes=Sizes())).size()
-    return replace(asked.request, levels_of=levels_of, held_of=held_of), measure, size
+    request = replace(asked.request, levels_of=levels_of, held_of=held_of, modules_of=modules_of)
+    return request, measure, size

@@ -7,9 +7,9 @@ from typing import Generic, TypeVar
 from lightning_megatron.any_module.plan import ModelPlan
 from lightning_megatron.context.balance import DynamicContextConfig
 from lightning_megatron.planner.held_tensors import HeldTensors
-from lightning_megatron.planner.measured import measured_held, measured_levels
+from lightning_megatron.planner.measured import measured_held, measured_levels, measured_modules
 from lightning_megatron.planner.run import RunSettings
-from lightning_megatron.planner.step_trace import Level
+from lightning_megatron.planner.step_trace import Level, Passes
 from lightning_megatron.rules.cross_config import Facts
 
 R = TypeVar("R", bound=RunSettings)
@@ -38,6 +38,8 @@ class PlanRequest(Generic[R]):
     """Measures what a pipeline rank of the run on a layout holds in each piece of a step."""
     held_of: Callable[[RunSettings, int], list[HeldTensors]] = measured_held
     """Measures which lines of code made what a pipeline rank of the run on a layout holds at its peak."""
+    modules_of: Callable[[RunSettings, int], Mapping[str, Passes]] = measured_modules
+    """Measures what the modules of a pipeline rank of the run on a layout do in a forward and in a backward."""
 
     @property
     def all_notes(self) -> list[str]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from lightning_megatron.cli.picture import write_picture
 from lightning_megatron.cli.plan_dynamic import with_balanced_batch
-from lightning_megatron.cli.plan_layout import ALIKE, explained, notes_on_layout
+from lightning_megatron.cli.plan_layout import alike_fault, explained, notes_on_layout
 from lightning_megatron.cli.plan_options import OF_RECIPE, SHOWN
 from lightning_megatron.cli.plan_picture import can_be_drawn, plan_panels
 from lightning_megatron.cli.plan_request import PlanRequest
@@ -26,9 +26,9 @@ from lightning_megatron.planner.comparison import comparison_text
 from lightning_megatron.planner.dry_report import held_lines
 from lightning_megatron.planner.estimate import Estimate, estimate
 from lightning_megatron.planner.hardware import GIGA, Gpu
-from lightning_megatron.planner.held_tensors import HeldTensors
 from lightning_megatron.planner.measured import Measure
 from lightning_megatron.planner.model_size import ModelSize
+from lightning_megatron.planner.module_times import module_lines, module_records, module_times
 from lightning_megatron.planner.plan_cache import PlanCache
 from lightning_megatron.planner.report import (
     estimate_text,
@@ -112,16 +112,18 @@ def estimated(
 def _explain(
     options: argparse.Namespace, gpu: Gpu, request: PlanRequest[Any], measure: Measure, size: ModelSize | None
 ) -> None:
-    if options.explain and request.dynamic is not None and options.layout == OF_RECIPE:
-        raise UsageError([ALIKE])
+    if request.dynamic is not None and options.layout == OF_RECIPE:
+        given = {"--explain": options.explain, "--explain-time": options.explain_time}
+        if faults := [alike_fault(option) for option, is_given in given.items() if is_given]:
+            raise UsageError(faults)
     found, notes = estimated(options, gpu, request, measure, size)
     if options.out is not None:
         _draw(found, request, options.out)
-    held = _held(found, request, options)
+    more_text, more_record = _explanations(found, request, options)
     if options.json:
-        print(json.dumps(_record(found, notes, options) | _held_record(held)))
+        print(json.dumps(_record(found, notes, options) | more_record))
     else:
-        text = [estimate_text(found, num_tokens=options.tokens), *_held_text(found, held)]
+        text = [estimate_text(found, num_tokens=options.tokens), *more_text]
         print("\n".join([model_text(found.run, found.size), *notes, "", *text]))
 
 
@@ -193,7 +195,7 @@ def _search(
         notes.append(_SHARED_SEQUENCES)
     if options.out is not None:
         _draw(best, request, options.out)
-    held = _held(best, request, options)
+    more_text, more_record = _explanations(best, request, options)
     if options.json:
         record = model_record(run, best.size) | {
             "layouts": [
@@ -204,12 +206,12 @@ def _search(
             "fell_out": found.reasons(),
             "rejected": [rejected_record(one) for one in found.rejected],
             "notes": notes,
-            **_held_record(held),
+            **more_record,
         }
         print(json.dumps(record))
     else:
         text = [found_text(found, gpu.name), "", estimate_text(best, num_tokens=options.tokens)]
-        print("\n".join([model_text(run, best.size), *notes, "", *text, *_held_text(best, held)]))
+        print("\n".join([model_text(run, best.size), *notes, "", *text, *more_text]))
 
 
 def _notes(request: PlanRequest[Any], gpu: Gpu, layout: str | None) -> list[str]:
@@ -231,17 +233,22 @@ def _notes(request: PlanRequest[Any], gpu: Gpu, layout: str | None) -> list[str]
     return notes if layout == OF_RECIPE else notes + notes_on_layout(request, layout)
 
 
-def _held(found: Estimate, request: PlanRequest[Any], options: argparse.Namespace) -> list[HeldTensors] | None:
-    """What the fullest rank holds at its peak, where that is asked for."""
-    return request.held_of(found.run, found.fullest) if options.explain else None
-
-
-def _held_text(found: Estimate, held: list[HeldTensors] | None) -> list[str]:
-    return [] if held is None else ["", f"on rank {found.fullest} of the pipeline:", *held_lines(held)]
-
-
-def _held_record(held: list[HeldTensors] | None) -> dict[str, Any]:
-    return {} if held is None else {"held_at_peak": [asdict(one) for one in held]}
+def _explanations(
+    found: Estimate, request: PlanRequest[Any], options: argparse.Namespace
+) -> tuple[list[str], dict[str, Any]]:
+    """What holds the memory of the fullest rank, and what takes the time of the slowest one, where that is asked for,
+    as text and as JSON."""
+    text: list[str] = []
+    record: dict[str, Any] = {}
+    if options.explain:
+        held = request.held_of(found.run, found.fullest)
+        text += ["", f"on rank {found.fullest} of the pipeline:", *held_lines(held)]
+        record["held_at_peak"] = [asdict(one) for one in held]
+    if options.explain_time:
+        times = module_times(found, request.modules_of(found.run, found.time.slowest))
+        text += ["", *module_lines(found, times)]
+        record["seconds_by_module"] = module_records(times)
+    return text, record
 
 
 def _draw(found: Estimate, request: PlanRequest[Any], path: Path) -> None:

@@ -48,6 +48,7 @@ def balanced_time(run: Run, gpu: Gpu, constants: Constants) -> StepTime:
         optimizer=longest.optimizer,
         other=constants.step_seconds + straggling,
         passes=longest.passes,
+        slowest=longest.slowest,
     )
 
 

@@ -37,6 +37,7 @@ from lightning_megatron.planner.step_trace import (
     Cell,
     Event,
     Level,
+    Passes,
     Trace,
     Work,
     events_of,
@@ -80,15 +81,24 @@ class DryRun:
     """Messages by axis and kind."""
     num_run: int
     """Number of microbatches of a batch that ran."""
-    passes: tuple[Work, Work]
-    """What the forward and the backward of a microbatch do in all stages of the rank: one between the first and the
-    last microbatch, where there is one."""
+    modules: Mapping[str, Passes]
+    """What the forward and the backward of a microbatch do in all stages of the rank, by module where that is asked:
+    one between the first and the last microbatch, where there is one."""
     trained: tuple[int, int]
     """Number of dense and of expert parameters of the rank that are trained."""
     num_layers: int
     """Number of layers of the rank."""
     step: StepWork
     """What the optimizer's step takes."""
+
+    @property
+    def passes(self) -> Passes:
+        """What the forward and the backward of a microbatch do in all modules."""
+        total = Work(), Work()
+        for passes in self.modules.values():
+            for work, own in zip(total, passes, strict=True):
+                work.add(own)
+        return total
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,9 +116,9 @@ class _Known:
 class DryRuns:
     """Dry runs of the ranks of a run, which must have no errors; ranks of equal stages share a trace.
 
-    A `Run` has its own model. Of an `is_whole` step all microbatches run, and `walks_all` composes
-    the step of all of them. On a real device the world must be of one
-    rank.
+    A `Run` has its own model. Of an `is_whole` step all microbatches run, and `walks_all` composes the step of all of
+    them. `watch` is called with each rank that runs, and with what takes its steps. On a real device the world must be
+    of one rank.
     """
 
     def __init__(
@@ -119,11 +129,12 @@ class DryRuns:
         device: torch.device = META,
         is_whole: bool = False,
         walks_all: bool = False,
+        watch: Callable[[Rank, DryStep], None] = lambda own, step: None,
     ) -> None:
         if full_model is None:
             assert isinstance(run, Run), "settings alone do not say what is trained"
             full_model = FullModel(run)
-        self._run, self._full_model, self._device = run, full_model, device
+        self._run, self._full_model, self._device, self._watch = run, full_model, device, watch
         self._is_whole = is_whole or run.balanced is not None
         # One call has all microbatches of a collective step, each of which runs.
         self._runs_all = self._is_whole or run.is_collective
@@ -144,7 +155,7 @@ class DryRuns:
         cells = (
             list(own) if run.is_collective else [own[chunk, min(1, self._count - 1)] for chunk in range(len(stages))]
         )
-        forward, backward = passes_of(known.trace, cells)
+        passes = passes_of(known.trace, cells)
         return DryRun(
             run=run,
             rank=rank,
@@ -158,7 +169,7 @@ class DryRuns:
             flops=work.flops,
             messages=work.messages,
             num_run=len({number for _, number in known.stand_ins.values()}),
-            passes=(forward.of_each(number), backward.of_each(number)),
+            modules={name: (one.of_each(number), other.of_each(number)) for name, (one, other) in passes.items()},
             trained=known.trained,
             num_layers=known.num_layers,
             step=known.step,
@@ -276,6 +287,7 @@ class DryRuns:
         can_be_shallow = parts is not None and is_in_turn
         kinds = [] if parts is None else _kinds_by_module(own, parts, self._full_model)
         step = DryStep(own, meta_of(own), tracker, ledger, kinds, is_shallow=can_be_shallow)
+        self._watch(own, step)
         name_tensors(tracker, own)
         cells = frozenset(stand_ins.values())
         step.take(program_of(plan_of(run, 1), own.mesh, {(stage, 0) for stage, _ in cells}), 1)

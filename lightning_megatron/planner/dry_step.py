@@ -99,6 +99,9 @@ class DryStep:
         # Blocks of the current backward.
         self._past: set[Block] = set()
         self._action = ""
+        self.module_of: Callable[[], str] = lambda: ""
+        """Tells whose turn it is, where somebody asks."""
+        self._module = ""
         self._held: Mapping[str, int] = {}
         self._segments: list[Segment] = []
         self._pieces: list[tuple[Segment, ...]] = []
@@ -286,13 +289,20 @@ class DryStep:
                 flops=self._tracker.take_flops(),
                 counts=self._tracker.take_counts(),
                 messages=self._ledger.take(),
+                module=self._module,
             )
         )
         self._blocks.append(self._block)
         if event != self.current:
             self._begun = len(self._blocks)
         self.current, self._held, self._action, self._block = event, held, action, block
+        self._module = self.module_of()
         self._tracker.owner = block
+
+    def take_turns(self) -> None:
+        """Ends a segment where another module's turn begins."""
+        if self.module_of() != self._module:
+            self.go_on(self.current, self._action, self._block)
 
     def _freed_later(self) -> int:
         """Bytes of a forward's layers that did not run, and that are freed when all have run: one layer frees so much

@@ -10,15 +10,12 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import wraps
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_megatron.planner.dry_rank import FullModel, Trained, build_rank
 from lightning_megatron.planner.dry_run import (
@@ -34,12 +31,13 @@ from lightning_megatron.planner.dry_run import (
 from lightning_megatron.planner.dry_step import DryStep
 from lightning_megatron.planner.fake_process_group import Ledger, fake_mesh
 from lightning_megatron.planner.memory_tracker import MemoryTracker
+from lightning_megatron.planner.module_turns import ModuleTurns
 from lightning_megatron.planner.run import Run, RunSettings
 
 IN_BACKWARD = "a backward of torch"
 """Line of what torch's own backwards make."""
 
-_COUNTERS = ("memory_tracker", "held_tensors", "output_shapes", "meta_kernels")
+_COUNTERS = ("memory_tracker", "module_turns", "held_tensors", "output_shapes", "meta_kernels")
 # Torch, what counts its operations, and code that is in no file.
 _MACHINERY = (
     f"{Path(torch.__file__).parent}{os.sep}",
@@ -49,7 +47,6 @@ _MACHINERY = (
 _ENGINE = "_engine_run_backward"
 _PACKAGES = re.compile(r".*/site-packages/")
 _ROOT = Path(__file__).parents[2]
-_INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +78,7 @@ class _PeakWatch:
     """Which storages are there when a rank holds the most."""
 
     def __init__(self) -> None:
-        self._module = ""
+        self.turns = ModuleTurns()
         self.tracker: MemoryTracker | None = None
         self._live_bytes = self._most_bytes = 0
         self._live: dict[int, tuple[_Site, int]] = {}
@@ -91,7 +88,7 @@ class _PeakWatch:
 
     def made(self, key: int, tensor: Tensor, size: int) -> None:
         """Notes where a storage comes from."""
-        site = _Site(self._module, _line(), tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+        site = _Site(self.turns.current, _line(), tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
         self._live[key] = site, size
         self._live_bytes += size
         self._since.append((key, (site, size)))
@@ -104,23 +101,6 @@ class _PeakWatch:
         del self._live[key]
         self._live_bytes -= size
         self._since.append((key, None))
-
-    def follow(self, root: nn.Module) -> None:
-        """Notes from now on which module's forward runs, of those inside of `root`."""
-        for name, module in root.named_modules():
-            if name:
-                module.__dict__["forward"] = self._noting(_INDEX.sub("*", name), module.forward)
-
-    def _noting(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(forward)
-        def noted(*args: Any, **kwargs: Any) -> Any:
-            outer, self._module = self._module, name
-            try:
-                return forward(*args, **kwargs)
-            finally:
-                self._module = outer
-
-        return noted
 
     def restart(self) -> None:
         """Looks for a new peak from here on, of storages whose kinds have been named since they were made."""
@@ -162,7 +142,7 @@ def held_tensors(run: RunSettings, rank: int, trained: Trained | None = None) ->
     told = DryRuns(run, trained).told_on(rank)
     with fake_mesh(run.sizes, rank, ledger, told) as (mesh, new_group), tracker, own_garbage():
         own = build_rank(run, mesh, new_group, META, trained)
-        watch.follow(own.module)
+        watch.turns.follow(own.module)
         step = DryStep(own, meta_of(own), tracker, ledger, [], is_shallow=False)
         cells = {(chunk, number) for chunk in range(len(mesh.own_stages)) for number in range(count)}
         name_tensors(tracker, own)

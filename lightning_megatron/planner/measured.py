@@ -1,18 +1,20 @@
 """What a run holds and multiplies, measured: a dry run of one rank of each pipeline rank."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 from lightning_megatron.planner.balanced_runs import fullest_line
-from lightning_megatron.planner.dry_rank import Trained
+from lightning_megatron.planner.dry_rank import Rank, Trained
 from lightning_megatron.planner.dry_run import DryRun, DryRuns, global_rank
+from lightning_megatron.planner.dry_step import DryStep
 from lightning_megatron.planner.held_tensors import HeldTensors, held_tensors
 from lightning_megatron.planner.memory import WORKSPACE_BYTES, Memory, with_overhead
 from lightning_megatron.planner.memory_tracker import OTHERS
+from lightning_megatron.planner.module_turns import ModuleTurns
 from lightning_megatron.planner.run import Run, RunSettings
-from lightning_megatron.planner.step_trace import Level, Work
+from lightning_megatron.planner.step_trace import Level, Passes
 from lightning_megatron.planner.step_work import StepWork
 
 
@@ -20,7 +22,7 @@ from lightning_megatron.planner.step_work import StepWork
 class RankWork:
     """What a pipeline rank does, for the time model."""
 
-    passes: tuple[Work, Work]
+    passes: Passes
     """In the forward and in the backward of one microbatch."""
     trained: tuple[int, int]
     """Number of dense and of expert parameters that it trains."""
@@ -69,6 +71,18 @@ def measured_held(run: RunSettings, pp_rank: int, trained: Trained | None = None
     """What the fullest rank of a pipeline rank holds at its peak, by module and line of code, the most bytes first. The
     run must have microbatches that are alike."""
     return held_tensors(run, global_rank(run, pp_rank, fullest_line(run, pp_rank)), trained)
+
+
+def measured_modules(run: RunSettings, pp_rank: int, trained: Trained | None = None) -> Mapping[str, Passes]:
+    """What a forward and a backward of one microbatch do on a pipeline rank, by module. The run must have microbatches
+    that are alike."""
+
+    def watch(own: Rank, step: DryStep) -> None:
+        turns = ModuleTurns(step.take_turns)
+        step.module_of = lambda: turns.current
+        turns.follow_backwards(own.module, own.weight_gradients)
+
+    return DryRuns(run, trained, watch=watch).of(global_rank(run, pp_rank, fullest_line(run, pp_rank))).modules
 
 
 @lru_cache(maxsize=16)

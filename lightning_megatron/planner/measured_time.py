@@ -15,7 +15,7 @@ from lightning_megatron.planner.hardware import GIGA, Gpu
 from lightning_megatron.planner.measured import RankWork
 from lightning_megatron.planner.run import RunSettings
 from lightning_megatron.planner.step_time import ROUTING, Pass, StepTime, composed, share_in_chunks
-from lightning_megatron.planner.step_trace import Work
+from lightning_megatron.planner.step_trace import Passes, Work
 
 # Data-parallel ranks send gradients and weights alone; the first microbatch gathers the weights.
 _OF_WEIGHTS = ("dp", "edp")
@@ -30,19 +30,27 @@ def measured_time(run: RunSettings, ranks: Sequence[RankWork], gpu: Gpu, constan
     return composed(run, passes, lambda index: ranks[index].trained, steps, gpu, constants)
 
 
+def timed(run: RunSettings, passes: Passes, gpu: Gpu, constants: Constants) -> tuple[Pass, Pass]:
+    """Seconds of the kernels and the messages of a forward and a backward, without those between stages."""
+    routing = constants.routing_seconds * passes[0].counts.get("grouped products", 0) / _PRODUCTS_OF_EXPERTS
+    found: list[Pass] = []
+    for work in passes:
+        exposed = _exposed(run, work, gpu, constants, is_backward=bool(found))
+        if routing:
+            exposed[ROUTING] = routing
+        found.append(Pass(compute=_kernel_seconds(run, work.counts, gpu, constants), exposed=exposed))
+    return found[0], found[1]
+
+
 def _passes(run: RunSettings, rank: RankWork, gpu: Gpu, constants: Constants) -> tuple[Pass, Pass]:
     """The forward and the backward of one microbatch through a rank."""
     least = constants.layer_seconds * rank.num_layers
     hop = max(_hops(run, work, gpu, constants) for work in rank.passes)
-    routing = constants.routing_seconds * rank.passes[0].counts.get("grouped products", 0) / _PRODUCTS_OF_EXPERTS
-    found: list[Pass] = []
-    for work in rank.passes:
-        exposed = _exposed(run, work, gpu, constants, is_backward=bool(found))
-        for axis, seconds in (("pp", hop), (ROUTING, routing)):
-            if seconds:
-                exposed[axis] = exposed.get(axis, 0.0) + seconds
-        found.append(Pass(compute=max(_kernel_seconds(run, work.counts, gpu, constants), least), exposed=exposed))
-    return found[0], found[1]
+    forward, backward = (
+        Pass(compute=max(own.compute, least), exposed={**own.exposed, **({"pp": hop} if hop else {})})
+        for own in timed(run, rank.passes, gpu, constants)
+    )
+    return forward, backward
 
 
 def _kernel_seconds(run: RunSettings, counts: Mapping[str, float], gpu: Gpu, constants: Constants) -> float:

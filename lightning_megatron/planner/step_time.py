@@ -79,6 +79,8 @@ class StepTime:
     """Data, logging, the slowest of many GPUs."""
     passes: tuple[tuple[Pass, Pass], ...]
     """Forward and backward of a microbatch, by pipeline rank."""
+    slowest: int
+    """The slowest pipeline rank."""
 
     @property
     def forwards(self) -> tuple[float, ...]:
@@ -155,6 +157,7 @@ def composed(
         optimizer=optimizer,
         other=constants.step_seconds + straggling,
         passes=tuple(passes),
+        slowest=slowest,
     )
 
 

@@ -63,6 +63,8 @@ class Segment:
     counts: Mapping[str, float]
     """What its kernels take, as in `kernel_counts`."""
     messages: MessageCounts
+    module: str
+    """Path of the module whose turn it is; empty where that is not asked."""
 
     @cached_property
     def changed_bytes(self) -> int:
@@ -268,15 +270,19 @@ def _walked(
             yield from ((index // 2, event, segment) for segment in by_event[known])
 
 
-def passes_of(trace: Trace, cells: Sequence[Cell]) -> tuple[Work, Work]:
-    """What the forwards of these cells of a trace do in its first batch, and what their backwards do."""
-    forward, backward = Work(), Work()
+Passes = tuple[Work, Work]
+"""What a forward does, and what its backward does."""
+
+
+def passes_of(trace: Trace, cells: Sequence[Cell]) -> dict[str, Passes]:
+    """What the forwards and the backwards of these cells of a trace do in its first batch, by module."""
+    found: defaultdict[str, Passes] = defaultdict(lambda: (Work(), Work()))
     for segment in trace.pieces[1]:
         if segment.event is not None and (times := cells.count(cell_of(segment.event.action))):
             # Whatever runs while a message is under way is no part of a pass.
             own = segment if segment.event.phase == "computed" else replace(segment, counts={})
-            (forward if segment.event.action.kind in _FORWARDS else backward).add(own, times)
-    return forward, backward
+            found[segment.module][segment.event.action.kind not in _FORWARDS].add(own, times)
+    return dict(found)
 
 
 def flops_of(trace: Trace, action: str) -> float:

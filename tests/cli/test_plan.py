@@ -85,7 +85,8 @@ def test_a_comparison_takes_the_layouts_of_recipes_and_says_whose_mistake_it_is(
     assert "no_such" in shown(capsys, "no_such.yaml", "--compare", recipe, "--gpu", "h100")
     for option, value in (("--top", "3"), ("--out", "plan.svg")):
         assert f"{option} ({value}) has no effect with --compare" in shown(capsys, recipe, *args, option, value)
-    assert "--explain (True) has no effect with --compare" in shown(capsys, recipe, *args, "--explain")
+    for option in ("--explain", "--explain-time"):
+        assert f"{option} (True) has no effect with --compare" in shown(capsys, recipe, *args, option)
 
 
 def test_mistakes_of_options_are_told_together(capsys: pytest.CaptureFixture[str]) -> None:
@@ -440,7 +441,9 @@ def test_documents_that_are_balanced_are_planned_as_they_are(
     assert "documents in" in text and "microbatches a rank, packs: " in text
     # What cannot be told is refused before anything is written.
     picture = tmp_path / "plan.svg"
-    assert "takes microbatches that are alike" in shown(capsys, file, *options, "--explain", "--out", str(picture))
+    for option in ("--explain", "--explain-time"):
+        text = shown(capsys, file, *options, option, "--out", str(picture))
+        assert f"{option} takes microbatches that are alike" in text
     assert not picture.exists()
     # A search, and a layout that is written out, go without, and are those of the recipe that never had it.
     (tmp_path / "plain").mkdir()

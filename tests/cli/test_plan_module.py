@@ -131,6 +131,26 @@ def test_a_report_tells_the_model_and_what_was_measured(llama: str, capsys: pyte
     assert record["step_seconds"] == pytest.approx(whole)
 
 
+def test_the_time_of_a_step_is_told_by_its_own_modules(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    # Small layers take as long as the host takes to launch them.
+    folder = folder_of(LlamaConfig(**{**SMALL, **WIDE}), tmp_path)
+    record = planned(capsys, folder, "tp=2,pp=2", "--explain-time")
+    modules = {one["module"]: one for one in record["seconds_by_module"]}
+    layer = "model.model.layers.*"
+    # Of two layers and eight samples, forward and twice backward.
+    assert modules[f"{layer}.mlp.gate_proj"]["flops"] == 2 * 8 * 3 * 2 * 64 * 1024 * 2752 / 2
+    assert modules[f"{layer}.self_attn"]["backward_seconds"] > modules[f"{layer}.self_attn"]["forward_seconds"] > 0
+    # Its own kernels take all of the compute, and what is outside of modules takes next to none.
+    compute = sum(one["forward_seconds"] + one["backward_seconds"] for one in modules.values())
+    assert compute == pytest.approx(record["seconds"]["compute"])
+    assert sum(modules[""][name] for name in ("forward_seconds", "backward_seconds")) < 0.05 * compute
+    exposed = sum(one["exposed_seconds"].get("tp", 0) for one in modules.values())
+    assert exposed == pytest.approx(record["seconds"]["exposed"]["tp"])
+    args = ("--gpu", "h100", "--num-gpus", "4", "--top", "1", "--explain-time")
+    assert main(["plan", RECIPE, "--model", folder, *args]) == 0
+    assert f"  {layer}.mlp.gate_proj" in capsys.readouterr().out
+
+
 def test_experts_wait_for_their_routing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = folder_of(EXPERTS, tmp_path)
     alone, spread = (planned(capsys, folder, layout) for layout in ("mbs=2", "ep=4,mbs=2"))
