@@ -23,7 +23,7 @@ def telling(what: str) -> Iterator[None]:
 
 
 def told(error: BaseException) -> str:
-    """An error in a line, with the place in the user's code where it was raised."""
+    """An error in a line, with the place in the user's code where it was raised and how its notes begin."""
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
@@ -32,4 +32,5 @@ def told(error: BaseException) -> str:
     where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     # What cannot be compiled has no frame of its own, and names its file itself.
     line = f": {error.text.strip()}" if isinstance(error, SyntaxError) and error.text else where
-    return f"{type(error).__name__}: {error}{line}"
+    notes = (note.splitlines() for note in getattr(error, "__notes__", ()))
+    return "; ".join([f"{type(error).__name__}: {error}{line}", *(lines[0] for lines in notes if lines)])

@@ -43,6 +43,25 @@ class PenalisedByModules(Small):
         return loss + 0.01 * torch.stack([weight.square().sum() for weight in weights]).sum()
 
 
+class PenalisedFirst(Small):
+    """A term over a weight of the first stage."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss: Tensor = super().training_step(batch, batch_idx)
+        return loss + 0.01 * (self.net[0].weight - torch.eye(8).double()).square().sum()  # type: ignore[union-attr,operator]
+
+
+class ReadsFirst(Small):
+    """A term over what the first layer of the chain computed."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        seen: list[Tensor] = []
+        handle = self.net[0].register_forward_hook(lambda module, given, output: seen.append(output))  # type: ignore[index]
+        loss: Tensor = super().training_step(batch, batch_idx)
+        handle.remove()
+        return loss + seen[0].square().mean()
+
+
 class Held:
     """An output that no library takes apart."""
 
@@ -315,6 +334,7 @@ def told(layout: Layout, kind: type[L.LightningModule], num_accumulated: int = 1
 OWN_BACKWARD = (
     "training_step ran a backward by itself, or a hook, as loss.backward() does, which made a gradient of after.bias: "
 )
+ON_ONE_STAGE = "layers of other stages are not called and their weights have no values (device meta)"
 MANUAL = "a loss that {} gives to manual_backward is taken for a mean over the rows of its batch, of which 2 data-"
 ROWS = "the loss of {}.training_step is taken for a mean over the rows of its batch, of which a step has 2 parts"
 
@@ -325,6 +345,8 @@ ROWS = "the loss of {}.training_step is taken for a mean over the rows of its ba
         (TP2, Penalised, "computed different losses (rank 0: "),
         (PP2, Penalised, "training_step went over all parameters of Penalised"),
         (PP2, PenalisedByModules, "the loss has a term over 6.weight, a weight of the pipelined model"),
+        (PP2, PenalisedFirst, ON_ONE_STAGE),
+        (PP2, ReadsFirst, ON_ONE_STAGE),
         (COLLECTIVE, Penalised, "computed different losses (rank 0: "),
         (TP2, Drawn, "computed different losses (rank 0: "),
         (PP2, GradientByInput, "asked for a gradient through a pipelined model, by its input"),
