@@ -109,7 +109,8 @@ class PreferenceDataModule(ConversationDataModule):
 def _collate_pairs(samples: list[Sample], *, padding: dict[str, int], multiple: int) -> Sample:
     """A batch of the samples, all answers of one width: both of a pair go through the model in one call."""
     answers = [{name: sample[name] for name in padding} for sample in samples]
-    others = {name: torch.stack([sample[name] for sample in samples]) for name in samples[0].keys() - padding.keys()}
+    # In one order on every rank, which a set of names has not.
+    others = {name: torch.stack([sample[name] for sample in samples]) for name in samples[0] if name not in padding}
     return collate_padded(answers, padding=padding, multiple=multiple) | others
 
 

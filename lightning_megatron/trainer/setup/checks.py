@@ -128,9 +128,12 @@ def faults(trainer: pl.Trainer, arguments: tuple[Any, ...]) -> list[str]:
         spreads_documents=trainer.training and strategy.dynamic_context is not None,
         plan=strategy.plan,
     )
+    assert strategy.parallel_devices is not None
+    # All are of one kind, and a launcher may have started more ranks than the Trainer has devices.
+    device = strategy.parallel_devices[0]
     if not found:
         found += limit_faults({"devices": strategy.num_processes}, MOST_PROCESSES)
-        if strategy.root_device.type == "cpu":
+        if device.type == "cpu":
             count, precision = strategy.num_processes, facts.precision
             found += memory_faults(facts.model, sizes, num_processes=count, precision=precision)
     if trainer.training:
@@ -144,10 +147,10 @@ def faults(trainer: pl.Trainer, arguments: tuple[Any, ...]) -> list[str]:
         trainer, is_cut=num_microbatches > 1 or microbatch_size > 0 or strategy.dynamic_context is not None
     )
     if strategy.fp8 is not None:
-        found += device_faults(strategy.fp8, strategy.root_device)
-    if context.kernel == "flex" and (device := strategy.root_device.type) != "cuda":
-        found.append(f"kernel ('flex') of ContextConfig is one of CUDA, and this run is on {device}; use 'fused'")
-    if strategy.root_device.type == "cuda":
+        found += device_faults(strategy.fp8, device)
+    if context.kernel == "flex" and device.type != "cuda":
+        found.append(f"kernel ('flex') of ContextConfig is one of CUDA, and this run is on {device.type}; use 'fused'")
+    if device.type == "cuda":
         found += queue_faults(sizes.num_stages)
     if strategy.checkpoint.local_folder and strategy.optimizer.shards_parameters:
         found.append(
@@ -155,10 +158,12 @@ def faults(trainer: pl.Trainer, arguments: tuple[Any, ...]) -> list[str]:
             f'optimizer kind {strategy.optimizer.kind!r} that is no whole weight; use kind "distributed_gradients", or '
             "leave local_folder out"
         )
-    found += compiler_faults(strategy.kernels, strategy.root_device)
-    if strategy.kernels.symmetric_memory and (device := strategy.root_device.type) != "cuda":
-        found.append(f"kernels symmetric_memory (True) is memory of GPUs, and this run is on {device}; leave it out")
-    found += attention_faults(strategy.kernels, strategy.root_device)
+    found += compiler_faults(strategy.kernels, device)
+    if strategy.kernels.symmetric_memory and device.type != "cuda":
+        found.append(
+            f"kernels symmetric_memory (True) is memory of GPUs, and this run is on {device.type}; leave it out"
+        )
+    found += attention_faults(strategy.kernels, device)
     found += data.faults() if data is not None else []
     if trainer.training and trainer.checkpoint_callbacks and strategy.checkpoint.kind == "directory":
         data_modules = [argument for argument in arguments if isinstance(argument, pl.LightningDataModule)]

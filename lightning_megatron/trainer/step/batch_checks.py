@@ -1,11 +1,12 @@
 """Checks that ranks which work on one batch together read the same one, and that shapes are equal where sizes are."""
 
 import hashlib
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
 from lightning_megatron.comm import collectives
 from lightning_megatron.mesh import Axis
@@ -37,10 +38,11 @@ class BatchChecks:
 
 
 def batch_digest(batch: Any) -> str:
-    """A hash of every tensor and plain value of a batch."""
-    leaves, spec = tree_flatten(batch)
-    digest = hashlib.blake2b(str(spec).encode(), digest_size=16)
-    for leaf in leaves:
+    """A hash of every tensor and plain value of a batch with its place there; mappings may be in any order."""
+    leaves = sorted(((keystr(place), leaf) for place, leaf in tree_flatten_with_path(batch)[0]), key=itemgetter(0))
+    digest = hashlib.blake2b(digest_size=16)
+    for place, leaf in leaves:
+        digest.update(place.encode())
         if isinstance(leaf, Tensor):
             digest.update(f"{tuple(leaf.shape)}{leaf.dtype}".encode())
             data = leaf.detach().contiguous().cpu().reshape(-1)

@@ -64,8 +64,11 @@ def test_machines_that_nothing_brings_together_are_not_waited_for(monkeypatch: p
 
 def test_other_faults_are_those_of_the_processes_that_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     under_torchrun(monkeypatch, nodes=2, local=3)
-    found = faults_of(make_trainer(Layout(world=2, tp=2, pp=2, microbatches=2)))
-    assert "use Trainer(num_nodes=2, devices=3)" in found and "world size (6)" in found
+    # The last rank of a machine has no device.
+    for rank in ("0", "2"):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        found = faults_of(make_trainer(Layout(world=2, tp=2, pp=2, microbatches=2)))
+        assert "use Trainer(num_nodes=2, devices=3)" in found and "world size (6)" in found
 
 
 @pytest.mark.parametrize(
