@@ -1,13 +1,20 @@
 """Folders of models by their names on the Hugging Face hub."""
 
+import logging
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from threading import Timer
+
+logger = logging.getLogger(__name__)
 
 # An owner and a model; a folder that is there comes first.
 _NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _SUFFIXES = (".json", ".model", ".tiktoken", ".ckpt", ".yaml")
+# A hub that is reached answers sooner.
+_PATIENCE_SECONDS = 3.0
 CONFIG_FILES = ("*.json",)
 """What tells of a model without its weights."""
 TOKENIZER_FILES = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt", "*.vocab", "tokenizer*")
@@ -36,7 +43,8 @@ def model_folder(path: str | os.PathLike[str], files: Sequence[str] = MODEL_FILE
     except ImportError:
         return name
     try:
-        return str(snapshot_download(name, allow_patterns=list(files)))
+        with telling_who_is_asked(name):
+            return str(snapshot_download(name, allow_patterns=list(files)))
     except (OSError, ValueError) as error:
         # The lines after the first are advice of the hub's package.
         reason = str(error).strip().partition("\n")[0][:200]
@@ -45,3 +53,16 @@ def model_folder(path: str | os.PathLike[str], files: Sequence[str] = MODEL_FILE
             f"({type(error).__name__}: {reason}); give a folder, or a model's name where the network reaches the hub "
             "or its cache has it"
         ) from error
+
+
+@contextmanager
+def telling_who_is_asked(name: str) -> Iterator[None]:
+    """A block that asks the hub for a name; a line is logged once that takes some seconds, as tries do that fail."""
+    text = f"asking the Hugging Face hub for {name}; with HF_HUB_OFFLINE=1 its cache alone is asked"
+    timer = Timer(_PATIENCE_SECONDS, logger.warning, [text])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

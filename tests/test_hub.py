@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import time
 from pathlib import Path
 
 import lightning as L
@@ -10,7 +11,7 @@ import torch
 from huggingface_hub import constants
 from transformers import AutoModelForCausalLM
 
-from lightning_megatron import hf
+from lightning_megatron import hf, hub
 from lightning_megatron.cli.main import main
 from lightning_megatron.data.tokenizer_files import load_tokenizer
 from lightning_megatron.hub import model_folder
@@ -91,3 +92,21 @@ def test_a_folder_comes_before_a_name(tmp_path: Path, monkeypatch: pytest.Monkey
     shutil.rmtree(tmp_path / "owner")
     # What is no name is left to whoever opens it.
     assert model_folder("a/b/c") == "a/b/c" and model_folder("model") == "model"
+
+
+def test_a_hub_that_does_not_answer_at_once_is_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fetched(name: str, **_: object) -> str:
+        # The slow one ends when the line is there, or after the test's patience.
+        end = time.monotonic() + (0 if name == "owner/quick" else 10)
+        while not caplog.messages and time.monotonic() < end:
+            time.sleep(0.01)
+        return "folder"
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetched)
+    monkeypatch.setattr(hub, "_PATIENCE_SECONDS", 0.1)
+    assert model_folder("owner/quick") == model_folder("owner/slow") == "folder"
+    assert caplog.messages == [
+        "asking the Hugging Face hub for owner/slow; with HF_HUB_OFFLINE=1 its cache alone is asked"
+    ]

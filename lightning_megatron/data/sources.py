@@ -19,6 +19,7 @@ import logging
 import os
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -38,6 +39,7 @@ from lightning_megatron.data.document_files import (
 )
 from lightning_megatron.data.optional_packages import optional_package
 from lightning_megatron.data.packing import Numbers
+from lightning_megatron.hub import telling_who_is_asked
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -578,9 +580,11 @@ def _named_dataset(name: str, split: str, cache_dir: str | Path | None, *, strea
             saved = datasets.load_from_disk(name)
             rows = saved[split] if Path(name, "dataset_dict.json").is_file() else saved
             return rows.to_iterable_dataset() if streaming else rows
-        base, _, config = (name, "", "") if Path(name).exists() else name.partition(":")
+        is_here = Path(name).exists()
+        base, _, config = (name, "", "") if is_here else name.partition(":")
         cache = None if cache_dir is None else str(cache_dir)
-        return datasets.load_dataset(base, config or None, split=split, cache_dir=cache, streaming=streaming)
+        with nullcontext() if is_here else telling_who_is_asked(name):
+            return datasets.load_dataset(base, config or None, split=split, cache_dir=cache, streaming=streaming)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(
             f"dataset ({name!r}) with split ({split!r}) could not be loaded: {error}; give 'name' or 'name:config' of"
