@@ -2,12 +2,14 @@
 
 import argparse
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import TQDMProgressBar
 
 from lightning_megatron.checkpoint import is_checkpoint
 from lightning_megatron.cli.lightning_lines import leave_out_what_is_no_news
@@ -83,7 +85,12 @@ def _module_of(model: str) -> tuple[L.LightningModule, int, Path | None]:
 def _tokenizer_of(options: argparse.Namespace, folder: Path | None, vocab_size: int) -> Tokenizer:
     path = options.tokenizer or folder
     if path is None:
-        raise UsageError([f"{options.model} has no tokenizer; give the one that it was trained with, by --tokenizer"])
+        raise UsageError(
+            [
+                f"{options.model} has no tokenizer; give the one that it was trained with, by --tokenizer: a run of a "
+                "recipe names at its end the one that it trained"
+            ]
+        )
     tokenizer = load_tokenizer(path)
     if tokenizer.vocab_size > vocab_size:
         raise UsageError(
@@ -122,6 +129,8 @@ def _trainer(options: argparse.Namespace) -> L.Trainer:
         raise UsageError(
             [f"--layout ({options.layout}) has {world} ranks, which --num-nodes ({options.num_nodes}) must divide"]
         )
+    # The bar is on stdout, which programs read.
+    is_watched = sys.stdout.isatty() and not options.json
     try:
         return L.Trainer(
             accelerator=options.accelerator,
@@ -132,7 +141,8 @@ def _trainer(options: argparse.Namespace) -> L.Trainer:
             logger=False,
             enable_checkpointing=False,
             enable_model_summary=False,
-            enable_progress_bar=False,
+            enable_progress_bar=is_watched,
+            callbacks=[TQDMProgressBar()] if is_watched else None,
         )
     except MisconfigurationException as error:
         told = f"--accelerator ({options.accelerator}), --precision ({options.precision})"

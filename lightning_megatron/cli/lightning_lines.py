@@ -10,6 +10,7 @@ _NO_NEWS = {
     "lightning.pytorch.trainer.connectors.checkpoint_connector": "`weights_only` was not set",
     # The first rank has said it.
     "lightning.fabric.utilities.seed": r"\[rank: [1-9]\d*\] Seed set to",
+    "lightning.fabric.utilities.distributed": r"Initializing distributed: GLOBAL_RANK: [1-9]",
 }
 # What Lightning says to itself, once a process.
 _OF_LIGHTNING = r"`isinstance\(treespec, LeafSpec\)` is deprecated"

@@ -49,6 +49,8 @@ _PARSER = {"exit_on_error": False, "allow_abbrev": False, "parser_mode": BOUNDED
 _MOST_SEED = 2**32 - 1
 # Options of modules that read their first weights from folders.
 _FOLDERS = ("path", "language", "vision")
+# Options of the Trainer that `barebones` does not take and configurations have, each with what turns it off.
+_NOT_BAREBONES = {"logger": "false", "callbacks": "null", "log_every_n_steps": "0"}
 # Seconds that the rank which reports an error gets to end before the others do.
 _SECONDS_TO_REPORT = 10.0
 
@@ -148,8 +150,9 @@ class RecipeCLI(LightningCLI):
         super()._set_seed()
 
     def before_instantiate_classes(self) -> None:
-        if self.subcommand != "fit":
-            # A callback's, about the best checkpoints of a run, which other subcommands neither read nor save.
+        if self.subcommand != "fit" or not _speaks():
+            # A callback's, about the best checkpoints of a run, which other subcommands neither read nor save; one rank
+            # says it of a run that goes on.
             warnings.filterwarnings("ignore", "The dirpath has changed", UserWarning)
         if self.subcommand in ("validate", "test", "predict") and self._has_new_weights():
             rank_zero_warn(
@@ -200,6 +203,16 @@ class RecipeCLI(LightningCLI):
         if faults := limit_faults({"trainer.devices": devices}, MOST_PROCESSES):
             # Lightning makes an object for each.
             raise ConfigurationError(faults)
+        off = [
+            f"--trainer.{name} {off}"
+            for name, off in _NOT_BAREBONES.items()
+            if self._get(self.config, f"trainer.{name}")
+        ]
+        if off and self._is_barebones():
+            raise ConfigurationError(
+                "trainer.barebones (true) is a run without logger, checkpoints and progress bar, and the configuration "
+                f"has such; add {' '.join(off)}"
+            )
         try:
             return super().instantiate_trainer(**self._with_bar(), **kwargs)
         except MisconfigurationException as error:
@@ -219,12 +232,15 @@ class RecipeCLI(LightningCLI):
             # A number of devices that is none, an accelerator that is not installed.
             raise ConfigurationError(f"the Trainer cannot be made: {' '.join(str(error).split())}") from error
 
+    def _is_barebones(self) -> bool:
+        return bool(self._get(self.config, "trainer.barebones"))
+
     def _with_bar(self) -> dict[str, list[L.Callback]]:
         """The callbacks of the Trainer with a progress bar, where the options have none and do not turn it off."""
         # Lightning takes rich's where that is installed, which counts epochs to -2 in a run that steps end.
         given = self._get(self.config_init, "trainer.callbacks") or []
         callbacks: list[L.Callback] = given if isinstance(given, list) else [given]
-        shows = self._get(self.config, "trainer.enable_progress_bar") is not False
+        shows = self._get(self.config, "trainer.enable_progress_bar") is not False and not self._is_barebones()
         if not shows or any(isinstance(one, ProgressBar) for one in callbacks):
             return {}
         return {"callbacks": [*callbacks, TQDMProgressBar()]}
@@ -320,12 +336,17 @@ def _exit_on_mistake(run: Callable[[], Any]) -> None:
 
 
 def _exit_with(message: str) -> NoReturn:
-    # Ranks find the same error together; one on each machine prints it.
-    if os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0":
+    # Ranks find the same error together.
+    if _speaks():
         print(f"error: {shortened(message)}", file=sys.stderr, flush=True)
     else:
         _wait_for_the_parent()
     sys.exit(USAGE_ERROR)
+
+
+def _speaks() -> bool:
+    """Whether this is the rank of its machine that prints what all of them have to say."""
+    return os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0"
 
 
 def _wait_for_the_parent() -> None:

@@ -8,18 +8,22 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from lightning_megatron.lightning_modules.export import ExportPretrained
+from lightning_megatron.lightning_modules.text_data import TextDataModule
 
 # Files of logs that tell the options of a run alone.
 _OF_OPTIONS = {"config.yaml", "hparams.yaml"}
 
 
 def written_files(trainer: L.Trainer) -> list[str]:
-    """Where the logs, the last checkpoint and the exported model of a run are."""
+    """Where the logs, the tokenizer that was trained, the last checkpoint and the exported model of a run are."""
     loggers = [logger for logger in trainer.loggers if isinstance(logger, CSVLogger | TensorBoardLogger)]
     callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
     exports = [callback for callback in trainer.callbacks if isinstance(callback, ExportPretrained)]  # type: ignore[attr-defined]
+    data = trainer.datamodule  # type: ignore[attr-defined]
+    trained = data.trained_tokenizer if isinstance(data, TextDataModule) else None
     return [
         *(f"Logs: {logger.log_dir}" for logger in loggers),
+        *([] if trained is None else [f"Tokenizer: {trained}"]),
         *(f"Checkpoint: {path}" for one in callbacks if (path := one.last_model_path or one.best_model_path)),
         *(f"Exported model: {one.path}" for one in exports if one.path is not None),
     ]

@@ -62,6 +62,8 @@ class TextDataModule(ParallelDataModule):
         super().__init__(config)
         self.tokenizer: Tokenizer | None = None
         """The tokenizer, from `setup` on; None for token files without one."""
+        self.trained_tokenizer: Path | None = None
+        """The file of the tokenizer that was trained on the text, from `setup` on; None for a given one."""
 
     @property
     def sequence_length(self) -> int:
@@ -178,6 +180,7 @@ class TextDataModule(ParallelDataModule):
         """A tokenizer trained on the texts of that fingerprint; the cached one where there is one."""
         settings = hashlib.sha256(repr((self.special_tokens, max_document_bytes)).encode()).hexdigest()[:8]
         path = self._cache / f"tokenizer-{fingerprint}-{vocab_size}-{settings}.json"
+        self.trained_tokenizer = path
         if path.is_file():
             return load_tokenizer(path)
         return train_tokenizer(texts, vocab_size, path, self.special_tokens)

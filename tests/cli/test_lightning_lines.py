@@ -4,7 +4,10 @@ import logging
 from pathlib import Path
 
 import pytest
+import torch
+from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.utilities import seed
+from lightning.fabric.utilities.distributed import _init_dist_connection
 
 from lightning_megatron.cli.lightning_lines import _NO_NEWS, leave_out_what_is_no_news
 from tests.trainer.layouts import PLAIN, make_trainer
@@ -49,6 +52,21 @@ def test_one_rank_says_which_seed_is_set(monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setattr(seed, "_get_rank", lambda rank=rank: rank)
         seed.seed_everything(3)
     assert kept.texts == ["Seed set to 3", "[rank: 0] Seed set to 3"]
+
+
+def test_one_rank_says_that_a_group_is_formed(monkeypatch: pytest.MonkeyPatch) -> None:
+    logger, kept = logging.getLogger("lightning.fabric.utilities.distributed"), Kept()
+    for name in _NO_NEWS:
+        monkeypatch.setattr(logging.getLogger(name), "filters", [])
+    monkeypatch.setattr(logger, "handlers", [kept])
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_, **__: None)
+    leave_out_what_is_no_news()
+    for rank in (0, 1, 12):
+        with monkeypatch.context() as changed:
+            for variable in ("MASTER_ADDR", "MASTER_PORT"):
+                changed.setenv(variable, "0")
+            _init_dist_connection(LightningEnvironment(), "gloo", global_rank=rank, world_size=16)
+    assert kept.texts == ["Initializing distributed: GLOBAL_RANK: 0, MEMBER: 1/16"]
 
 
 def test_a_trainer_says_nothing_of_chips_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,9 +69,14 @@ def run(*options: str, module: Any = GPTModule) -> None:
 
 
 STRATEGY = "--trainer.strategy.init_args"
+BARE = ("logger=false", "callbacks=null", "log_every_n_steps=0")
 NO_GPU = (("--trainer.accelerator=gpu",), ("trainer.accelerator ('gpu') is not on this machine; use 'cpu', or 'auto'",))
 MISTAKES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "no such path": (("--data.path=nowhere",), ("'nowhere'", "does not exist")),
+    "a bare run of a configuration with logs": (
+        ("--trainer.barebones=true", f"--trainer.{BARE[2]}"),
+        ("trainer.barebones (true)", "add --trainer.logger false --trainer.callbacks null\n"),
+    ),
     "an empty corpus": (("--data.path=empty",), ("'empty'", "no file with something in it")),
     "two sources": (("--data.dataset=name",), ("both given",)),
     "no such tokenizer": (("--data.tokenizer=none.json",), ("none.json", "does not exist")),
@@ -263,6 +268,7 @@ def test_a_slip_in_the_code_keeps_its_traceback() -> None:
         ((), TQDMProgressBar),
         (("--trainer.callbacks+=RichProgressBar",), RichProgressBar),
         (("--trainer.enable_progress_bar=false",), NoneType),
+        (("--trainer.barebones=true", *(f"--trainer.{one}" for one in BARE)), NoneType),
     ],
 )
 def test_a_run_has_the_bar_that_is_asked_for_and_else_one_that_counts_right(

@@ -8,6 +8,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_megatron.cli.written_files import written_files
+from lightning_megatron.lightning_modules import GPTDataConfig, GPTDataModule
 from lightning_megatron.lightning_modules.export import ExportPretrained
 from lightning_megatron.lightning_modules.final_checkpoint import FinalCheckpoint
 from tests.harness.ranks import run_on_ranks
@@ -51,6 +52,14 @@ def test_a_run_that_ends_before_its_first_validation_saves_too(tmp_path: Path) -
         assert [path.name for path in Path(told.removeprefix("Checkpoint: ")).parent.iterdir()] == names
         trainer.callbacks.append(ExportPretrained("tuned"))
         assert written_files(trainer) == [told, "Exported model: tuned"]
+
+
+def test_a_tokenizer_that_was_trained_is_named() -> None:
+    trainer = make_trainer(PLAIN)
+    trainer.datamodule = data = GPTDataModule(GPTDataConfig(global_batch_size=1, sequence_length=8, vocab_size=300))
+    assert written_files(trainer) == []
+    data.trained_tokenizer = Path("runs/data/tokenizer.json")
+    assert written_files(trainer) == ["Tokenizer: runs/data/tokenizer.json"]
 
 
 def gone_on(folder: Path, max_steps: int, ckpt_path: str | None) -> tuple[Parts, list[str]]:

@@ -177,7 +177,7 @@ def test_a_tokenizer_that_outgrows_the_model_is_a_fault(tmp_path: Path) -> None:
     first = data(tmp_path)
     first.setup("fit")
     [tokenizer] = (tmp_path / "cache").glob("tokenizer-*.json")
-    assert first.tokenizer is not None
+    assert first.tokenizer is not None and first.trained_tokenizer == tokenizer
     needed = first.tokenizer.vocab_size
     assert data(tmp_path, tokenizer=str(tokenizer), vocab_size=needed).faults() == []
     [fault] = data(tmp_path, tokenizer=str(tokenizer), vocab_size=needed - 1).faults()
