@@ -110,7 +110,10 @@ def _recipe_of(path: Path, table: dict[str, Any]) -> Recipe | None:
         return PRETRAINING[kind_of(table, section, None)[0]]
     folder = section.get("path")
     if not isinstance(folder, str) or not Path(folder).exists():
-        raise ValueError(f"it has no model.config, and model.path ({folder}) is no folder here; {path} is no recipe")
+        raise ValueError(
+            f"it has no model.config, and model.path ({folder}) is no folder here; in a copy of the file set "
+            "model.path to the folder of a Hugging Face model"
+        )
     try:
         model = model_of_folder(Path(folder))
     except ValueError:
