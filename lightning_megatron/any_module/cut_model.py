@@ -15,7 +15,8 @@ have, and no number of it can pass for a right one.
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
 
@@ -97,8 +98,8 @@ class CutModel(PipelineModule):
         self.tokens = CutTokens(mesh.cp, mesh.sp, attention)
         self._is_on_features = is_on_features
         self.cuts_sequences = mesh.cp.size > 1
-        self.compares_numbers = True
-        """Whether the look before the first step compares numbers; tensors without numbers never differ."""
+        self.compare: Callable[..., None] = CutModel.require_cut_alike
+        """Compares, before the first step, what layers compute of a rank's own tokens with what they compute of all."""
         self._probed: set[int] = set()
         # Hidden states that own layers return while they are looked at, by index.
         self._outputs: dict[int, Tensor] | None = None
@@ -157,7 +158,7 @@ class CutModel(PipelineModule):
         if self.tokens.size > 1 and stage not in self._probed:
             self._probed.add(stage)
             with without_fp8(self._whole), self.with_weights():
-                self._require_cut_alike(stage, args, kwargs)
+                self._look(stage, args, kwargs)
         return self._run_stage(stage, args, kwargs)
 
     def _run_stage(self, stage: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -220,8 +221,8 @@ class CutModel(PipelineModule):
             raise _StageEnd
 
     @torch.no_grad()
-    def _require_cut_alike(self, stage: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Runs own layers on a few tokens, cut and whole. Raises CutError for one whose numbers differ."""
+    def _look(self, stage: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Runs own layers on a few tokens, cut and whole, and compares them."""
         received, tokens = self._received, self.tokens
         args, kwargs = tokens.shortened((args, kwargs), are_all=True)
         short = {index: tokens.shortened(value, are_all=index in self._ends) for index, value in received.items()}
@@ -231,49 +232,70 @@ class CutModel(PipelineModule):
         try:
             whole = {index: one if index in self._ends else tokens.of_all_ranks(one) for index, one in short.items()}
             # Whole sequences come first: modules with cut linears are looked at in their first call.
-            try:
+            with self._running_on_own_tokens():
                 with tokens.off(), recording():
                     given = _with_gradients(args, kwargs, whole)
                     wanted = {index: one.detach() for index, one in self._hidden_states(stage, *given).items()}
                 with tokens.finding_sums():
                     self._hidden_states(stage, args, kwargs, short)
-                if not self.compares_numbers:
-                    return
-                cut = self._hidden_states(stage, args, kwargs, short)
-            except (torch.OutOfMemoryError, CutError):
-                raise
-            except (RuntimeError, ValueError, TypeError, IndexError) as error:
-                raise CutError(
-                    f"the layers of {type(self._whole).__name__} do not run on the tokens of a rank ({error}); use "
-                    f"{tokens.without}"
-                ) from error
-            last = self.stages[stage].stop - 1
-            shape = wanted[last].shape if last in wanted else torch.Size()
-            summed = {id(getattr(owner, key)) for found in tokens.summed.values() for owner, key in found}
-            weights = self._compared_weights(stage, summed) if shape else {}
-            # Places of what layers are given beside their hidden states, by what they are called in errors.
-            places: dict[str, tuple[int, int]] = {}
-
-            def differentiated(received: dict[int, Any]) -> dict[str, Tensor]:
-                with recording(), tokens.noting_given() as noted:
-                    hidden = self._hidden_states(stage, *_with_gradients(args, kwargs, received))[last]
-                    scale = torch.arange(shape.numel(), dtype=hidden.dtype, device=hidden.device).cos().view(shape)
-                    number = (hidden * tokens.own_part(scale, hidden.shape)).sum()
-                    held = dict(self._whole.named_parameters())
-                    of_weights = {name: held[name] for name in weights}
-                    places.update({f"argument {at} of {self.part_names[index]}": (index, at) for index, at in noted})
-                    found = gradients(number, of_weights | {name: noted[place] for name, place in places.items()})
-                    # Where cp cuts, too, a rank's gradient of an argument is that of a mean.
-                    return {name: one for name, one in found.items() if tokens.cp.size == 1 or name in weights}
-
-            with stand_ins(self._whole, weights.values()):
-                found = differentiated(short)
-                with tokens.off():
-                    meant = differentiated(whole)
+            self.compare(self, stage, (args, kwargs), short, whole, wanted)
         finally:
             self._received = received
             for module, mode in modes.items():
                 module.training = mode
+
+    @contextmanager
+    def _running_on_own_tokens(self) -> Iterator[None]:
+        """Raises CutError for layers that do not run on the tokens of a rank, inside of the block."""
+        try:
+            yield
+        except (torch.OutOfMemoryError, CutError):
+            raise
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            raise CutError(
+                f"the layers of {type(self._whole).__name__} do not run on the tokens of a rank ({error}); use "
+                f"{self.tokens.without}"
+            ) from error
+
+    def require_cut_alike(
+        self,
+        stage: int,
+        call: tuple[tuple[Any, ...], dict[str, Any]],
+        short: dict[int, Any],
+        whole: dict[int, Any],
+        wanted: dict[int, Tensor],
+    ) -> None:
+        """Compares own layers on a rank's own tokens with what they return of all, and their gradients.
+
+        `short` and `whole` are what earlier stages send of own and of all tokens, `wanted` what layers return of all,
+        each by the index of a layer. Raises CutError for a layer whose numbers differ.
+        """
+        (args, kwargs), tokens = call, self.tokens
+        with self._running_on_own_tokens():
+            cut = self._hidden_states(stage, args, kwargs, short)
+        last = self.stages[stage].stop - 1
+        shape = wanted[last].shape if last in wanted else torch.Size()
+        summed = {id(getattr(owner, key)) for found in tokens.summed.values() for owner, key in found}
+        weights = self._compared_weights(stage, summed) if shape else {}
+        # Places of what layers are given beside their hidden states, by what they are called in errors.
+        places: dict[str, tuple[int, int]] = {}
+
+        def differentiated(received: dict[int, Any]) -> dict[str, Tensor]:
+            with recording(), tokens.noting_given() as noted:
+                hidden = self._hidden_states(stage, *_with_gradients(args, kwargs, received))[last]
+                scale = torch.arange(shape.numel(), dtype=hidden.dtype, device=hidden.device).cos().view(shape)
+                number = (hidden * tokens.own_part(scale, hidden.shape)).sum()
+                held = dict(self._whole.named_parameters())
+                of_weights = {name: held[name] for name in weights}
+                places.update({f"argument {at} of {self.part_names[index]}": (index, at) for index, at in noted})
+                found = gradients(number, of_weights | {name: noted[place] for name, place in places.items()})
+                # Where cp cuts, too, a rank's gradient of an argument is that of a mean.
+                return {name: one for name, one in found.items() if tokens.cp.size == 1 or name in weights}
+
+        with stand_ins(self._whole, weights.values()):
+            found = differentiated(short)
+            with tokens.off():
+                meant = differentiated(whole)
         for index, hidden in wanted.items():
             own = cut[index] if cut[index].shape == hidden.shape else tokens.of_all_ranks(cut[index])
             if deviation := relative_deviation(own, hidden):
