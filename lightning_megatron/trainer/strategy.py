@@ -309,7 +309,8 @@ class MegatronStrategy(ParallelStrategy):
     @override
     def root_device(self) -> torch.device:
         assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
+        # A launcher may have started more ranks than the Trainer has devices, which is refused on each of them.
+        return self.parallel_devices[min(self.local_rank, len(self.parallel_devices) - 1)]
 
     @property
     def num_nodes(self) -> int:

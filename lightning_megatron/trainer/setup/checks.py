@@ -128,9 +128,7 @@ def faults(trainer: pl.Trainer, arguments: tuple[Any, ...]) -> list[str]:
         spreads_documents=trainer.training and strategy.dynamic_context is not None,
         plan=strategy.plan,
     )
-    assert strategy.parallel_devices is not None
-    # All are of one kind, and a launcher may have started more ranks than the Trainer has devices.
-    device = strategy.parallel_devices[0]
+    device = strategy.root_device
     if not found:
         found += limit_faults({"devices": strategy.num_processes}, MOST_PROCESSES)
         if device.type == "cpu":
