@@ -2,14 +2,12 @@
 
 import argparse
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import TQDMProgressBar
 
 from lightning_megatron.checkpoint import is_checkpoint
 from lightning_megatron.cli.lightning_lines import leave_out_what_is_no_news
@@ -129,8 +127,6 @@ def _trainer(options: argparse.Namespace) -> L.Trainer:
         raise UsageError(
             [f"--layout ({options.layout}) has {world} ranks, which --num-nodes ({options.num_nodes}) must divide"]
         )
-    # The bar is on stdout, which programs read.
-    is_watched = sys.stdout.isatty() and not options.json
     try:
         return L.Trainer(
             accelerator=options.accelerator,
@@ -141,8 +137,7 @@ def _trainer(options: argparse.Namespace) -> L.Trainer:
             logger=False,
             enable_checkpointing=False,
             enable_model_summary=False,
-            enable_progress_bar=is_watched,
-            callbacks=[TQDMProgressBar()] if is_watched else None,
+            enable_progress_bar=False,
         )
     except MisconfigurationException as error:
         told = f"--accelerator ({options.accelerator}), --precision ({options.precision})"
