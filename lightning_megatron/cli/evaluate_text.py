@@ -2,6 +2,7 @@
 
 import argparse
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from lightning_megatron.hub import CONFIG_FILES, model_folder
 from lightning_megatron.lightning_modules import CausalModule, GPTModule
 from lightning_megatron.lightning_modules.evaluation_data import EvaluationDataModule, TextWindows
 from lightning_megatron.models.gpt import GPTConfig
+from lightning_megatron.progress import progress_bar, watched_ranges
 from lightning_megatron.testing.layout_name import layout_of
 from lightning_megatron.trainer import ConfigurationError
 
@@ -48,11 +50,11 @@ def _results(options: argparse.Namespace) -> dict[str, Any] | None:
     tokenizer = _tokenizer_of(options, folder, vocab_size)
     ids, num_bytes = _tokens_of(options, tokenizer)
     windows = TextWindows(ids, options.sequence_length)
-    trainer = _trainer(options)
     ckpt_path = options.model if is_checkpoint(options.model) else None
-    [logged] = trainer.validate(
-        module, datamodule=EvaluationDataModule(windows, options.batch_size), ckpt_path=ckpt_path, verbose=False
-    )
+    data = EvaluationDataModule(windows, options.batch_size)
+    with progress_bar("evaluating", "batches") as watch:
+        trainer = _trainer(options, _WatchedBatches(watch))
+        [logged] = trainer.validate(module, datamodule=data, ckpt_path=ckpt_path, verbose=False)
     if not trainer.is_global_zero:
         return None
     loss = math.log(logged["val_perplexity"]) if "val_perplexity" in logged else logged["val_loss"]
@@ -110,17 +112,36 @@ def _tokens_of(options: argparse.Namespace, tokenizer: Tokenizer) -> tuple[torch
     )
     ids: list[int] = []
     num_bytes = 0
-    for first in range(0, len(documents), _DOCUMENTS):
-        rows = documents[first : first + _DOCUMENTS]
+    for own in watched_ranges(len(documents), _DOCUMENTS, what="tokenizing", unit="documents"):
+        rows = documents[own.start : own.stop]
         if unread := [fault for fault in rows.get("fault", ()) if fault]:
             raise UsageError(unread[:5])
-        for text, own in zip(rows["text"], tokenizer.encode(rows["text"]), strict=True):
+        for text, tokens in zip(rows["text"], tokenizer.encode(rows["text"]), strict=True):
             num_bytes += len(text.encode())
-            ids += [*own, tokenizer.end_of_text]
+            ids += [*tokens, tokenizer.end_of_text]
     return torch.tensor(ids), num_bytes
 
 
-def _trainer(options: argparse.Namespace) -> L.Trainer:
+class _WatchedBatches(L.Callback):
+    """The first rank tells `watch` how many batches of how many are done."""
+
+    def __init__(self, watch: Callable[[int, int], None]) -> None:
+        self._watch = watch
+
+    def on_validation_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        if trainer.is_global_zero:
+            self._watch(batch_idx + 1, int(trainer.num_val_batches[0]))
+
+
+def _trainer(options: argparse.Namespace, callback: L.Callback) -> L.Trainer:
     layout = None if options.layout is None else layout_of(options.layout)
     world = 1 if layout is None else layout.world
     if world % options.num_nodes:
@@ -138,6 +159,7 @@ def _trainer(options: argparse.Namespace) -> L.Trainer:
             enable_checkpointing=False,
             enable_model_summary=False,
             enable_progress_bar=False,
+            callbacks=callback,
         )
     except MisconfigurationException as error:
         told = f"--accelerator ({options.accelerator}), --precision ({options.precision})"

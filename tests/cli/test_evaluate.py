@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_megatron import progress
 from lightning_megatron.cli.main import main
 from lightning_megatron.data import load_tokenizer
 from tests.harness.ranks import run_on_ranks
 from tests.lightning_modules.pretrained import write_model
+from tests.test_progress import Terminal
 from tests.trainer.layouts import QUIET
 
 pytestmark = pytest.mark.filterwarnings(QUIET)
@@ -74,6 +76,21 @@ def test_every_token_is_predicted_once_on_every_layout(layout: str | None, world
     assert found["perplexity"] == pytest.approx(math.exp(wanted), rel=1e-4)
     assert found["bytes"] == len(TEXT.encode())
     assert found["bits_per_byte"] == pytest.approx(wanted * num_tokens / len(TEXT.encode()) / math.log(2), rel=1e-5)
+
+
+def told_on_rank(*options: str) -> str:
+    progress._DELAY_SECONDS = 0.0
+    sys.stderr = Terminal()
+    assert evaluate(*options)[0] == 0
+    return sys.stderr.getvalue()
+
+
+def test_the_first_rank_shows_how_much_is_done(folder: Path) -> None:
+    options = ["--path", str(folder / "text.txt"), "--sequence-length", "20", "--batch-size", "4", "--layout", "tp2"]
+    first, other = run_on_ranks(2, told_on_rank, str(folder / "tiny"), *options, init=False)
+    num_batches = -(-wanted_loss(folder, 20)[1] // (4 * 20))
+    assert "evaluating: 100%" in first and f" {num_batches}/{num_batches} [" in first
+    assert "evaluating: 100%" not in other
 
 
 def test_a_checkpoint_has_the_perplexity_of_its_folder(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
