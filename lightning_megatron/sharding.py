@@ -6,14 +6,23 @@ part (`box` says which part is valid). Padding is zero, stays zero and never lea
 """
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.utils import _pytree as pytree
 
 from lightning_megatron.mesh import Axis
+
+# Parameters that were made without values, where they are made so.
+_DEFERRED: ContextVar["list[nn.Parameter] | None"] = ContextVar("lightning_megatron_deferred", default=None)
+# Elements that are drawn or read at a time, which bounds the memory that this takes beside them.
+_NUM_WRITTEN = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -164,6 +173,8 @@ class ShardedParameter(nn.Parameter):
     """A parameter whose `Shard` stays with its copies: an average of the weights is a deep copy of the module."""
 
     shard: Shard
+    deferral: "Deferral | None" = None
+    """How the parameter gets its values, until it has them."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ShardedParameter":
         copied: ShardedParameter = super().__deepcopy__(memo)
@@ -187,7 +198,7 @@ def shard_parameter(
     """An unfilled parameter of this rank's slice that carries its `Shard`; `initialise` fills it.
 
     Cut along `dim` over `axis`, each local length a multiple of `multiple`; and along dim 0 over `leading`, which must
-    divide it. Made on torch's default device, in its default dtype.
+    divide it. Made on torch's default device, in its default dtype; inside `deferring` without memory.
     """
     if (dim is None) != (axis is None):
         raise ValueError(f"dim ({dim}) and axis ({axis}) go together: give both or neither")
@@ -202,7 +213,9 @@ def shard_parameter(
         if global_shape[0] % leading.size:
             raise ValueError(f"dim 0 of {global_shape} must be a multiple of {leading.name} ({leading.size})")
         local_shape[0] //= leading.size
-    parameter = ShardedParameter(torch.empty(local_shape))
+    made = _DEFERRED.get()
+    stand_in = None if made is None else torch.full((), math.nan)
+    parameter = ShardedParameter(torch.empty(local_shape) if stand_in is None else stand_in.expand(local_shape))
     parameter.shard = Shard(
         global_shape=tuple(global_shape),
         dim=dim,
@@ -215,7 +228,179 @@ def shard_parameter(
         initial=initial,
         fused=fused,
     )
+    if made is not None and stand_in is not None:
+        made.append(parameter)
+        parameter.deferral = Deferral(_write_nothing, stand_in)
+        # Tensors of another kind than torch's own, which have no numbers, keep their class.
+        if type(parameter) is ShardedParameter:
+            parameter.__class__ = DeferredParameter
     return parameter
+
+
+# --- parameters without values yet -----------------------------------------------------------------------------------
+
+
+Write = Callable[[Box, Tensor], None]
+"""Draws or reads a box of an unsplit parameter into memory of the parameter's dtype."""
+
+
+@dataclass(frozen=True)
+class Deferral:
+    """Values that a parameter gets when they are first used."""
+
+    write: Write
+    stand_in: Tensor
+    """What is in place of all values: one number [], NaN, which nobody writes to."""
+
+
+@contextmanager
+def deferring() -> Iterator[list[nn.Parameter]]:
+    """Inside the block parameters are made without values (`shard_parameter`); yields the list of them."""
+    outer = _DEFERRED.get()
+    made = [] if outer is None else outer
+    token = _DEFERRED.set(made)
+    try:
+        yield made
+    finally:
+        _DEFERRED.reset(token)
+
+
+def is_deferring() -> bool:
+    """Whether parameters are made without values."""
+    return _DEFERRED.get() is not None
+
+
+class DeferredParameter(ShardedParameter):
+    """A parameter without values, which are drawn or read when they are first used.
+
+    Whoever uses them gets all of them: whatever needs more than its shape makes it an ordinary parameter, the same
+    object, first. Of one that nobody has used a data-parallel rank writes the elements of its shard alone.
+    """
+
+    def __new__(cls, data: Tensor, requires_grad: bool = True) -> Any:
+        # Code that makes another parameter of the type of this one gives it values.
+        return ShardedParameter(data, requires_grad)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        call: Callable[..., Any] = super().__torch_function__
+        kwargs = kwargs or {}
+        if func in _CONVERSIONS and (same := call(func, types, args, kwargs)) is args[0]:
+            return same
+        if func == _SET_DATA and args[0] is args[1]:
+            # `Module.to` sets the data even of what is as it should be.
+            return None
+        if func not in _NEED_NO_VALUES:
+            for one in pytree.tree_leaves((args, kwargs)):
+                if isinstance(one, DeferredParameter):
+                    materialize(one)
+        return call(func, types, args, kwargs)
+
+
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+_CONVERSIONS = (Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.double, Tensor.float, Tensor.half, Tensor.bfloat16)
+_NEED_NO_VALUES = {
+    *(
+        getattr(Tensor, name).__get__
+        for name in (
+            *("shape", "ndim", "dtype", "device", "layout", "itemsize", "nbytes"),
+            *("is_leaf", "is_meta", "is_cpu", "is_cuda", "is_sparse", "is_nested", "is_quantized"),
+            *("requires_grad", "retains_grad", "grad", "grad_fn", "grad_dtype", "_grad"),
+            *("_backward_hooks", "_post_accumulate_grad_hooks"),
+        )
+    ),
+    *(getattr(Tensor, name).__set__ for name in ("requires_grad", "grad", "grad_dtype")),
+    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.__len__, Tensor.element_size),
+    *(Tensor.is_floating_point, torch.is_floating_point, Tensor.is_complex, torch.is_complex),
+    *(Tensor.requires_grad_, Tensor.register_hook, Tensor.register_post_accumulate_grad_hook),
+    torch._has_compatible_shallow_copy_type,
+}
+
+
+def _write_nothing(box: Box, out: Tensor) -> None:
+    out.fill_(math.nan)
+
+
+@torch.no_grad()
+def fill(parameter: Tensor, write: Write) -> None:
+    """Writes a parameter; one that has no values yet gets them so when they are first used."""
+    if is_deferred(parameter):
+        parameter.deferral = replace(parameter.deferral, write=write)  # type: ignore[attr-defined]
+    elif not parameter.is_meta:
+        write_local(shard_of(parameter), write, Box((0,) * parameter.dim(), tuple(parameter.shape)), parameter)
+
+
+def is_deferred(parameter: Tensor) -> bool:
+    """Whether a parameter has no values yet: it has none of its own memory, in whatever way it might have got some."""
+    deferral = getattr(parameter, "deferral", None)
+    with torch._C.DisableTorchFunctionSubclass():
+        return deferral is not None and _storage(parameter) == _storage(deferral.stand_in)
+
+
+def _storage(x: Tensor) -> int:
+    """What tells storages apart, also those without memory."""
+    return int(x.untyped_storage()._cdata)
+
+
+def settle(parameter: Tensor) -> None:
+    """Makes a deferred parameter an ordinary one, whose memory the caller sees to."""
+    if isinstance(parameter, DeferredParameter):
+        parameter.__class__ = ShardedParameter  # type: ignore[assignment]
+    parameter.__dict__.pop("deferral", None)
+
+
+def materialize(parameter: Tensor) -> None:
+    """Gives a parameter all of its values, if it has none yet."""
+    if not is_deferred(parameter):
+        settle(parameter)
+        return
+    # Somebody may use it within another mode or a transform of torch.func, and it outlives these.
+    with torch.inference_mode(False), torch.no_grad(), temporarily_clear_interpreter_stack():
+        values = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        write_elements(parameter, 0, values.numel(), values.view(-1))
+        settle(parameter)
+        parameter.data = values
+
+
+@torch.no_grad()
+def write_elements(parameter: Tensor, start: int, end: int, out: Tensor) -> None:
+    """Writes the elements `start` to before `end` of a flattened parameter to `out`; of one without values no others
+    are drawn, or read."""
+    if not is_deferred(parameter):
+        out.copy_(parameter.detach().reshape(-1)[start:end])
+        return
+    if out.is_meta:
+        return
+    assert out.dtype == parameter.dtype, "values are rounded once"
+    deferral: Deferral = parameter.deferral  # type: ignore[attr-defined]
+    shape = tuple(parameter.shape)
+    if bool(deferral.stand_in == deferral.stand_in):
+        raise RuntimeError(
+            f"a weight of shape {shape} was written to before it has values, by code that torch does not tell of; "
+            'write to it in on_fit_start, or use OptimizerConfig(kind="distributed_gradients")'
+        )
+    for first in range(start, end, _NUM_WRITTEN):
+        for begin, box in boxes_of_range(shape, first, min(first + _NUM_WRITTEN, end)):
+            part = out[begin - start :][: math.prod(box.sizes)].view(box.sizes)
+            write_local(shard_of(parameter), deferral.write, box, part)
+
+
+def write_local(shard: Shard, write: Write, box: Box, out: Tensor) -> None:
+    """Writes a box of this rank's slice, and zeros where that is padding."""
+    own, sizes = shard.box, list(box.sizes)
+    if shard.dim is not None:
+        dim = shard.dim
+        sizes[dim] = max(0, min(own.sizes[dim] - box.offsets[dim], box.sizes[dim]))
+        out.narrow(dim, sizes[dim], box.sizes[dim] - sizes[dim]).zero_()
+        out = out.narrow(dim, 0, sizes[dim])
+    if out.numel():
+        offsets = tuple(first + more for first, more in zip(own.offsets, box.offsets, strict=True))
+        write(Box(offsets, tuple(sizes)), out)
+
+
+# --- the shards of a module ------------------------------------------------------------------------------------------
 
 
 def shard_of(parameter: Tensor) -> Shard:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_megatron.checkpoint.folder import Address, is_remote
 from lightning_megatron.hf.blocks import Shape
-from lightning_megatron.sharding import Box
+from lightning_megatron.sharding import Box, is_deferring
 from lightning_megatron.text_files import json_of, read_json_table
 
 CONFIG = "config.json"
@@ -91,6 +91,10 @@ class WeightFiles:
                 self._starts[name] = first_byte + entries[name]["data_offsets"][0]
         if faults:
             raise ValueError("\n  ".join([f"the weights in {folder} cannot be read:", *faults]))
+        if is_deferring():
+            # What is read later is what is there now, wherever the files go meanwhile.
+            for file in set(self._file_of.values()):
+                self._handle(file)
 
     def read(self, name: str, box: Box) -> Tensor:
         """The values of a box, in the dtype of the file; no other value is read."""

@@ -7,10 +7,10 @@ of the image token.
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lightning_megatron.checkpoint.folder import Address
@@ -19,15 +19,13 @@ from lightning_megatron.hf.blocks import fill_ours
 from lightning_megatron.hf.config_reader import ConfigReader
 from lightning_megatron.hf.family import Table, listed
 from lightning_megatron.hf.folder import WeightFiles, read_config
-from lightning_megatron.hf.load import take_memory
 from lightning_megatron.hf.weights import in_folder
 from lightning_megatron.mesh import Mesh, ambient_mesh
 from lightning_megatron.models.gpt import GPTConfig
 from lightning_megatron.models.llava import PARTS, LlavaConfig, LlavaModel
 from lightning_megatron.models.upcycle import Read
 from lightning_megatron.models.vision import VisionConfig
-from lightning_megatron.sharding import Box, shard_of
-from lightning_megatron.transformer.init import fill_initial_
+from lightning_megatron.sharding import Box, Write, deferring, fill, is_deferring, materialize
 
 _CLIP, _CLIP_VISION = "clip", "clip_vision_model"
 _TOWER = "vision_tower."
@@ -75,28 +73,27 @@ def llava_from_folders(
     if faults:
         raise ValueError("\n".join(faults))
     # Values that are drawn only to be overwritten take longer than reading.
-    with torch.device("meta"):
+    with deferring():
         model = LlavaModel(config, mesh=mesh)
-    take_memory(model)
     for name, parameter in model.named_parameters():
         source = next((source for source in given if source is not None and source.has(name)), None)
-        _fill(name, parameter, source, model.draws.seed)
+        if source is not None:
+            # What no source has is drawn, as the model knows it.
+            draw: Write = parameter.deferral.write  # type: ignore[attr-defined]
+            fill(parameter, partial(_write, name, source, draw))
+        if not is_deferring():
+            materialize(parameter)
     return model
 
 
-@torch.no_grad()
-def _fill(name: str, parameter: Tensor, source: _Given | None, seed: int) -> None:
-    shard = shard_of(parameter)
-    box, own = shard.box, shard.valid(parameter.detach())
-    if source is None or name in _VOCABULARY:
-        fill_initial_(parameter, shard, seed, name)
-    if source is None:
-        return
+def _write(name: str, source: _Given, draw: Write, box: Box, out: Tensor) -> None:
+    """Reads a box of a parameter; tokens that the source does not know are drawn."""
     if name in _VOCABULARY:
+        draw(box, out)
         num_rows = max(0, min(source.num_rows - box.offsets[0], box.sizes[0]))
-        box, own = Box(box.offsets, (num_rows, *box.sizes[1:])), own.narrow(0, 0, num_rows)
+        box, out = Box(box.offsets, (num_rows, *box.sizes[1:])), out.narrow(0, 0, num_rows)
     if 0 not in box.sizes:
-        source.read(name, box, own)
+        source.read(name, box, out)
 
 
 def _whole(folder: Path, config: LlavaConfig, faults: list[str]) -> _Given | None:

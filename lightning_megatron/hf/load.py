@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_megatron.hf.blocks import fill_ours
 from lightning_megatron.hf.families import family_of_file
@@ -16,8 +16,7 @@ from lightning_megatron.mesh import Mesh, ambient_mesh
 from lightning_megatron.models.gpt import GPTConfig
 from lightning_megatron.models.upcycle import Read, Upcycling
 from lightning_megatron.moe.config import MoEConfig
-from lightning_megatron.moe.router import Router
-from lightning_megatron.sharding import Box, ShardedParameter, shard_of
+from lightning_megatron.sharding import Box, deferring, fill, is_deferring, materialize
 
 
 def from_pretrained(
@@ -41,13 +40,12 @@ def from_pretrained(
         way = upcycling(config, upcycle)
         config, read = way.config, partial(way.read, dense=read)
     # Values that are drawn only to be overwritten take longer than reading.
-    with torch.device("meta"):
+    with deferring():
         model = model_of(config, mesh)
-    take_memory(model)
     for name, parameter in model.named_parameters():
-        shard = shard_of(parameter)
-        if not parameter.is_meta and 0 not in shard.box.sizes:
-            read(name, shard.box, shard.valid(parameter.detach()))
+        fill(parameter, partial(read, name))
+        if not is_deferring():
+            materialize(parameter)
     for name, buffer in model.named_buffers():
         if name in table.buffers and not buffer.is_meta:
             read(name, Box((0,) * buffer.dim(), tuple(buffer.shape)), buffer)
@@ -100,22 +98,3 @@ class Source:
         table = self._table
         repeated = table.family.repeated(table.config)
         return [copy for copy, original in repeated.items() if original == name and copy in self._file_names]
-
-
-def take_memory(model: nn.Module) -> None:
-    """Replaces parameters on the meta device by zeros; a shared one stays shared."""
-    made: dict[nn.Parameter, nn.Parameter] = {}
-    for module in model.modules():
-        for name, bare in list(module.named_parameters(recurse=False)):
-            if bare not in made:
-                parameter = ShardedParameter(
-                    torch.zeros(bare.shape, dtype=bare.dtype), requires_grad=bare.requires_grad
-                )
-                parameter.shard = shard_of(bare)
-                made[bare] = parameter
-            setattr(module, name, made[bare])
-        if isinstance(module, Router):
-            # Buffers, such as expert biases, start at zero.
-            for name, buffer in list(module.named_buffers(recurse=False)):
-                setattr(module, name, torch.zeros(buffer.shape, dtype=buffer.dtype))
-    assert not any(buffer.is_meta for buffer in model.buffers()), "buffers have values that no file has"

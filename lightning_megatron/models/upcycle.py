@@ -129,7 +129,7 @@ class Upcycling:
             # Features of a token are about 1 after a norm.
             std = _NUM_ROUNDINGS * torch.finfo(dtype).eps / math.sqrt(self.dense.hidden_size)
         shape = (router.num_experts // self.granularity, self.dense.hidden_size)
-        rows = torch.empty(shape, dtype=torch.promote_types(out.dtype, torch.float32))
+        rows = torch.empty(shape, dtype=torch.promote_types(out.dtype, torch.float32), device=out.device)
         rng.fill_normal_(rows, std, rng.key(self.seed, name), shape, (0, 0))
         rows = rows.repeat_interleave(self.granularity, 0)
         out.copy_(rows.narrow(0, box.offsets[0], box.sizes[0]).narrow(1, box.offsets[1], box.sizes[1]))

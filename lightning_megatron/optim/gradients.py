@@ -36,7 +36,7 @@ from lightning_megatron.optim.bucket import (
 from lightning_megatron.optim.bucket_layout import Range
 from lightning_megatron.optim.config import OptimizerConfig
 from lightning_megatron.optim.reductions import divided, extremes, scale_in_place, square, stage_axes, total
-from lightning_megatron.sharding import Shard, ShardedParameter, shard_of
+from lightning_megatron.sharding import DeferredParameter, Shard, ShardedParameter, shard_of
 
 # An axis of one rank: a tensor cut over it is unsharded.
 ALONE = Axis.alone(0)
@@ -120,7 +120,7 @@ class Gradients:
         self._loose = [param for param in self.params if param.parameter not in in_buckets]
         held = set(kept)
         # Quantised weights have classes, or dtypes, of their own, and no NaN to stand for what is elsewhere.
-        plain = (nn.Parameter, ShardedParameter)
+        plain = (nn.Parameter, ShardedParameter, DeferredParameter)
         self.frozen = frozen_params(
             (
                 param

@@ -16,6 +16,7 @@ from lightning_megatron.host_memory import host_zeros
 from lightning_megatron.optim.bucket import Bucket
 from lightning_megatron.optim.reductions import fingerprint
 from lightning_megatron.optim.sharded_params import take_over
+from lightning_megatron.sharding import write_elements
 
 
 class HostWeights:
@@ -30,8 +31,8 @@ class HostWeights:
         self.main = host_zeros(num_elements, dtype, bucket.device)
         """Main weights, flat."""
         for index, param in enumerate(bucket.members):
-            own, flat = bucket.own_range(index), param.parameter.detach().reshape(-1)
-            bucket.part_of(self.main, index).copy_(flat[own.start : own.end])
+            own = bucket.own_range(index)
+            write_elements(param.parameter, own.start, own.end, bucket.part_of(self.main, index))
         # What is copied to the device: fewer bytes than the main weights have, where the parameters have fewer.
         low = bucket.low or dtype
         self._cast = self.main if low == dtype else host_zeros(num_elements, low, bucket.device)

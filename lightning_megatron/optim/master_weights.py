@@ -95,7 +95,7 @@ class MasterWeights:
         if bucket in self._offloaded:
             host = self._on_host[bucket] = HostWeights(bucket)
         if bucket.shards_params:
-            sharded = self._sharded[bucket] = ShardedParams(bucket, dtype, has_main=host is not None)
+            sharded = self._sharded[bucket] = ShardedParams(bucket, dtype, main=None if host is None else host.main)
             if host is not None:
                 host.attach(sharded.shard)
             yield from _parts(bucket, sharded.shard if host is None else host.main)

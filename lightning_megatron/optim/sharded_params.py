@@ -15,26 +15,31 @@ from torch import Tensor, nn
 from lightning_megatron.comm import collectives
 from lightning_megatron.optim.bucket import FlatParams
 from lightning_megatron.optim.reductions import fingerprint
+from lightning_megatron.sharding import is_deferred, settle, write_elements
 
 
 class ShardedParams:
     """The parameters of a flat group, in `dtype` while they are gathered; this rank's shard keeps theirs of before,
-    unless somebody `has_main` weights of it.
+    unless somebody has `main` weights of it. Of parameters without values this shard alone is drawn, or read.
 
     They are gathered as long as anybody holds them.
     """
 
     @torch.no_grad()
-    def __init__(self, flat: FlatParams, dtype: torch.dtype, *, has_main: bool = False) -> None:
+    def __init__(self, flat: FlatParams, dtype: torch.dtype, *, main: Tensor | None = None) -> None:
         self.flat = flat
         parameters = [param.parameter for param in flat.members]
-        num_elements, own_dtype = flat.layout.num_elements, dtype if has_main else parameters[0].dtype
+        num_elements, own_dtype = flat.layout.num_elements, parameters[0].dtype if main is None else dtype
         # Zeros, because gaps between parameters are gathered too.
         self.shard = torch.zeros(num_elements // flat.shards.size, dtype=own_dtype, device=flat.device)
         """This rank's shard [N/d], which the optimizer steps, or the copy of what it steps."""
+        if main is not None:
+            self.shard.copy_(main)
         for index, parameter in enumerate(parameters):
             own = flat.own_range(index)
-            flat.part_of(self.shard, index).copy_(parameter.detach().reshape(-1)[own.start : own.end])
+            if main is None:
+                write_elements(parameter, own.start, own.end, flat.part_of(self.shard, index))
+            settle(parameter)
         self.gathered = torch.empty(num_elements, dtype=dtype, device=flat.device)
         """All parameters [N], with memory only while they are gathered."""
         self._views: dict[nn.Parameter, Tensor] = {}
@@ -165,7 +170,7 @@ def take_over(main: Tensor, now: Tensor) -> None:
 def absent_names(named: Iterable[tuple[str, Tensor]]) -> list[str]:
     """Names of the parameters of which this process has no values, because they are not gathered; nor are they where
     `module.cpu()` or `module.double()` has given them memory since."""
-    dense = [(name, one) for name, one in named if one.layout == torch.strided and not one.is_meta]
+    dense = [(k, one) for k, one in named if one.layout == torch.strided and not one.is_meta and not is_deferred(one)]
     return [name for name, one in dense if one.numel() > 1 and one.itemsize > 1 and _is_nan(one.detach())]
 
 

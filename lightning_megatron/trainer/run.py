@@ -93,6 +93,8 @@ class ActiveRun:
     """Whether ordinary loaders give each rank its part, as the Trainer's use_distributed_sampler asks. That option is
     off during the run: Lightning would replace the user's samplers by one that always shuffles, or repeats samples."""
     dp_comm: DataParallelComm | None = None
+    deferred: list[nn.Parameter] = field(default_factory=list)
+    """Parameters that were made without values, until data-parallel ranks have their shards."""
     num_steps: int = 0
     """Optimizer steps of this run, those that were skipped too."""
     gradient_check: HookCheck | None = None

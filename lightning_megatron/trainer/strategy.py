@@ -52,6 +52,7 @@ from lightning_megatron.planner.balanced_batch import BalancedBatch
 from lightning_megatron.precision.fp8 import Fp8Config
 from lightning_megatron.precision.kernels import KernelConfig
 from lightning_megatron.rules import cross_config
+from lightning_megatron.sharding import deferring, is_deferred, materialize
 from lightning_megatron.tensor.whole_linear import lend
 from lightning_megatron.trainer.checkpointing import (
     checkpoint_dict,
@@ -464,6 +465,25 @@ class MegatronStrategy(ParallelStrategy):
         assert self.model is not None
         self.model.to(self.root_device)
 
+    @contextmanager
+    @override
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        with super().tensor_init_context(empty_init):
+            if not self._shards_parameters:
+                yield
+                return
+            with deferring() as made:
+                yield
+            self._require_run().deferred += made
+
+    @property
+    def _shards_parameters(self) -> bool:
+        """Whether the run is a fit in which data-parallel ranks hold shards of parameters."""
+        # Networks may be made outside of a run too, by the Trainer's `init_module`.
+        if self._run is None or self._require_module().trainer.state.fn != TrainerFn.FITTING:
+            return False
+        return self.optimizer.shards_parameters and any(self.mesh.axis(name).size > 1 for name in ("dp+cp", "edp"))
+
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.accelerator is not None
@@ -543,6 +563,9 @@ class MegatronStrategy(ParallelStrategy):
                 self.root_device,
                 pipelined_models.plan_of(module, self.plan),
             )
+            # Those of no shards, and models in attributes of which torch knows nothing.
+            while run.deferred:
+                materialize(run.deferred.pop())
             self._plugin.begin(
                 run.dp_comm,
                 self.loss_scale,
@@ -1046,7 +1069,7 @@ class MegatronStrategy(ParallelStrategy):
             if run is not None and module is not None and self._syncs_layers(module.trainer):
                 assert self._layer_sync is not None
                 self.model = self._layer_sync.revert(module)
-            if module is not None and any(parameter.is_meta for parameter in module.parameters()):
+            if module is not None and any(one.is_meta or is_deferred(one) for one in module.parameters()):
                 # It cannot move to the host, and a failure to do so would hide why the run ended before it had weights.
                 self._lightning_module = None
             super().teardown()

@@ -8,7 +8,7 @@ from unittest import mock
 import lightning as L
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.device_work import DeviceWork, Work
@@ -19,9 +19,14 @@ from lightning_megatron.models import BertConfig, GPTConfig, GPTModel, T5Config
 from lightning_megatron.moe import token_dispatcher
 from lightning_megatron.moe.config import MoEConfig, RouterConfig
 from lightning_megatron.optim.config import OptimizerConfig
+from lightning_megatron.optim.gradients import Gradients
+from lightning_megatron.optim.master_weights import MasterWeights
 from lightning_megatron.planner.dry_run import dry_run
+from lightning_megatron.planner.fake_process_group import fake_mesh
+from lightning_megatron.planner.memory_tracker import MemoryTracker
 from lightning_megatron.planner.model_parts import SequenceLengths
 from lightning_megatron.planner.run import Run, faults_of
+from lightning_megatron.sharding import deferring
 from lightning_megatron.transformer.recompute import RecomputeConfig, RecomputeRunner, to_host
 from tests.harness import fake_cuda
 from tests.harness.fake_cuda import FakeCuda
@@ -169,6 +174,33 @@ def step_on_host(precision: Any) -> None:
     assert any("optim/bucket.py" in where for where in directions["device"]), work.copies
     assert any("optim/host_weights.py" in where for where in directions["host"]), work.copies
     assert not any(where.startswith("copy_") for where in work.waits), work.waits
+
+
+@on_ranks(1, init=False)
+def test_a_device_gets_shards_of_a_model_and_one_part_of_it_whole() -> None:
+    config = OptimizerConfig(kind="distributed_parameters")
+    size = replace(LLAMA, num_layers=4, hidden_size=256, vocab_size=2048, num_query_groups=4)
+    device, ranks = torch.device("cuda"), 8
+    with (
+        FakeCuda(),
+        # Drawing takes memory that does not grow with the model.
+        mock.patch.object(rng, "fill_normal_"),
+        fake_mesh(Sizes(world=ranks), 0) as (mesh, new_group),
+        MemoryTracker(device) as tracker,
+    ):
+        with device, deferring():
+            model, own = GPTModel(size, mesh=mesh, seed=0), nn.Linear(8, 8)
+        # A number for each stands for the weights; a network of a user's own is there from the first.
+        assert sum(tracker.take_peak().values()) <= 1024 * len([*model.parameters()]) and own.weight.is_cuda
+        part_of = {one: ("model", ".".join(name.split(".")[:2])) for name, one in model.named_parameters()}.get
+        optimizer = torch.optim.SGD(model.parameters())
+        gradients = Gradients(model.named_parameters(), set(), mesh, new_group, device, config=config, part_of=part_of)
+        MasterWeights(gradients, [optimizer])
+        # Shards of weights and gradients, and a bucket of all values where nobody counts on it.
+        shards = 2 * 4 * sum(one.numel() for one in model.parameters()) // ranks
+        most = 4 * max(bucket.layout.num_elements for bucket in gradients.buckets)
+        assert shards < sum(tracker.take_peak().values()) < 1.03 * (shards + most)
+        assert {one.device.type for one in model.parameters()} == {"cuda"}
 
 
 @on_ranks(1, init=False)

@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_megatron import hf
 from lightning_megatron.hf.folder import WeightFiles
 from lightning_megatron.mesh import Mesh, Sizes
-from lightning_megatron.sharding import Box, sharded_parameters
+from lightning_megatron.sharding import Box, deferring, is_deferred, sharded_parameters, write_elements
 from tests.hf.tiny import default_dtype, logits, ours, saved
 from tests.hf.tiny import tokens as sample
 
@@ -77,6 +77,24 @@ def test_each_rank_reads_what_it_holds_once(
             assert parameter.count_nonzero() <= wanted.numel() and padding >= 0
             held += wanted.numel() * parameter.element_size()
         assert sum(read) == held
+
+
+@pytest.mark.parametrize("case", ["gpt2", "qwen3_moe, some layers dense, with a window"])
+def test_a_model_without_values_is_read_in_any_parts(case: str, tmp_path: Path) -> None:
+    saved(case, tmp_path)
+    sizes = Sizes(world=2, tp=2)
+    whole = dict(hf.from_pretrained(tmp_path, Mesh.imagine(1, sizes)).named_parameters())
+    with deferring():
+        model = hf.from_pretrained(tmp_path, Mesh.imagine(1, sizes))
+    # It was made there for a moment alone.
+    shutil.rmtree(tmp_path)
+    for name, parameter in model.named_parameters():
+        size = parameter.numel()
+        for start, end in ((0, size), (size // 3, size - 1)):
+            out = torch.full((end - start,), torch.nan)
+            write_elements(parameter, start, end, out)
+            assert out.equal(whole[name].detach().view(-1)[start:end])
+        assert is_deferred(parameter) and not is_deferred(whole[name])
 
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float32])

@@ -6,8 +6,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_megatron import sharding
 from lightning_megatron.mesh import Axis, Mesh, Sizes
-from lightning_megatron.sharding import Initial, shard_of, shard_parameter
+from lightning_megatron.sharding import (
+    Initial,
+    deferring,
+    is_deferred,
+    materialize,
+    shard_of,
+    shard_parameter,
+    write_elements,
+)
 from lightning_megatron.transformer.init import initialise
 
 V, H, STD, MEAN = 131, 24, 0.02, 0.5
@@ -98,3 +107,24 @@ def test_on_the_meta_device_nothing_is_drawn() -> None:
         weights = Weights(Mesh.imagine(3, Sizes(world=4, tp=4)).tp, 128)
     initialise(weights, 0)
     assert all(parameter.is_meta for parameter in weights.parameters())
+
+
+@pytest.mark.parametrize("multiple", [1, 128])
+def test_any_part_of_a_parameter_without_values_is_drawn_as_the_whole_is(
+    multiple: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sharding, "_NUM_WRITTEN", 100)
+    tp = Mesh.imagine(1, Sizes(world=2, tp=2)).tp
+    whole = built(tp, multiple)
+    with deferring():
+        waiting = Weights(tp, multiple)
+        initialise(waiting, 0)
+    for name, parameter in waiting.named_parameters():
+        values, size = whole.get_parameter(name).detach(), parameter.numel()
+        for start, end in ((0, size), (5, 5), (size // 3, size - 1)):
+            out = torch.full((end - start,), math.nan)
+            write_elements(parameter, start, end, out)
+            assert out.equal(values.view(-1)[start:end])
+        assert is_deferred(parameter)
+        materialize(parameter)
+        assert parameter.equal(values) and shard_of(parameter) == shard_of(whole.get_parameter(name))
