@@ -41,7 +41,9 @@ def held_bytes(module: nn.Module, optimizers: Sequence[Optimizer], gradient_byte
     before."""
     if gradient_bytes is None:
         gradient_bytes = sum(storage_bytes(gradients_of(module, optimizers)).values())
-    weights = storage_bytes(module.parameters())
+    # Weights without values (`sharding.deferring`) must not get them for that.
+    with torch._C.DisableTorchFunctionSubclass():
+        weights = storage_bytes(module.parameters())
     device = {parameter.device.type for parameter in module.parameters()}
     stepped = storage_bytes(x for x in stepped_by(optimizers) if x.device.type in device)
     states = [state for optimizer in optimizers for state in optimizer.state.values()]

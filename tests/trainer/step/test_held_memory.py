@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_megatron.optim.config import OptimizerConfig
+from lightning_megatron.sharding import Initial, deferring, is_deferred, shard_parameter
 from lightning_megatron.trainer.step.held_memory import held_bytes, storage_bytes, tell_what_was_held
 from tests.harness.ranks import run_on_ranks
 from tests.trainer.layouts import QUIET, Layout, make_trainer
@@ -20,6 +21,14 @@ def test_a_storage_of_several_tensors_counts_once() -> None:
     views = [flat[:10], flat[10:60].view(5, 10), torch.zeros(3, dtype=torch.float64), torch.zeros(0)]
     assert sum(storage_bytes(views).values()) == 512 + 512
     assert sum(storage_bytes([flat, *views]).values()) == 512 + 512
+
+
+def test_weights_without_values_get_none_to_be_counted() -> None:
+    module = nn.Module()
+    with deferring():
+        module.weight = shard_parameter((1000,), initial=Initial())
+    assert held_bytes(module, [])["weights"] == 512
+    assert is_deferred(module.weight)
 
 
 class Greedy(Small):
