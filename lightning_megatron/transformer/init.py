@@ -18,8 +18,13 @@ def initialise(module: nn.Module, seed: int, prefix: str = "") -> nn.Module:
     `prefix` goes before the names that `module` knows, so that a part of a model draws what the full model would.
     """
     for name, parameter, shard in sharded_parameters(module):
-        fill(parameter, partial(_draw, shard, rng.key(seed, prefix + name)))
+        fill_initial_(parameter, shard, seed, prefix + name)
     return module
+
+
+def fill_initial_(parameter: Tensor, shard: Shard, seed: int, name: str) -> None:
+    """Fills one parameter as the unsplit parameter called `name` would be, and its padding with zeros."""
+    fill(parameter, partial(_draw, shard, rng.key(seed, name)))
 
 
 def _draw(shard: Shard, key: int, box: Box, out: Tensor) -> None:
