@@ -143,18 +143,18 @@ class ShardedParams:
 
     @torch.no_grad()
     def release(self, main: Tensor | None = None) -> None:
-        """Gives the parameters the values and the dtype of their shards, or of the main weights, whole. Collective over
-        the shards."""
+        """Gives the parameters the values and the dtype of their shards, or of the main weights, whole and in host
+        memory: all of them may be more than the device can hold. Collective over the shards."""
         self.let_all_go()
         shard = self.shard if main is None else main
         values = torch.empty(self.gathered.numel(), dtype=shard.dtype, device=self.flat.device)
         collectives.shard_slice(values, self.flat.shards).copy_(shard)
-        collectives.all_gather_(values, self.flat.shards)
+        on_host = collectives.all_gather_(values, self.flat.shards).cpu()
         for param, start in zip(self.flat.members, self.flat.layout.starts, strict=True):
             parameter = param.parameter
             parameter.grad = None
             parameter.grad_dtype = values.dtype
-            parameter.data = values[start : start + parameter.numel()].view(parameter.shape)
+            parameter.data = on_host[start : start + parameter.numel()].view(parameter.shape)
 
 
 def take_over(main: Tensor, now: Tensor) -> None:

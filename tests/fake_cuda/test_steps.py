@@ -195,12 +195,18 @@ def test_a_device_gets_shards_of_a_model_and_one_part_of_it_whole() -> None:
         part_of = {one: ("model", ".".join(name.split(".")[:2])) for name, one in model.named_parameters()}.get
         optimizer = torch.optim.SGD(model.parameters())
         gradients = Gradients(model.named_parameters(), set(), mesh, new_group, device, config=config, part_of=part_of)
-        MasterWeights(gradients, [optimizer])
+        master_weights = MasterWeights(gradients, [optimizer])
         # Shards of weights and gradients, and a bucket of all values where nobody counts on it.
         shards = 2 * 4 * sum(one.numel() for one in model.parameters()) // ranks
         most = 4 * max(bucket.layout.num_elements for bucket in gradients.buckets)
         assert shards < sum(tracker.take_peak().values()) < 1.03 * (shards + most)
         assert {one.device.type for one in model.parameters()} == {"cuda"}
+        # In the end the host gets all of it, bucket by bucket.
+        held = sum(tracker.held.values())
+        master_weights.release()
+        assert sum(tracker.take_peak().values()) < 1.03 * (held + most)
+        del gradients, master_weights, optimizer
+        assert sum(tracker.held.values()) < shards
 
 
 @on_ranks(1, init=False)
