@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from torch.utils import _pytree as pytree
 from lightning_megatron.mesh import Axis
 
 # Parameters that were made without values, where they are made so.
-_DEFERRED: ContextVar["list[nn.Parameter] | None"] = ContextVar("lightning_megatron_deferred", default=None)
+_DEFERRED: ContextVar["list[ref[nn.Parameter]] | None"] = ContextVar("lightning_megatron_deferred", default=None)
 # Elements that are drawn or read at a time, which bounds the memory that this takes beside them.
 _NUM_WRITTEN = 1 << 24
 
@@ -229,7 +230,7 @@ def shard_parameter(
         fused=fused,
     )
     if made is not None and stand_in is not None:
-        made.append(parameter)
+        made.append(ref(parameter))
         parameter.deferral = Deferral(_write_nothing, stand_in)
         # Tensors of another kind than torch's own, which have no numbers, keep their class.
         if type(parameter) is ShardedParameter:
@@ -254,10 +255,11 @@ class Deferral:
 
 
 @contextmanager
-def deferring() -> Iterator[list[nn.Parameter]]:
-    """Inside the block parameters are made without values (`shard_parameter`); yields the list of them."""
+def deferring() -> Iterator[list[ref[nn.Parameter]]]:
+    """Inside the block parameters are made without values (`shard_parameter`); yields the list of them, which keeps
+    none alive."""
     outer = _DEFERRED.get()
-    made = [] if outer is None else outer
+    made: list[ref[nn.Parameter]] = [] if outer is None else outer
     token = _DEFERRED.set(made)
     try:
         yield made
@@ -287,8 +289,8 @@ class DeferredParameter(ShardedParameter):
     ) -> Any:
         call: Callable[..., Any] = super().__torch_function__
         kwargs = kwargs or {}
-        if func in _CONVERSIONS and (same := call(func, types, args, kwargs)) is args[0]:
-            return same
+        if func in _CONVERSIONS and call(func, types, args, kwargs) is args[0]:
+            return args[0]
         if func == _SET_DATA and args[0] is args[1]:
             # `Module.to` sets the data even of what is as it should be.
             return None

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import ref
 
 import lightning.pytorch as pl
 from torch import nn
@@ -93,7 +94,7 @@ class ActiveRun:
     """Whether ordinary loaders give each rank its part, as the Trainer's use_distributed_sampler asks. That option is
     off during the run: Lightning would replace the user's samplers by one that always shuffles, or repeats samples."""
     dp_comm: DataParallelComm | None = None
-    deferred: list[nn.Parameter] = field(default_factory=list)
+    deferred: list[ref[nn.Parameter]] = field(default_factory=list)
     """Parameters that were made without values, until data-parallel ranks have their shards."""
     num_steps: int = 0
     """Optimizer steps of this run, those that were skipped too."""

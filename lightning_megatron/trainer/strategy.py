@@ -565,7 +565,8 @@ class MegatronStrategy(ParallelStrategy):
             )
             # Those of no shards, and models in attributes of which torch knows nothing.
             while run.deferred:
-                materialize(run.deferred.pop())
+                if (parameter := run.deferred.pop()()) is not None:
+                    materialize(parameter)
             self._plugin.begin(
                 run.dp_comm,
                 self.loss_scale,

@@ -39,17 +39,17 @@ def gradients_of(module: nn.Module, optimizers: Iterable[Optimizer]) -> list[Ten
 def held_bytes(module: nn.Module, optimizers: Sequence[Optimizer], gradient_bytes: int | None = None) -> dict[str, int]:
     """Bytes of its device that this rank holds from step to step, by kind; `gradient_bytes` where they were counted
     before."""
-    if gradient_bytes is None:
-        gradient_bytes = sum(storage_bytes(gradients_of(module, optimizers)).values())
     # Weights without values (`sharding.deferring`) must not get them for that.
     with torch._C.DisableTorchFunctionSubclass():
+        if gradient_bytes is None:
+            gradient_bytes = sum(storage_bytes(gradients_of(module, optimizers)).values())
         weights = storage_bytes(module.parameters())
-    device = {parameter.device.type for parameter in module.parameters()}
-    stepped = storage_bytes(x for x in stepped_by(optimizers) if x.device.type in device)
-    states = [state for optimizer in optimizers for state in optimizer.state.values()]
-    # Beside a GPU the host has the numbers of steps, and what is offloaded to it.
-    tensors = [x for state in states for x in state.values() if isinstance(x, Tensor) and x.dim()]
-    moments = storage_bytes(x for x in tensors if x.device.type in device)
+        device = {parameter.device.type for parameter in module.parameters()}
+        stepped = storage_bytes(x for x in stepped_by(optimizers) if x.device.type in device)
+        states = [state for optimizer in optimizers for state in optimizer.state.values()]
+        # Beside a GPU the host has the numbers of steps, and what is offloaded to it.
+        tensors = [x for state in states for x in state.values() if isinstance(x, Tensor) and x.dim()]
+        moments = storage_bytes(x for x in tensors if x.device.type in device)
     return {
         "weights": sum(weights.values()),
         "gradients": gradient_bytes,

@@ -1,10 +1,12 @@
 """Fits whose models have no values until data-parallel ranks have their shards: with the numbers of any other fit."""
 
+import gc
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from unittest import mock
+from weakref import ref
 
 import lightning as L
 import pytest
@@ -99,12 +101,17 @@ class Initialised(Text):
         self.before = self.model.get_parameter("embedding.tokens.weight").norm()
         # No module knows of it.
         self.others = [GPTModel(self.config)]
+        given_up = GPTModel(self.config)
+        given_up.get_parameter("final_norm.weight").mul(2.0)
+        self.given_up = ref(given_up.get_parameter("final_norm.weight"))
 
     def on_fit_start(self) -> None:
         assert not any(is_deferred(one) for one in self.others[0].parameters())
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         assert self.before > 0.0
+        gc.collect()
+        assert self.given_up() is None
         return super().configure_optimizers()
 
 

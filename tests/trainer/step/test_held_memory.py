@@ -27,7 +27,8 @@ def test_weights_without_values_get_none_to_be_counted() -> None:
     module = nn.Module()
     with deferring():
         module.weight = shard_parameter((1000,), initial=Initial())
-    assert held_bytes(module, [])["weights"] == 512
+    held = held_bytes(module, [torch.optim.AdamW(module.parameters())])
+    assert held["weights"] == 512 and held["master_weights"] == 0
     assert is_deferred(module.weight)
 
 
