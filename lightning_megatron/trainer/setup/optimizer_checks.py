@@ -27,8 +27,9 @@ def require_values(module: pl.LightningModule, world: Axis | None = None) -> Non
     if absent:
         raise RuntimeError(
             f"{', '.join(absent)} have no values: a fit that sharded them failed, and each rank kept its shards alone "
-            '(OptimizerConfig(kind="distributed_parameters")), or training made them NaN throughout; load a checkpoint '
-            "into a new module"
+            '(OptimizerConfig(kind="distributed_parameters")), or training made them NaN throughout: load a checkpoint '
+            "into a new module; or they are copies that torch made of weights before these had values: copy "
+            "weight.detach()"
         )
 
 
