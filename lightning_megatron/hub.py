@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 # An owner and a model; a folder that is there comes first.
 _NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _SUFFIXES = (".json", ".model", ".tiktoken", ".ckpt", ".yaml")
-# A hub that is reached answers sooner.
+# A hub that is reached has sent the small files by then.
 _PATIENCE_SECONDS = 3.0
 CONFIG_FILES = ("*.json",)
 """What tells of a model without its weights."""
@@ -57,8 +57,9 @@ def model_folder(path: str | os.PathLike[str], files: Sequence[str] = MODEL_FILE
 
 @contextmanager
 def telling_who_is_asked(name: str) -> Iterator[None]:
-    """A block that asks the hub for a name; a line is logged once that takes some seconds, as tries do that fail."""
-    text = f"asking the Hugging Face hub for {name}; with HF_HUB_OFFLINE=1 its cache alone is asked"
+    """A block that asks the hub for a name; a line is logged once that takes some seconds, as tries do that fail, and
+    downloads."""
+    text = f"waiting for {name} of the Hugging Face hub, or for its answer; HF_HUB_OFFLINE=1 asks its cache alone"
     timer = Timer(_PATIENCE_SECONDS, logger.warning, [text])
     timer.daemon = True
     timer.start()

@@ -108,5 +108,5 @@ def test_a_hub_that_does_not_answer_at_once_is_named(
     monkeypatch.setattr(hub, "_PATIENCE_SECONDS", 0.1)
     assert model_folder("owner/quick") == model_folder("owner/slow") == "folder"
     assert caplog.messages == [
-        "asking the Hugging Face hub for owner/slow; with HF_HUB_OFFLINE=1 its cache alone is asked"
+        "waiting for owner/slow of the Hugging Face hub, or for its answer; HF_HUB_OFFLINE=1 asks its cache alone"
     ]

@@ -166,7 +166,9 @@ class DryModule:
         module = self.whole.module
         numbers = [parameter.numel() for parameter in module.parameters()]
         trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
-        largest = max(module.children(), key=lambda child: sum(one.numel() for one in child.parameters()))
+        largest = max(
+            module.children(), key=lambda child: sum(one.numel() for one in child.parameters()), default=module
+        )
         return ModelSize(
             name=type(largest).__name__,
             parameters=sum(numbers),

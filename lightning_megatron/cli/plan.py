@@ -102,8 +102,12 @@ def _faults(options: argparse.Namespace) -> list[str]:
 def _unused(options: argparse.Namespace) -> list[str]:
     """Errors about options that another one leaves without effect."""
     if options.compare is not None:
-        given = {"--top": options.top, "--out": options.out, "--explain": options.explain or None}
-        given["--explain-time"] = options.explain_time or None
+        given = {
+            "--top": options.top,
+            "--out": options.out,
+            "--explain": options.explain or None,
+            "--explain-time": options.explain_time or None,
+        }
         return [
             f"{name} ({value}) has no effect with --compare, which prints a table of two runs; leave one out"
             for name, value in given.items()

@@ -236,8 +236,10 @@ def _notes(request: PlanRequest[Any], gpu: Gpu, layout: str | None) -> list[str]
 def _explanations(
     found: Estimate, request: PlanRequest[Any], options: argparse.Namespace
 ) -> tuple[list[str], dict[str, Any]]:
-    """What holds the memory of the fullest rank, and what takes the time of the slowest one, where that is asked for,
-    as text and as JSON."""
+    """Finds what holds the memory of the fullest rank and takes the time of the slowest one, as text and as JSON.
+
+    Nothing of either where it is not asked for.
+    """
     text: list[str] = []
     record: dict[str, Any] = {}
     if options.explain:

@@ -210,8 +210,8 @@ class RecipeCLI(LightningCLI):
         ]
         if off and self._is_barebones():
             raise ConfigurationError(
-                "trainer.barebones (true) is a run without logger, checkpoints and progress bar, and the configuration "
-                f"has such; add {' '.join(off)}"
+                "trainer.barebones (true) is a run without logger, callbacks and logged steps, and the configuration "
+                f"has some of them; add {' '.join(off)}"
             )
         try:
             return super().instantiate_trainer(**self._with_bar(), **kwargs)

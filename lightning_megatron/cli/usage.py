@@ -38,7 +38,7 @@ def mistake_of(error: BaseException) -> str:
         from lightning_megatron.cli.doctor.software import EXTRAS
 
         # Of jsonargparse, Lightning's error has a text and no name.
-        name = _JSONARGPARSE if _JSONARGPARSE in text else (error.name or "").partition(".")[0]
+        name = _JSONARGPARSE if _JSONARGPARSE in text else error.name
         if name in EXTRAS:
             return f"this needs the package {name!r}: pip install 'lightning-megatron[{EXTRAS[name].name}]'"
     if isinstance(error, MemoryError) or any(words in text for words in _OUT_OF_MEMORY):

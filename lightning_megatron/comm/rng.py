@@ -63,7 +63,7 @@ def mix(x: Tensor) -> Tensor:
 
 def bits(keys: Tensor | int, index: Tensor) -> Tensor:
     """64 random bits, as int64, for each index under its key; the two broadcast."""
-    if index.device.type == "cuda" and not torch.compiler.is_compiling():
+    if index.device.type != "cpu" and not torch.compiler.is_compiling():
         drawn: Tensor = _bits_operator(keys if isinstance(keys, Tensor) else torch.tensor(keys, device="cpu"), index)
         return drawn
     return _bits(keys, index)
@@ -120,7 +120,7 @@ def keep_mask(keys: Tensor, num_columns: int, probability: float, first_column: 
 def keep_columns(keys: Tensor, columns: Tensor, probability: float) -> Tensor:
     """`keep_mask` for columns (int64) in any order: [*keys.shape, columns]."""
     threshold = _threshold(probability)
-    if keys.device.type == "cuda" and not torch.compiler.is_compiling():
+    if keys.device.type != "cpu" and not torch.compiler.is_compiling():
         keep: Tensor = _keep_operator(keys.flatten(), columns, threshold)
     else:
         keep = _keep_columns(keys.flatten(), columns, threshold)

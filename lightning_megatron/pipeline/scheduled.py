@@ -20,6 +20,10 @@ from lightning_megatron.mesh import Mesh
 from lightning_megatron.pipeline.module import PipelineModule
 
 _OTHER_MODE = 'use MegatronStrategy(pipeline=PipelineConfig(mode="collective"))'
+_ON_LAST_STAGE = (
+    "behind the call of the model the step runs on the last pipeline stage, where layers of other stages are not "
+    "called and their weights have no values (device meta): it may use what the call returns"
+)
 
 
 class StageExit(BaseException):
@@ -150,6 +154,8 @@ class ScheduledCall:
         self._received: Payload | None = None
         self._output: Payload | None = None
         self._num_calls = 0
+        # Whether the step runs behind the call of a model that has several stages.
+        self._is_behind_call = False
         # Whether the caller's step runs, whose own calls of autograd are none of the schedule's backwards.
         self.is_in_step = False
         # Where the output of the last stage begins in autograd's graph; None where it is no known tree of tensors.
@@ -175,6 +181,7 @@ class ScheduledCall:
                 leaves = tree_leaves(output)
                 is_known = all(leaf is None or isinstance(leaf, Tensor | int | float | str) for leaf in leaves)
                 self._output_nodes = {leaf.grad_fn for leaf in leaves if isinstance(leaf, Tensor)} if is_known else None
+                self._is_behind_call = True
             return output
         if not isinstance(output, (Tensor, dict)):
             raise RuntimeError(
@@ -210,9 +217,13 @@ class ScheduledCall:
             loss = self._enter_step(microbatch)
         except StageExit:
             output = self._output
+        except Exception as error:
+            if self._is_behind_call:
+                error.add_note(_ON_LAST_STAGE)
+            raise
         finally:
             self._received = self._output = None
-            self.is_in_step = False
+            self.is_in_step = self._is_behind_call = False
         if output is None:
             self._require_end_of_step()
             if loss is not None and self._output_nodes is not None:

@@ -1,7 +1,7 @@
 """Whose turn it is while a rank runs: the module whose forward computes, or the one whose part of a backward does.
 
 Every node of autograd's graph belongs to the innermost module whose forward made it, and so do the weight gradients
-that its backward puts off. A path has `*` for every number: all layers are one module.
+that its backward defers. A path has `*` for every number: all layers are one module.
 """
 
 import re
@@ -44,10 +44,10 @@ class ModuleTurns(threading.local):
     def follow_backwards(self, root: nn.Module, weight_gradients: WeightGradients) -> None:
         """Notes from now on whose forward and whose backward runs, of the modules inside of `root`."""
         self.follow(root, self._give_nodes)
-        put_off = weight_gradients.defer
+        own_defer = weight_gradients.defer
 
         def defer(weight: Tensor, task: Callable[[], None]) -> None:
-            put_off(weight, self._in_turn(self.current, task))
+            own_defer(weight, self._in_turn(self.current, task))
 
         weight_gradients.__dict__["defer"] = defer
 

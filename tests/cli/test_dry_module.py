@@ -118,10 +118,10 @@ def found_by(folder: str, run: RunSettings, rank: int = 0, lora: LoraConfig | No
 
 
 class Held(L.Callback):
-    """Measures what a rank holds in its second step, by kind, and the step's peak."""
+    """Measures what a rank holds in its second and third step, by kind, and the lower of their peaks."""
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        self.tracker, self.bytes_by_kind, self.peak_bytes = MemoryTracker(torch.device("cpu")), dict[str, int](), 0
+        self.tracker, self.bytes_by_kind, self.peaks = MemoryTracker(torch.device("cpu")), dict[str, int](), list[int]()
         self.tracker.__enter__()
         self.name(trainer)
 
@@ -131,8 +131,13 @@ class Held(L.Callback):
             self.tracker.take_peak()
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        self.peak_bytes = sum(self.tracker.take_peak().values())
+        self.peaks.append(sum(self.tracker.take_peak().values()))
         self.bytes_by_kind = {kind: sum(sizes.values()) for kind, sizes in self.kinds(trainer).items()}
+
+    @property
+    def peak_bytes(self) -> int:
+        # A thread of gloo now and then lets go of what it has sent later than the step does.
+        return min(self.peaks[1:])
 
     def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         self.tracker.__exit__(None, None, None)
@@ -177,13 +182,13 @@ class Products(OutputShapes):
 def trained(
     folder: str, layout: Layout, precision: str, lora: LoraConfig | None, make_optimizer: MakeOptimizer = PLAIN_ADAMW
 ) -> tuple[int, dict[str, int], int]:
-    """Global rank, and what it held in its second step: by kind, and at its peak."""
+    """Global rank, and what it held once moments were there: by kind, and at its peak."""
     torch.manual_seed(0)
     # Adapters are of a model with weights.
     held, module = Held(), CausalModule(folder, from_scratch=lora is None, lora=lora)
     module.configure_optimizers = lambda: make_optimizer(module)  # type: ignore[method-assign]
     rows = ROWS * NUM_MICROBATCHES
-    ids = torch.randint(0, 512, (2 * rows, TOKENS), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(0, 512, (3 * rows, TOKENS), generator=torch.Generator().manual_seed(1))
     loader = DataLoader([{"tokens": x, "labels": x, "loss_mask": torch.ones(TOKENS)} for x in ids], batch_size=rows)
     trainer = make_trainer(
         layout, max_epochs=1, precision=precision, callbacks=[held], limit_val_batches=0, gradient_clip_val=1.0

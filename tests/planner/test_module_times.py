@@ -84,6 +84,17 @@ def test_products_are_those_of_the_linear_that_makes_them(name: str, backward: i
     assert times["model.layers.*.attention"].flops == of_scores * (1 + backward)
 
 
+def test_accumulated_steps_do_the_work_of_each() -> None:
+    once, twice = times_of(RUNS["stages"]), times_of(RUNS["accumulated"])
+    assert {name: 2 * one.flops for name, one in once.items()} == {name: one.flops for name, one in twice.items()}
+
+
+def test_a_mask_of_dropout_is_one_kernel() -> None:
+    times = times_of(run_of(GPTConfig(num_layers=10, ffn_dropout=0.1, **SHAPE)))
+    dropout = times["model.layers.*.mlp.dropout"]
+    assert 0 < dropout.forward_seconds < 2 * dropout.backward_seconds
+
+
 def test_messages_of_experts_are_their_layer_s() -> None:
     times = times_of(RUNS["experts"])
     sending = {name for name, one in times.items() if one.exposed_seconds.get("ep", 0)}

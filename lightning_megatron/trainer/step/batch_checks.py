@@ -1,12 +1,12 @@
 """Checks that ranks which work on one batch together read the same one, and that shapes are equal where sizes are."""
 
 import hashlib
-from operator import itemgetter
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
+from torch.utils._pytree import tree_flatten
 
 from lightning_megatron.comm import collectives
 from lightning_megatron.mesh import Axis
@@ -38,11 +38,9 @@ class BatchChecks:
 
 
 def batch_digest(batch: Any) -> str:
-    """A hash of every tensor and plain value of a batch with its place there; mappings may be in any order."""
-    leaves = sorted(((keystr(place), leaf) for place, leaf in tree_flatten_with_path(batch)[0]), key=itemgetter(0))
+    """A hash of every tensor and plain value of a batch and of their places; mappings may be in any order."""
     digest = hashlib.blake2b(digest_size=16)
-    for place, leaf in leaves:
-        digest.update(place.encode())
+    for leaf in _in_order(batch):
         if isinstance(leaf, Tensor):
             digest.update(f"{tuple(leaf.shape)}{leaf.dtype}".encode())
             data = leaf.detach().contiguous().cpu().reshape(-1)
@@ -55,6 +53,19 @@ def batch_digest(batch: Any) -> str:
             # A dataclass or a mapping of somebody's own (as of transformers) is one leaf to pytree.
             digest.update(batch_digest(dict(vars_of)).encode())
     return digest.hexdigest()
+
+
+def _in_order(batch: Any) -> Iterator[Any]:
+    """What a batch holds, and what tells its place there: mappings by their keys, in whatever order they are."""
+    if isinstance(batch, dict):
+        for key in sorted(batch, key=repr):
+            yield repr(key)
+            yield from _in_order(batch[key])
+        return
+    leaves, spec = tree_flatten(batch, is_leaf=lambda one: isinstance(one, dict))
+    yield str(spec)
+    for leaf in leaves:
+        yield from _in_order(leaf) if isinstance(leaf, dict) else [leaf]
 
 
 def require_equal_batches(batch: Any, replica: Axis) -> None:
@@ -78,7 +89,7 @@ def require_equal_shapes(batch: Any, dp: Axis) -> None:
 
     Experts whose dispatcher gathers all tokens, or whose rows are padded to a capacity, take sizes for known.
     """
-    own = [tuple(leaf.shape) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+    own = [tuple(leaf.shape) for leaf in _in_order(batch) if isinstance(leaf, Tensor)]
     shapes = collectives.gather_objects(own, dp)
     if any(other != own for other in shapes):
         raise RuntimeError(

@@ -41,11 +41,6 @@ from lightning_megatron.trainer.step.user_step import (
     no_loss,
 )
 
-_OF_ONE_STAGE = (
-    "beside the call of the model training_step runs on the last pipeline stage, where layers of other stages are not "
-    "called and their weights have no values (device meta): it may use what the model's call returns"
-)
-
 
 @dataclass(kw_only=True, eq=False)
 class ScheduledStep:
@@ -164,10 +159,6 @@ class ScheduledStep:
         except StageExit:
             assert mark is not None
             self.log.rewind(mark)
-            raise
-        except Exception as error:
-            if self.mesh.pp.size > 1:
-                error.add_note(_OF_ONE_STAGE)
             raise
         loss, is_sum = loss_of(output), loss_reduction_of(output) == "sum"
         if loss is None:

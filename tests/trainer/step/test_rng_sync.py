@@ -5,14 +5,17 @@ import random
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
+from torch.utils._pytree import register_pytree_node
 
-from lightning_megatron.mesh import Mesh
-from lightning_megatron.trainer.step.batch_checks import batch_digest, require_equal_batches
+from lightning_megatron.mesh import Mesh, Sizes
+from lightning_megatron.trainer.step.batch_checks import batch_digest, require_equal_batches, require_equal_shapes
 from lightning_megatron.trainer.step.rng_sync import aligned_random
-from tests.harness.ranks import run_on_ranks
+from tests.harness.ranks import RankFailed, run_on_ranks
 from tests.trainer.fits import parts_apart, weights
 from tests.trainer.layouts import Layout, make_trainer
 from tests.trainer.modules import Data, Small
@@ -50,9 +53,36 @@ def test_a_digest_sees_every_value_and_shape() -> None:
         {**batch, "a": torch.tensor([0.0, 1, 2, 3, 4, 6])},
         {**batch, "b": [torch.ones(2, dtype=torch.bfloat16), "text", 4]},
         {**batch, "b": [torch.ones(2, dtype=torch.bfloat16), "other", 3]},
+        {"c": batch["a"], "b": batch["b"]},
+        {**batch, "b": tuple(batch["b"])},
+        {**batch, "b": OwnPair(batch["b"], 0)},
+        {**batch, "b": OwnPair(batch["b"], 1)},
     ]
-    assert len({batch_digest(batch), *(batch_digest(other) for other in others)}) == 6
+    assert len({batch_digest(batch), *(batch_digest(other) for other in others)}) == 10
     require_equal_batches(batch, Mesh.single().axis("pp+cp+tp"))
+
+
+class OwnPair:
+    """A class of a user's that pytree knows how to take apart, and names no parts of."""
+
+    def __init__(self, first: Any, second: Any) -> None:
+        self.both = (first, second)
+
+
+register_pytree_node(OwnPair, lambda pair: (list(pair.both), None), lambda both, context: OwnPair(*both))
+
+
+def test_shapes_are_compared_by_names() -> None:
+    batch = {"tokens": torch.zeros(2, 8), "labels": torch.zeros(2)}
+    other = dict(reversed(batch.items()))
+    run_on_ranks(2, compare_shapes, [batch, other])
+    with pytest.raises(RankFailed, match="got batches of the shapes"):
+        run_on_ranks(2, compare_shapes, [batch, {"tokens": torch.zeros(2), "labels": torch.zeros(2, 8)}])
+
+
+def compare_shapes(batches: list[dict[str, Tensor]]) -> None:
+    dp = Mesh.build(Sizes(world=2), dist.get_rank(), lambda ranks: dist.group.WORLD).dp
+    require_equal_shapes(batches[dp.rank], dp)
 
 
 class Noisy(Small):

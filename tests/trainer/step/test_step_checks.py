@@ -51,15 +51,11 @@ class PenalisedFirst(Small):
         return loss + 0.01 * (self.net[0].weight - torch.eye(8).double()).square().sum()  # type: ignore[union-attr,operator]
 
 
-class ReadsFirst(Small):
-    """A term over what the first layer of the chain computed."""
+class FailsBefore(Small):
+    """A mistake that has nothing to do with stages."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        seen: list[Tensor] = []
-        handle = self.net[0].register_forward_hook(lambda module, given, output: seen.append(output))  # type: ignore[index]
-        loss: Tensor = super().training_step(batch, batch_idx)
-        handle.remove()
-        return loss + seen[0].square().mean()
+        raise TypeError("no luck")
 
 
 class Held:
@@ -334,7 +330,7 @@ def told(layout: Layout, kind: type[L.LightningModule], num_accumulated: int = 1
 OWN_BACKWARD = (
     "training_step ran a backward by itself, or a hook, as loss.backward() does, which made a gradient of after.bias: "
 )
-ON_ONE_STAGE = "layers of other stages are not called and their weights have no values (device meta)"
+ON_ONE_STAGE = "their weights have no values (device meta): it may use what the call returns"
 MANUAL = "a loss that {} gives to manual_backward is taken for a mean over the rows of its batch, of which 2 data-"
 ROWS = "the loss of {}.training_step is taken for a mean over the rows of its batch, of which a step has 2 parts"
 
@@ -346,7 +342,6 @@ ROWS = "the loss of {}.training_step is taken for a mean over the rows of its ba
         (PP2, Penalised, "training_step went over all parameters of Penalised"),
         (PP2, PenalisedByModules, "the loss has a term over 6.weight, a weight of the pipelined model"),
         (PP2, PenalisedFirst, ON_ONE_STAGE),
-        (PP2, ReadsFirst, ON_ONE_STAGE),
         (COLLECTIVE, Penalised, "computed different losses (rank 0: "),
         (TP2, Drawn, "computed different losses (rank 0: "),
         (PP2, GradientByInput, "asked for a gradient through a pipelined model, by its input"),
@@ -368,6 +363,12 @@ def test_what_would_be_wrong_is_refused(layout: Layout, kind: type[L.LightningMo
     with pytest.raises(RankFailed) as failed:
         run_on_ranks(2, told, layout, kind, init=False)
     assert shown in str(failed.value)
+
+
+def test_an_error_before_the_model_s_call_is_left_as_it_is() -> None:
+    with pytest.raises(RankFailed, match="no luck") as failed:
+        run_on_ranks(2, told, PP2, FailsBefore, init=False)
+    assert ON_ONE_STAGE not in str(failed.value)
 
 
 OUTPUTS = "training_step sets hooks on the gradients of what it computed: they run once for each microbatch"
