@@ -151,8 +151,8 @@ class RecipeCLI(LightningCLI):
 
     def before_instantiate_classes(self) -> None:
         if self.subcommand != "fit" or not _speaks():
-            # A callback's, about the best checkpoints of a run, which other subcommands neither read nor save; one rank
-            # says it of a run that goes on.
+            # The warning is about the best checkpoints of a run, which other subcommands neither read nor save.
+            # One rank alone gives it of a run that goes on.
             warnings.filterwarnings("ignore", "The dirpath has changed", UserWarning)
         if self.subcommand in ("validate", "test", "predict") and self._has_new_weights():
             rank_zero_warn(

@@ -100,7 +100,7 @@ class DryStep:
         self._past: set[Block] = set()
         self._action = ""
         self.module_of: Callable[[], str] = lambda: ""
-        """Tells whose turn it is, where somebody asks."""
+        """Gives the path of the module that computes, where somebody asks."""
         self._module = ""
         self._held: Mapping[str, int] = {}
         self._segments: list[Segment] = []
@@ -300,7 +300,7 @@ class DryStep:
         self._tracker.owner = block
 
     def take_turns(self) -> None:
-        """Ends a segment where another module's turn begins."""
+        """Ends a segment where another module begins to compute."""
         if self.module_of() != self._module:
             self.go_on(self.current, self._action, self._block)
 

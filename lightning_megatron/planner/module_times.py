@@ -34,7 +34,7 @@ class ModuleTime:
 
     @property
     def seconds(self) -> float:
-        """Seconds of both."""
+        """Seconds that its compute and its exposed messages take."""
         return self.forward_seconds + self.backward_seconds + sum(self.exposed_seconds.values())
 
 
@@ -59,8 +59,8 @@ def module_times(found: Estimate, modules: Mapping[str, Passes]) -> list[ModuleT
             forward_seconds=share * forward.compute,
             backward_seconds=share * backward.compute,
             exposed_seconds={
-                axis: times * (forward.exposed.get(axis, 0.0) + backward.exposed.get(axis, 0.0))
-                for axis, times in exposed.items()
+                axis: scale * (forward.exposed.get(axis, 0.0) + backward.exposed.get(axis, 0.0))
+                for axis, scale in exposed.items()
                 if axis in forward.exposed or axis in backward.exposed
             },
         )

@@ -1,4 +1,4 @@
-"""Whose turn it is while a rank runs: the module whose forward computes, or the one whose part of a backward does.
+"""Tells which module of a rank computes: the one whose forward runs, or the one whose part of a backward does.
 
 Every node of autograd's graph belongs to the innermost module whose forward made it, and so do the weight gradients
 that its backward defers. A path has `*` for every number: all layers are one module.
@@ -28,7 +28,7 @@ class ModuleTurns(threading.local):
 
     @property
     def current(self) -> str:
-        """Path of the module whose turn it is; empty where it is nobody's."""
+        """Path of the module that computes; empty outside of all modules."""
         return self._names[-1] if self._names else ""
 
     def follow(self, root: nn.Module, own: Callable[[str, Any], None] = lambda name, tensors: None) -> None:

@@ -64,7 +64,7 @@ class Segment:
     """What its kernels take, as in `kernel_counts`."""
     messages: MessageCounts
     module: str
-    """Path of the module whose turn it is; empty where that is not asked."""
+    """Path of the module that computes; empty where that is not asked."""
 
     @cached_property
     def changed_bytes(self) -> int:

@@ -367,9 +367,9 @@ def _settle(task: Task, rank: int, num_ranks: int, port: int) -> None:
     os.environ.update(rank_environment(rank, num_ranks))
     if sys.platform == "linux":
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        # A thread of gloo that wakes up while another one holds its lock polls until it is free. Woken threads of this
-        # policy wait until the running one has had its time.
-        with contextlib.suppress(OSError):  # where a system knows no such policy ranks are no worse
+        # A thread of gloo that wakes up while another one holds its lock polls until it is free.
+        # Woken threads of this policy let the running one have its time. Without it ranks only take longer.
+        with contextlib.suppress(OSError):
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     torch.set_num_threads(1)
     # The same on every rank: tests make the whole problem everywhere and compare slices of it.
