@@ -47,6 +47,11 @@ class Pending:
     work: dist.Work | None = None
     finish: Callable[[Tensor], Tensor] | None = None
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self.work is None or self.work.is_completed()
+
     def wait(self) -> Tensor:
         """The result, once the collective is complete."""
         if self.work is not None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lightning_megatron.comm import collectives
 from lightning_megatron.comm.collectives import Pending
+from lightning_megatron.comm.host_numbers import on_device
 from lightning_megatron.mesh import Axis
 from lightning_megatron.optim.bucket_layout import BucketLayout, Range, bucket_layouts, own_range
 from lightning_megatron.optim.reductions import extremes
@@ -403,6 +404,10 @@ class GradReducer:
         # Buckets that add shards, in the backward that runs now, and the one whose reduction is in flight.
         self._queue: list[Bucket] = []
         self._in_flight: Bucket | None = None
+        # Sharded parameters around the parts: whether their gradients are ready before the backward of any part begins.
+        self._is_behind: dict[Bucket, bool] = {}
+        # Parameters whose gradients this backward has made, where parts tell that buckets are complete.
+        self._made: set[Tensor] = set()
         # Buckets in their last backward, with the parameters whose gradients are not ready yet.
         self._missing: dict[Bucket, set[Tensor]] = {}
         # Nodes with their hooks: autograd keeps a node only as long as somebody holds it.
@@ -432,7 +437,10 @@ class GradReducer:
     def grad_view(self, parameter: Tensor) -> Tensor | None:
         """The view of a bucket for a parameter's gradient; None for a parameter in no bucket."""
         bucket = self._bucket_of.get(parameter)
-        return None if bucket is None else bucket.grad_views[parameter]
+        if bucket is None:
+            return None
+        self._make_room()
+        return bucket.grad_views[parameter]
 
     @property
     def adds_shards(self) -> bool:
@@ -490,6 +498,7 @@ class GradReducer:
             trained: set[Tensor] = {param.parameter for param in bucket.members if param.parameter.requires_grad}
             self._missing[bucket] = trained if chosen is None else trained & chosen
         if self.adds_shards:
+            self._made.clear()
             self._queue = [bucket for bucket in expected if bucket.adds_shards and bucket.is_trained]
             self._reduce_complete()
 
@@ -501,11 +510,32 @@ class GradReducer:
         self._land()
 
     def leave_parts(self, parts: Collection[PartName]) -> None:
-        """The backward of these parts of the model has ended."""
-        for bucket in self._queue:
-            if bucket.shards_params and bucket.part in parts:
-                self._missing[bucket] = set()
+        """The backward of these parts of the model has ended; with none, that of what is behind all parts."""
+        left = [one for one in self._queue if one.shards_params and one.part in parts]
+        if not parts:
+            left = self._behind()
+            self._queue = [*left, *(bucket for bucket in self._queue if bucket not in left)]
+        for bucket in left:
+            self._missing[bucket] = set()
         self._reduce_complete()
+
+    def _behind(self) -> list[Bucket]:
+        """Buckets of sharded parameters behind all parts of the model, such as its head. In the first backward, ranks
+        agree which have all of their gradients by now; later ones reduce those here. Collective over the shards."""
+        around = [bucket for bucket in self._queue if bucket.shards_params and bucket.part is None]
+        unknown = [bucket for bucket in around if bucket not in self._is_behind]
+        for axis in dict.fromkeys(bucket.shards for bucket in unknown):
+            own = [bucket for bucket in unknown if bucket.shards == axis]
+            are_ready = on_device([self._missing[one] <= self._made for one in own], own[0].device, torch.int32)
+            agreed = collectives.all_reduce(are_ready, axis, "min").tolist()
+            self._is_behind |= {bucket: bool(is_ready) for bucket, is_ready in zip(own, agreed, strict=True)}
+        return [bucket for bucket in around if self._is_behind[bucket]]
+
+    def _make_room(self) -> None:
+        """Frees the memory of the bucket in flight if its reduction is complete: more gradients come."""
+        pending = None if self._in_flight is None else self._in_flight.pending
+        if pending is not None and pending.is_complete:
+            self._land()
 
     def _land(self) -> None:
         if self._in_flight is not None:
@@ -553,8 +583,12 @@ class GradReducer:
         bucket = self._bucket_of[param.parameter]
         if bucket.pending is not None:
             self._refuse_late(param)
-        bucket.move_grad(param)
-        if not self._by_parts:
+        self._make_room()
+        if not bucket.shards_params:
+            bucket.move_grad(param)
+        if self._by_parts:
+            self._made.add(param.parameter)
+        else:
             self.grad_ready(param.parameter)
 
     @staticmethod
@@ -562,7 +596,7 @@ class GradReducer:
         if param.parameter.grad is not None:
             raise RuntimeError(
                 f"a gradient of {param.name!r} was made after its sum over ranks had begun; a step that runs "
-                'several backwards needs OptimizerConfig(overlap_grad_reduce=False) and no kind "distributed_gradients"'
+                'several backwards needs OptimizerConfig(overlap_grad_reduce=False) and kind "distributed" or "replicated"'
             )
 
     def _reduce_complete(self) -> None:

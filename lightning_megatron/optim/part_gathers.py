@@ -95,7 +95,7 @@ class _Pass:
 class PartGathers:
     """Gathers the parameters of parts before they run, and frees them afterwards, or with `keeps` when a step ends.
 
-    `leave_parts` is called in a backward with the parts that it has left.
+    `leave_parts` is called in a backward with the parts that it has left, and with none before it comes to the first.
     """
 
     def __init__(self, parts: ModelParts, *, keeps: bool, leave_parts: Callable[[Collection[PartName]], None]) -> None:
@@ -319,7 +319,9 @@ class PartGathers:
         part, before = graph.parts[place], self._current
         self._current = graph, place
         self._let_go(self._backward, (part,))
-        if before is not None:
+        if before is None:
+            self._leave_parts(())
+        else:
             left = before[0].parts[before[1]]
             # A part that ran several times has its gradients once it was left as often.
             if left not in before[0].parts[: before[1]]:
