@@ -192,7 +192,10 @@ class DryRuns:
                 step for step in steps if isinstance(step, Action)
             )
             parts = None if is_whole or self.are_deep else self._parts_of(stages)
-            is_whole |= run.is_collective
+            # Where gradients are reduced in each backward, a split one finds memory for them there if another runs
+            # before its weight gradients, whichever of the microbatches that is.
+            splits = spec_of(run.schedule.name).splits_backward
+            is_whole |= run.is_collective or (splits and run.optimizer.shards_gradients)
             kinds = kinds_of(events, self._count, parts if run.sizes.placement == "loop" else None)
             if is_whole:
                 kinds = {cell: cell for cell in kinds}
