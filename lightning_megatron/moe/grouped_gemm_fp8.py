@@ -20,7 +20,7 @@ class GroupedFp8Gemm:
     """GEMM in float8; caches the cast weights until `forget`, for all microbatches of a step."""
 
     def __init__(self, num_own: int, *, x: Scaling, weight: Scaling, gradient: Scaling) -> None:
-        self._x, self._gradient = x, gradient
+        self._x, self.weight_scaling, self._gradient = x, weight, gradient
         self._of_experts = [Fp8Gemm(x=x, weight=weight, gradient=gradient) for _ in range(num_own)]
 
     def cast_anew(self) -> None:

@@ -272,11 +272,12 @@ def make_buckets(
     low_of: Callable[[nn.Parameter], torch.dtype | None],
     adds_shards: bool = False,
     part_of: Callable[[nn.Parameter], PartName | None] | None = None,
+    apart: Collection[nn.Parameter] = (),
 ) -> list[Bucket]:
     """Buckets of the parameters, in about the order in which backward completes them.
 
     With `part_of` parameters are sharded, and a bucket has those of one part of the model. Vectors, which are small,
-    stay whole where they share no bucket with matrices.
+    stay whole where they share no bucket with matrices. Parameters that are gathered `apart` have buckets of their own.
     """
     groups: dict[tuple[Any, ...], list[ModelParam]] = {}
     # Backward runs through the model from its end.
@@ -295,6 +296,7 @@ def make_buckets(
             None if holders is None else holders.ranks,
             param.parameter.dtype,
             low_of(param.parameter),
+            param.parameter in apart,
         )
         groups.setdefault(key, []).append(param)
     buckets = []
@@ -337,11 +339,13 @@ def frozen_params(
     shards_of: Callable[[Axis], Axis],
     bucket_size: int,
     part_of: Callable[[nn.Parameter], PartName | None],
+    apart: Collection[nn.Parameter] = (),
 ) -> list[FlatParams]:
-    """Parameters without gradients, flat by the parts that use them, to be sharded; vectors stay whole."""
+    """Parameters without gradients, flat by the parts that use them, to be sharded; vectors stay whole. Those that are
+    gathered `apart` lie apart."""
     groups: dict[tuple[Any, ...], list[ModelParam]] = {}
     for param in params:
-        key = (param.replicas.ranks, param.parameter.dtype)
+        key = (param.replicas.ranks, param.parameter.dtype, param.parameter in apart)
         if param.parameter.dim() > 1 and shards_of(param.replicas).size > 1:
             groups.setdefault(key, []).append(param)
     return [
@@ -595,8 +599,8 @@ class GradReducer:
     def _refuse_late(param: ModelParam) -> None:
         if param.parameter.grad is not None:
             raise RuntimeError(
-                f"a gradient of {param.name!r} was made after its sum over ranks had begun; a step that runs "
-                'several backwards needs OptimizerConfig(overlap_grad_reduce=False) and kind "distributed" or "replicated"'
+                f"a gradient of {param.name!r} was made after its sum over ranks had begun; a step that runs several "
+                'backwards needs OptimizerConfig(overlap_grad_reduce=False) and kind "distributed" or "replicated"'
             )
 
     def _reduce_complete(self) -> None:

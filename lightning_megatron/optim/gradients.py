@@ -16,6 +16,7 @@ go to those, each rank's shard of them; else they stay on the parameters.
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +37,7 @@ from lightning_megatron.optim.bucket import (
 from lightning_megatron.optim.bucket_layout import Range
 from lightning_megatron.optim.config import OptimizerConfig
 from lightning_megatron.optim.reductions import divided, extremes, scale_in_place, square, stage_axes, total
+from lightning_megatron.precision.scaling import WeightCast
 from lightning_megatron.sharding import DeferredParameter, Shard, ShardedParameter, shard_of
 
 # An axis of one rank: a tensor cut over it is unsharded.
@@ -61,7 +63,8 @@ class Gradients:
     absent. `dtype` is the dtype of accumulated gradients, `low` that of matrices with master weights. `no_split`: the
     optimizer reads full parameters. `names_by_rank` are the names on each pp rank; without it ranks gather them.
     `part_of` tells the first part of the model that uses a parameter, by which sharded ones are gathered; `kept` are
-    frozen parameters that stay whole, because an optimizer may step them later.
+    frozen parameters that stay whole, because an optimizer may step them later; `casts` are those of sharded parameters
+    that are gathered in float8.
     Construction is collective over pp, and over the world where names are held by several pp ranks.
     """
 
@@ -81,6 +84,7 @@ class Gradients:
         names_by_rank: Sequence[Sequence[str]] | None = None,
         part_of: Callable[[nn.Parameter], PartName | None] = lambda parameter: None,
         kept: Collection[nn.Parameter] = (),
+        casts: Mapping[nn.Parameter, WeightCast] = MappingProxyType({}),
     ) -> None:
         self.mesh = mesh
         self.device = device
@@ -111,6 +115,7 @@ class Gradients:
             bucket_size=self.config.bucket_size,
             no_split=no_split,
             part_of=part_of if self.config.shards_parameters else None,
+            apart=casts,
             dtype_of=lambda parameter: parameter.dtype if dtype is None else dtype,
             low_of=lambda parameter: low if _is_lowered(parameter) else None,
             adds_shards=self.config.shards_gradients,
@@ -132,8 +137,10 @@ class Gradients:
             shards_of=lambda replicas: divided_axes[replicas.ranks][0],
             bucket_size=self.config.bucket_size,
             part_of=part_of,
+            apart=casts,
         )
         """Frozen parameters that are sharded."""
+        self._casts = casts
         self.param_shards = [
             ParamShard(param, param.parameter, Range(0, param.parameter.numel()))
             for param in self.params
@@ -153,6 +160,10 @@ class Gradients:
     def sharded(self) -> list[FlatParams]:
         """Parameters that are sharded themselves, and not their gradients and optimizer states alone."""
         return [*(bucket for bucket in self.buckets if bucket.shards_params), *self.frozen]
+
+    def casts_of(self, flat: FlatParams) -> list[WeightCast]:
+        """The casts of the members of a flat group that is gathered in float8."""
+        return [self._casts[param.parameter] for param in flat.members if param.parameter in self._casts]
 
     def copies_of(self, param: ModelParam) -> Axis:
         """The data-parallel ranks that have the shard of this one."""

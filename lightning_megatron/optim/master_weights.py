@@ -60,7 +60,10 @@ class MasterWeights:
         self._optimizers = list(optimizers)
         param_shards = [shard for bucket in gradients.buckets for shard in self._convert(bucket)]
         gradients.param_shards = param_shards
-        self._frozen = [ShardedParams(flat, flat.members[0].parameter.dtype) for flat in gradients.frozen]
+        self._frozen = [
+            ShardedParams(flat, flat.members[0].parameter.dtype, casts=gradients.casts_of(flat))
+            for flat in gradients.frozen
+        ]
         self.frozen_shards = [
             ParamShard(param, nn.Parameter(flat.part_of(one.shard, index), requires_grad=False), flat.own_range(index))
             for flat, one in zip(gradients.frozen, self._frozen, strict=True)
@@ -95,7 +98,8 @@ class MasterWeights:
         if bucket in self._offloaded:
             host = self._on_host[bucket] = HostWeights(bucket)
         if bucket.shards_params:
-            sharded = self._sharded[bucket] = ShardedParams(bucket, dtype, main=None if host is None else host.main)
+            main, casts = None if host is None else host.main, self._gradients.casts_of(bucket)
+            sharded = self._sharded[bucket] = ShardedParams(bucket, dtype, main=main, casts=casts)
             if host is not None:
                 host.attach(sharded.shard)
             yield from _parts(bucket, sharded.shard if host is None else host.main)

@@ -337,7 +337,8 @@ class PartGathers:
         return None if self._current is None else self._current[0].parts[self._current[1]]
 
     def _gather(self, one: ShardedParams, holder: Hashable) -> None:
-        if one.hold(holder):
+        # Whoever may read any weights wants their numbers, and not those of a GEMM.
+        if one.hold(holder, is_exact=holder == _ALL):
             self._gathered.append(self._numbers[one])
 
     def _hold(self, one: _Pass, part: PartName) -> None:

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 
 from lightning_megatron.comm import collectives
 from lightning_megatron.optim.bucket import FlatParams
+from lightning_megatron.optim.float8_gather import Float8Gather
 from lightning_megatron.optim.reductions import fingerprint
+from lightning_megatron.precision.scaling import WeightCast
 from lightning_megatron.sharding import is_deferred, settle, write_elements
 
 
@@ -22,11 +24,14 @@ class ShardedParams:
     """The parameters of a flat group, in `dtype` while they are gathered; this rank's shard keeps theirs of before,
     unless somebody has `main` weights of it. Of parameters without values this shard alone is drawn, or read.
 
-    They are gathered as long as anybody holds them.
+    They are gathered as long as anybody holds them; with `casts`, of all members, as these make them, but for those who
+    want them exact.
     """
 
     @torch.no_grad()
-    def __init__(self, flat: FlatParams, dtype: torch.dtype, *, main: Tensor | None = None) -> None:
+    def __init__(
+        self, flat: FlatParams, dtype: torch.dtype, *, main: Tensor | None = None, casts: Sequence[WeightCast] = ()
+    ) -> None:
         self.flat = flat
         parameters = [param.parameter for param in flat.members]
         num_elements, own_dtype = flat.layout.num_elements, parameters[0].dtype if main is None else dtype
@@ -53,6 +58,8 @@ class ShardedParams:
         self._pending: collectives.Pending | None = None
         # Mark of the shard that hooks saw gathered.
         self._mark: Tensor | None = None
+        self._float8 = Float8Gather(flat, casts, dtype) if casts else None
+        self._is_rounded = False
         self._is_gathered = True
         self._free()
 
@@ -65,13 +72,20 @@ class ShardedParams:
         if self._mark is not None:
             self.note()
 
-    def hold(self, holder: Hashable) -> bool:
+    def hold(self, holder: Hashable, *, is_exact: bool = False) -> bool:
         """Starts to gather the parameters, unless they are there or on their way; returns whether it does. Collective
         over the shards."""
         self._holders.add(holder)
+        if self._is_gathered and self._is_rounded and is_exact:
+            self.take_changed()
+            self._free()
         if self._is_gathered:
             return False
-        self._gather()
+        if self._float8 is None or is_exact:
+            self._gather()
+        else:
+            self._gather_rounded(self._float8)
+        self._is_gathered = True
         return True
 
     @torch.no_grad()
@@ -79,7 +93,19 @@ class ShardedParams:
         _resize(self.gathered, self.gathered.numel() * self.gathered.element_size())
         collectives.shard_slice(self.gathered, self.flat.shards).copy_(self.shard)
         self._pending = collectives.all_gather_(self.gathered, self.flat.shards, wait=False)
-        self._is_gathered = True
+        self._is_rounded = False
+
+    @torch.no_grad()
+    def _gather_rounded(self, gather: Float8Gather) -> None:
+        def finish(values: Tensor) -> Tensor:
+            _resize(self.gathered, self.gathered.numel() * self.gathered.element_size())
+            with torch.no_grad():
+                gather.decast(values, self.gathered)
+            return self.gathered
+
+        self._pending = gather.start(self.shard)
+        self._pending.finish = finish
+        self._is_rounded = True
 
     def wait(self) -> None:
         """Waits for the values of the parameters, which somebody holds."""
@@ -132,7 +158,10 @@ class ShardedParams:
                 view.copy_(parameter.detach())
                 parameter.data = view
         now = collectives.shard_slice(self.gathered, self.flat.shards)
-        take_over(self.shard, now)
+        if self._float8 is not None and self._is_rounded:
+            _take_others(self.shard, now, self._float8.rounded(self.shard))
+        else:
+            take_over(self.shard, now)
         if is_noted:
             self.note()
 
@@ -162,8 +191,13 @@ def take_over(main: Tensor, now: Tensor) -> None:
     if now.dtype == main.dtype:
         main.copy_(now)
         return
+    _take_others(main, now, main.to(now.dtype))
+
+
+def _take_others(main: Tensor, now: Tensor, before: Tensor) -> None:
+    """Takes over the elements of `now` that are not those of `before`."""
     # NaN is not equal to itself and counts as unchanged.
-    is_same = (now == main.to(now.dtype)) | now.isnan()
+    is_same = (now == before) | now.isnan()
     main.copy_(torch.where(is_same, main, now.to(main.dtype)))
 
 

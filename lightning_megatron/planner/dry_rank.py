@@ -173,6 +173,7 @@ def build_rank(run: RunSettings, mesh: Mesh, new_group: NewGroup, device: torch.
         names_by_rank=trained.names_by_rank(module),
         part_of=first_parts(parts.parameters).get,
         kept=[parameter for group in optimizer.param_groups for parameter in group["params"]],
+        casts={} if fp8 is None else fp8.weight_casts(module),
     )
     master_weights = MasterWeights(gradients, [optimizer]) if has_master_weights else None
     sharded = None

@@ -26,6 +26,7 @@ Format = Literal["e4m3", "hybrid"]
 RecipeName = Literal["current", "delayed", "mxfp8", "none"]
 AmaxFrom = Literal["max", "most_recent"]
 Engine = Literal["torch", "transformer_engine"]
+ParamGather = Literal["full", "float8"]
 ParallelMode = Literal["column", "row"]
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 """Makes contexts around a forward and around its recomputation."""
@@ -63,6 +64,10 @@ class Fp8Config:
     """Layers at the end of the model that stay in the precision of the trainer."""
     engine: Engine = "torch"
     """Library that multiplies. torch: torch's scaled GEMM; transformer_engine: Transformer Engine's layers."""
+    param_gather: ParamGather = "full"
+    """Form in which OptimizerConfig(kind="distributed_parameters") gathers the weights of these layers. full: in the
+    precision of the trainer; float8: as the bytes of their cast, half of the message of 16 bits, for the same products.
+    Code of a layer that reads such a weight for anything else reads it rounded."""
 
     def __post_init__(self) -> None:
         if faults := self.faults():
@@ -80,7 +85,13 @@ class Fp8Config:
 
     def faults(self) -> list[str]:
         """Every rule that these settings break, one sentence each."""
-        choices = {"format": Format, "scaling": RecipeName, "amax_from": AmaxFrom, "engine": Engine}
+        choices = {
+            "format": Format,
+            "scaling": RecipeName,
+            "amax_from": AmaxFrom,
+            "engine": Engine,
+            "param_gather": ParamGather,
+        }
         faults = [
             f"fp8 {name} ({getattr(self, name)!r}) must be one of {', '.join(map(repr, get_args(choice)))}"
             for name, choice in choices.items()
@@ -112,6 +123,11 @@ class Fp8Config:
             faults.append(
                 "fp8 scaling='none' is for engine='transformer_engine', whose fused layers also multiply without "
                 "float8; choose that, or leave fp8 out"
+            )
+        if self.param_gather == "float8" and (self.scaling != "current" or self.engine != "torch"):
+            faults.append(
+                "fp8 param_gather ('float8') is for scaling='current' of engine='torch', whose scales ranks agree on "
+                f"before they gather, and these are {self.scaling!r} and {self.engine!r}; use param_gather='full'"
             )
         if self.engine == "transformer_engine" and self.scaling == "current" and self.margin:
             faults.append(

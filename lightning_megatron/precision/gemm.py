@@ -73,7 +73,7 @@ class Fp8Gemm:
     """Multiplies in float8; caches the cast weight until `forget`, for all microbatches of a step."""
 
     def __init__(self, *, x: Scaling, weight: Scaling, gradient: Scaling) -> None:
-        self._x, self._weight, self._gradient = x, weight, gradient
+        self._x, self.weight_scaling, self._gradient = x, weight, gradient
         self._cached: CastWeight | None = None
         self._caches = True
 
@@ -96,12 +96,14 @@ class Fp8Gemm:
     ) -> Tensor:
         weight_OI = self.cast_weight(weight, is_training=is_training).rows
         # Fast accumulation is enough in forward; rounding errors of backward would add up over steps.
-        y_TO = _multiply(self._x.rows(x_TI), self._x.dtype, weight_OI, self._weight.dtype, dtype, is_fast=True)
+        y_TO = _multiply(self._x.rows(x_TI), self._x.dtype, weight_OI, self.weight_scaling.dtype, dtype, is_fast=True)
         return y_TO if bias is None else y_TO.add_(bias.flatten())
 
     def input_gradient(self, grad_TO: Operand, weight: Tensor, dtype: torch.dtype) -> Tensor:
         weight_IO = self.cast_weight(weight, is_training=True).columns
-        return _multiply(self._gradient.rows(grad_TO), self._gradient.dtype, weight_IO, self._weight.dtype, dtype)
+        return _multiply(
+            self._gradient.rows(grad_TO), self._gradient.dtype, weight_IO, self.weight_scaling.dtype, dtype
+        )
 
     def weight_gradient(self, grad_TO: Operand, x_TI: Operand, weight: Tensor) -> Tensor:
         return self.gradient_in(weight.dtype, grad_TO, x_TI).view(weight.shape)
@@ -128,8 +130,8 @@ class Fp8Gemm:
         that torch does not count."""
         if is_training and self._cached is not None and self._cached.is_of(weight):
             return self._cached
-        operand_OI = self._weight.cast(weight.detach().flatten(0, -2), is_training=is_training)
-        cast = CastWeight(weight, operand_OI, self._weight)
+        operand_OI = self.weight_scaling.cast(weight.detach().flatten(0, -2), is_training=is_training)
+        cast = CastWeight(weight, operand_OI, self.weight_scaling)
         if is_training and self._caches:
             self._cached = cast
         return cast

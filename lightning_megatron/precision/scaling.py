@@ -10,7 +10,7 @@ and microbatches count as one tensor. Source: Micikevicius et al., arXiv 2209.05
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -61,8 +61,20 @@ class CurrentScaling(TensorScaling):
     """Scales a tensor by its own amax."""
 
     def cast(self, x: Tensor, *, is_training: bool) -> Operand:
-        scale = scale_of(self._agree(amax_of(x)), largest(self.dtype), self._margin)
+        scale = self.scales(amax_of(x))
         return Operand(cast(x, scale, self.dtype), scale.reciprocal())
+
+    def scales(self, amaxes: Tensor) -> Tensor:
+        """The scales of tensors with these amaxes, float32 of their shape. Collective over the ranks that agree."""
+        return scale_of(self._agree(amaxes), largest(self.dtype), self._margin)
+
+
+class WeightCast(NamedTuple):
+    """The cast of a weight before ranks gather it."""
+
+    scaling: CurrentScaling
+    num_tensors: int
+    """Tensors along the first dim of the weight that have a scale each, such as the matrices of experts."""
 
 
 class AmaxHistory:

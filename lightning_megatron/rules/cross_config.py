@@ -362,6 +362,11 @@ def _fp8(facts: Facts) -> list[str]:
         faults.append(
             f"precision ({facts.precision!r}) must be one of {', '.join(_AROUND_FP8)} with fp8; use 'bf16-mixed'"
         )
+    if facts.fp8.param_gather == "float8" and not facts.optimizer.shards_parameters:
+        faults.append(
+            "fp8 param_gather ('float8') acts with OptimizerConfig(kind=\"distributed_parameters\") alone, which "
+            f"gathers weights as they are used, and the kind is {facts.optimizer.kind!r}; leave it out"
+        )
     if facts.fp8.engine == "transformer_engine" and facts.recompute.shard_saved_inputs:
         faults.append(
             "recompute shard_saved_inputs (True) is for layers that torch recomputes, and with the fp8 engine "

@@ -26,7 +26,14 @@ from lightning_megatron.precision import fp8
 from lightning_megatron.precision.cast import E4M3, E5M2
 from lightning_megatron.precision.fp8 import Fp8Config
 from lightning_megatron.precision.gemm import Fp8Gemm
-from lightning_megatron.precision.scaling import AmaxHistory, BlockScaling, CurrentScaling, DelayedScaling, Scaling
+from lightning_megatron.precision.scaling import (
+    AmaxHistory,
+    BlockScaling,
+    CurrentScaling,
+    DelayedScaling,
+    Scaling,
+    WeightCast,
+)
 from lightning_megatron.sharding import shard_of
 from lightning_megatron.tensor.gemm import TORCH_GEMM
 from lightning_megatron.tensor.linear import ParallelLinear
@@ -69,6 +76,15 @@ class _Matrix(NamedTuple):
     gemm: Literal["gemm", "up_gemm", "down_gemm"]
     """Attribute of the module by which the weight multiplies."""
 
+    @property
+    def weight(self) -> nn.Parameter:
+        """The weight on this rank."""
+        if isinstance(self.module, Experts):
+            return self.module.up if self.gemm == "up_gemm" else self.module.down
+        weight = self.module.weight
+        assert isinstance(weight, nn.Parameter)
+        return weight
+
     def use(self, x: Scaling, weight: Scaling, gradient: Scaling) -> Fp8Gemm | GroupedFp8Gemm:
         """Lets it multiply in FP8, cast by these."""
         if isinstance(self.module, Experts):
@@ -102,12 +118,28 @@ class TorchFp8Layers:
         history: AmaxHistory | None,
         axes: Sequence[Axis],
         pp: Axis,
+        config: Fp8Config,
     ) -> None:
         self._matrices, self._gemms, self._history, self._axes, self._pp = matrices, gemms, history, axes, pp
+        self._config = config
 
     def context(self) -> AbstractContextManager[None]:
         """Context that a call of the model runs in."""
         return nullcontext()
+
+    def weight_casts(self, root: nn.Module) -> dict[nn.Parameter, WeightCast]:
+        """Casts by which weights are gathered, where they are so: those that nothing in `root` but these layers
+        holds."""
+        if self._config.param_gather == "full":
+            return {}
+        casts, owners = dict[nn.Parameter, WeightCast](), {matrix.module for matrix in self._matrices}
+        for matrix, gemm in zip(self._matrices, self._gemms, strict=True):
+            if isinstance(gemm.weight_scaling, CurrentScaling):
+                weight = matrix.weight
+                num_tensors = len(weight) if isinstance(matrix.module, Experts) else 1
+                casts[weight] = WeightCast(gemm.weight_scaling, num_tensors)
+        others = {one for module in root.modules() if module not in owners for one in module.parameters(recurse=False)}
+        return {weight: one for weight, one in casts.items() if weight not in others}
 
     def cast_anew(self) -> None:
         """Casts weights in each GEMM, because the weights are freed after it, and holds no casts in between."""
@@ -207,7 +239,7 @@ def use_torch(
 
     slots = itertools.count()
     gemms = [matrix.use(*(scaling(next(slots), axis) for axis in matrix.axes)) for matrix in matrices]
-    return TorchFp8Layers(matrices, gemms, history, (tp, replicas), pp)
+    return TorchFp8Layers(matrices, gemms, history, (tp, replicas), pp, config)
 
 
 def _weights(module: nn.Module) -> tuple[Tensor, ...]:
@@ -262,6 +294,9 @@ class EngineFp8Layers:
     def release(self) -> None:
         for layer in self._layers:
             layer.give_back()
+
+    def weight_casts(self, root: nn.Module) -> dict[nn.Parameter, WeightCast]:
+        return {}
 
     def state_dict(self) -> dict[str, Tensor]:
         return {}

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +169,19 @@ def test_a_dry_run_and_the_closed_form_know_it() -> None:
     messages = {kind: m.number for (axis, kind), m in found.messages.items() if axis == "dp+cp"}
     assert messages["all-gather"] == 4 * (15 + 14) + 2
     assert messages["reduce-scatter"] == 4 * (15 + 2)
+
+
+def test_a_dry_run_sends_half_of_the_bytes_of_layers_that_are_gathered_in_float8() -> None:
+    run = replace(run_of("distributed_parameters"), fp8=Fp8Config())
+    sent = {}
+    for form in ("full", "float8"):
+        found = dry_run(replace(run, fp8=Fp8Config(param_gather=form)), 0)
+        sent[form] = found.messages["dp+cp", "all-gather"].tensor_bytes
+        assert found.peak_bytes > 0
+    config = run.model
+    # Of four microbatches, for the forward and for the backward: a rank's half of attention's 4 H^2 and of 8 H^2.
+    in_layers = 4 * 2 * config.num_layers * 12 * config.hidden_size**2 // 2
+    assert sent["full"] - sent["float8"] == pytest.approx(in_layers, rel=0.01)
 
 
 class Grafted(Frozen):

@@ -34,6 +34,13 @@ def test_what_only_delayed_scaling_reads_is_refused_elsewhere(scaling: fp8.Recip
     Fp8Config(scaling="delayed", **options)
 
 
+@pytest.mark.parametrize("options", [{"scaling": "delayed"}, {"scaling": "mxfp8"}, {"engine": "transformer_engine"}])
+def test_weights_are_gathered_in_float8_by_current_scales_of_torch_alone(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"is for scaling='current' of engine='torch'.*use param_gather='full'"):
+        Fp8Config(param_gather="float8", **options)
+    Fp8Config(param_gather="float8")
+
+
 def test_an_engine_that_is_absent_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     engine_stub.break_import(monkeypatch)
     [fault] = fp8.engine_faults(ENGINE)

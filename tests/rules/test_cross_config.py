@@ -9,6 +9,7 @@ from lightning_megatron.mesh import Sizes, StageLayout
 from lightning_megatron.models import BertConfig, GPTConfig, LlavaConfig, T5Config, VisionConfig
 from lightning_megatron.moe.capacity import ExpertCapacity
 from lightning_megatron.moe.config import MoEConfig, RouterConfig
+from lightning_megatron.optim.config import OptimizerConfig
 from lightning_megatron.pipeline.schedule_spec import Schedule
 from lightning_megatron.rules.cross_config import Facts, faults
 from tests.precision import engine_stub
@@ -364,6 +365,14 @@ def test_dynamic_context_parallelism_takes_gpts_alone_and_names_the_model(model:
     # Beside what is wrong with its own settings.
     both = faults(replace(sound, model=model, dynamic_context=replace(config, max_group_size=8)))  # type: ignore[arg-type]
     assert len(both) == 2 and "max_group_size (8)" in both[1]
+
+
+def test_a_gather_in_float8_asks_for_weights_that_are_gathered() -> None:
+    facts = Facts(sizes=Sizes(world=2), fp8=Fp8Config(param_gather="float8"), precision="bf16-mixed")
+    for kind in ("replicated", "distributed_gradients"):
+        [shown] = faults(replace(facts, optimizer=OptimizerConfig(kind=kind)))
+        assert shown.startswith("fp8 param_gather ('float8') acts with") and f"the kind is {kind!r}" in shown
+    assert faults(replace(facts, optimizer=OptimizerConfig(kind="distributed_parameters"))) == []
 
 
 def test_fp8_asks_for_norms_before_the_linears_of_a_bert() -> None:

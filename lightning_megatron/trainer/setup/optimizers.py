@@ -78,6 +78,7 @@ def make_data_parallel_comm(
         low=plugin.low_dtype(),
         part_of=first_parts(parts.parameters).get,
         kept=[parameter for one in stepping for group in one.param_groups for parameter in group["params"]],
+        casts={} if plugin.fp8_layers is None else plugin.fp8_layers.weight_casts(module),
     )
     master_weights, hook_gradients, sharded = None, None, None
     if has_master_weights(config, plugin):

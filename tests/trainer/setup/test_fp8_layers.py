@@ -24,9 +24,11 @@ from lightning_megatron.mesh import Mesh
 from lightning_megatron.models import BertConfig, BertModel, GPTConfig, GPTModel
 from lightning_megatron.moe.config import MoEConfig, RouterConfig
 from lightning_megatron.optim.config import OptimizerConfig
+from lightning_megatron.optim.float8_gather import Float8Gather
 from lightning_megatron.precision.gemm import Fp8Gemm
 from lightning_megatron.tensor.linear import ParallelLinear
 from lightning_megatron.trainer.precision import MegatronPrecision
+from lightning_megatron.transformer.lora import LoraConfig, add_lora
 from lightning_megatron.transformer.te_layers import TELinear
 from tests.harness.ranks import run_on_ranks
 from tests.precision import engine_stub
@@ -215,10 +217,11 @@ def exchanged(world: int, fp8: Fp8Config, microbatches: int, names: list[str], m
     found = {}
     for name in names:
         module = Language(WIDE if fp8.scaling == "mxfp8" else CONFIG)
+        exchange, _, gathered = name.partition(", gathered in ")
         trainer = trainer_of(
             world,
-            {"optimizer": (EXCHANGES | EXCHANGES_OF_ONE)[name], "num_microbatches": microbatches},
-            fp8=fp8,
+            {"optimizer": (EXCHANGES | EXCHANGES_OF_ONE)[exchange], "num_microbatches": microbatches},
+            fp8=replace(fp8, param_gather="float8") if gathered else fp8,
             precision="bf16-mixed",
             max_steps=max_steps,
         )
@@ -250,6 +253,8 @@ def test_overlap_and_shards_change_no_bit_in_fp8_and_dp_ranks_nothing_but_roundi
         wanted_losses, wanted = one["replicated"]
         moved = max(float((wanted[f"model.{n}"] - p.detach()).abs().max()) for n, p in initial.named_parameters())
         names = [*EXCHANGES, *(EXCHANGES_OF_ONE if microbatches == 1 else ())]
+        if fp8 == CURRENT and microbatches == 1:
+            names += [f"{name}, gathered in float8" for name in EXCHANGES_OF_ONE]
         for found in run_on_ranks(2, exchanged, 2, fp8, microbatches, names, num_steps, init=False):
             losses, weights = found["replicated"]
             for name, (other_losses, other_weights) in found.items():
@@ -258,6 +263,78 @@ def test_overlap_and_shards_change_no_bit_in_fp8_and_dp_ranks_nothing_but_roundi
             furthest = max(float((weight - wanted[n]).abs().max()) for n, weight in weights.items())
             assert furthest < bound * moved
             assert losses == pytest.approx(wanted_losses, abs=0.02)
+
+
+class Adapted(Language):
+    """Trains paths of low rank beside weights that are frozen, and sharded all the same."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        assert self.model is not None
+        add_lora(self.model, LoraConfig(rank=4), seed=3)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([one for one in self.parameters() if one.requires_grad], lr=0.2)
+
+
+class Shares(Language):
+    """Has the weight of a layer twice: a second module multiplies it in the precision of the trainer."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        assert self.model is not None
+        self.other = nn.Linear(1, 1, bias=False)
+        self.other.weight = self.model.get_submodule("layers.1.mlp.down").weight  # type: ignore[assignment]
+
+
+ZERO_3: dict[str, Any] = {"optimizer": OptimizerConfig(kind="distributed_parameters", gather_for_hooks=False)}
+GATHERED: dict[str, tuple[type[Language], GPTConfig, dict[str, Any]]] = {
+    "tp2+sp": (Language, CONFIG, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    "experts": (Language, WITH_EXPERTS, {"expert_model_parallel_size": 2}),
+    "frozen": (Adapted, CONFIG, {}),
+    "shared": (Shares, CONFIG, {}),
+}
+
+
+def gathered_in(form: Any) -> dict[str, tuple[list[float], dict[str, Tensor], set[str]]]:
+    """Losses, weights at the end, and the names of weights that were gathered in float8, of several runs."""
+    found = {}
+    for name, (kind, config, layout) in GATHERED.items():
+        module, start, names = kind(config), Float8Gather.start, set[str]()
+
+        def noted(gather: Float8Gather, shard: Tensor, *, names: set[str] = names, start: Any = start) -> Any:
+            names |= {param.name for param in gather._flat.members}
+            return start(gather, shard)
+
+        Float8Gather.start = noted  # type: ignore[method-assign]
+        try:
+            fp8 = Fp8Config(num_first_layers_bf16=1, param_gather=form)
+            trainer = trainer_of(4, {**ZERO_3, **layout}, fp8=fp8, precision="bf16-mixed", max_steps=3)
+            dp_size = 4 // layout.get("tensor_model_parallel_size", 1)
+            rank = int(os.environ["RANK"]) * dp_size // 4
+            trainer.fit(module, DataLoader(Subset(loader().dataset, range(rank, 16, dp_size)), batch_size=4 // dp_size))
+        finally:
+            Float8Gather.start = start  # type: ignore[method-assign]
+        found[name] = module.losses, {n: p.detach().clone() for n, p in module.named_parameters()}, names
+    return found
+
+
+def test_weights_gathered_in_float8_train_to_the_bits_of_full_ones() -> None:
+    fulls = run_on_ranks(4, gathered_in, "full", init=False)
+    for full, in_float8 in zip(fulls, run_on_ranks(4, gathered_in, "float8", init=False), strict=True):
+        for name, (losses, weights, names) in in_float8.items():
+            assert losses == full[name][0], name
+            assert all(torch.equal(weight, full[name][1][n]) for n, weight in weights.items()), name
+            assert not full[name][2] and names, name
+            # The first layer, embeddings and norms are gathered as they were.
+            assert all(
+                ".layers." in one and ".layers.0." not in one and one.endswith(("weight", "up", "down"))
+                for one in names
+            )
+        assert any(".experts.up" in one for one in in_float8["experts"][2])
+        assert "model.layers.1.mlp.down.weight" in in_float8["tp2+sp"][2]
+        assert "model.layers.1.mlp.down.weight" not in in_float8["shared"][2]
+        assert not any("lora" in one for one in in_float8["frozen"][2])
 
 
 def resumed(folder: str, layout: dict[str, Any], first: bool) -> list[float]:
