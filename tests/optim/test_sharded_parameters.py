@@ -15,6 +15,7 @@ from torch import Tensor
 from lightning_megatron import Fp8Config, MegatronStrategy
 from lightning_megatron.checkpoint import CheckpointConfig, load, read_entries
 from lightning_megatron.mesh import Mesh, Sizes
+from lightning_megatron.optim.bucket import Bucket
 from lightning_megatron.optim.config import OptimizerConfig
 from lightning_megatron.optim.sharded_params import ShardedParams
 from lightning_megatron.planner.dry_run import dry_run
@@ -147,6 +148,55 @@ def test_kept_parts_are_gathered_once_a_step() -> None:
         # For the hooks once more, before the step and after it; for validation they are there.
         assert (most, blocks) == (4, 3 * 4)
         assert seen == [True] and is_whole
+
+
+class Untied(networks.TrainsOverTensor):
+    """Has a head of its own, in which rank 1 sees no use in the first of its backwards where it `leaves_out`."""
+
+    def __init__(self, *, leaves_out: bool = False) -> None:
+        super().__init__()
+        self.leaves_out = leaves_out
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.net.head.weight = torch.nn.Parameter(self.net.head.weight.detach().clone())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.leaves_out and self.global_rank and batch_idx == 0:
+            return self.net.norm(self.net.run_blocks(self.net.tokens(batch["tokens"]))).square().mean()
+        return super().training_step(batch, batch_idx)
+
+
+def reduced(leaves_out: bool) -> list[list[str]]:
+    """The weights of each bucket that is reduced, in order, of each of two steps of two microbatches."""
+    module, reduce, found = Untied(leaves_out=leaves_out), Bucket.reduce, list[str]()
+
+    def noted(bucket: Bucket, *, is_checked: bool) -> None:
+        names = [param.name.removeprefix("net.") for param in bucket.members if param.parameter.dim() > 1]
+        found.append(names[0].rpartition(".")[0] if names else "vectors")
+        reduce(bucket, is_checked=is_checked)
+
+    Bucket.reduce = noted  # type: ignore[method-assign]
+    try:
+        layout = Layout(world=2, optimizer=ONE_EACH)
+        make_trainer(layout, max_epochs=1, limit_train_batches=2).fit(module, networks.loader())
+    finally:
+        Bucket.reduce = reduce  # type: ignore[method-assign]
+    half = len(found) // 2
+    return [found[:half], found[half:]]
+
+
+def test_a_head_is_reduced_before_the_layers_where_all_ranks_have_its_gradient_by_then() -> None:
+    for steps in run_on_ranks(2, reduced, False, init=False):
+        for step in steps:
+            blocks = [name.split(".")[1] for name in step if name.startswith("blocks")]
+            assert list(dict.fromkeys(blocks)) == ["3", "2", "1", "0"]
+            assert step[0] == "head" and step.index("tokens") > max(step.index(n) for n in step if "blocks" in n)
+    # One rank has none in the first step: it stays at the end of the backward, on both and for good.
+    one, other = run_on_ranks(2, reduced, True, init=False)
+    assert one == other
+    for step in one:
+        assert step.index("head") > max(step.index(name) for name in step if name.startswith("blocks"))
 
 
 def test_a_dry_run_and_the_closed_form_know_it() -> None:
