@@ -370,8 +370,8 @@ FAULTS = (
     ),
     Fault(
         "optim/bucket.py",
-        "if bucket.shards_params and bucket.part in parts:",
-        "if bucket.shards_params:",
+        "one.shards_params and one.part in parts]",
+        "one.shards_params]",
         ("optim/test_sharded_parameters.py",),
     ),
     Fault(

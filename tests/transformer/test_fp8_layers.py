@@ -119,7 +119,7 @@ def test_each_rank_casts_its_part_as_it_would_be_cast_unsharded(fp8: Fp8Config, 
         assert isinstance(product, Fp8Gemm)
         x = product.cast_input(parts["x"], is_training=True).inverse_scale
         grad = product.cast_gradient(parts["grad"]).inverse_scale
-        weight = product._weight.cast(parts["weight"], is_training=True).inverse_scale
+        weight = product.weight_scaling.cast(parts["weight"], is_training=True).inverse_scale
         assert x is not None and grad is not None and weight is not None
         return {"x": x, "grad": grad, "weight": weight}
 
