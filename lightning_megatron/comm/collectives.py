@@ -49,7 +49,7 @@ class Pending:
 
     @property
     def is_complete(self) -> bool:
-        """Whether `wait` would return at once."""
+        """Whether the collective is complete, but for what is made of its output."""
         return self.work is None or self.work.is_completed()
 
     def wait(self) -> Tensor:

@@ -1,9 +1,10 @@
 """Gradient buckets: gradients of several parameters in one flat tensor, reduced by one message.
 
-Backward makes new tensors for `.grad`, or adds to those that are there. When a parameter's gradient is
-complete for one backward it moves to its `grad_view`, a view of the bucket, which is `.grad` from then on. A bucket
-whose last gradient of a step is ready may be reduced. Buckets are reduced in one order on all data-parallel ranks,
-whatever the order in which they fill.
+Backward makes new tensors for `.grad`, or adds to those that are there. When a parameter's gradient is complete for one
+backward it moves to its `grad_view`, a view of the bucket, which is `.grad` from then on; where parameters are sharded
+it moves when the bucket is reduced, as until then the one in flight has such memory. A bucket whose last gradient of a
+step is ready may be reduced. Buckets are reduced in one order on all data-parallel ranks, whatever the order in which
+they fill.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -81,7 +82,7 @@ class Bucket(FlatParams):
     `shards` is the axis over which the sum is scattered: the data-parallel ranks, some of them, or a single rank;
     `copies` the ranks that have the shard of this one, over which it is summed once a step. `dtype` is of the
     gradients, `low` of the parameters with master weights, None where they keep their own. Where `adds_shards` says so
-    the memory of all gradients is there from the first gradient of a backward to the end of their reduction, and
+    the memory of all gradients is there from the first gradient that moves to it to the end of their reduction, and
     reductions of a step add up in this rank's shard. `shards_params` says that the parameters are sharded, too.
     """
 
@@ -248,6 +249,10 @@ class Bucket(FlatParams):
             self.pending = collectives.reduce_scatter_(self.gradient, self.shards, wait=False)
         else:
             self.pending = collectives.all_reduce_(self.gradient, self.replicas, wait=False)
+        if self.adds_shards:
+            for param in self.members:
+                # What another use makes from here on is no part of what is on its way.
+                param.parameter.grad = None
 
     def wait(self) -> bool:
         """Whether the bucket was reduced in this step, once the reduction is complete."""
@@ -341,8 +346,10 @@ def frozen_params(
     part_of: Callable[[nn.Parameter], PartName | None],
     apart: Collection[nn.Parameter] = (),
 ) -> list[FlatParams]:
-    """Parameters without gradients, flat by the parts that use them, to be sharded; vectors stay whole. Those that are
-    gathered `apart` lie apart."""
+    """Parameters without gradients, flat by the parts that use them, to be sharded; vectors stay whole.
+
+    Parameters that are gathered `apart` share no flat tensor with others.
+    """
     groups: dict[tuple[Any, ...], list[ModelParam]] = {}
     for param in params:
         key = (param.replicas.ranks, param.parameter.dtype, param.parameter in apart)
@@ -388,7 +395,9 @@ class GradReducer:
     (`complete`). Buckets that add shards are reduced in each backward that a schedule expects, and are complete when it
     has ended (`end_backward`). Those of sharded parameters are complete when the backward has left the parts that use
     them (`leave_parts`): ranks that gather parameters in between must do both in one order, and their gradients may be
-    ready in several.
+    ready in several. Of what is around the parts those are complete at the first part (`reach_parts`) that were so when
+    a backward first came there, on all ranks; a gradient that comes later all the same is reduced when the step's
+    backwards have ended (`reduce_late`).
     """
 
     def __init__(self, buckets: Sequence[Bucket], *, is_checked: bool) -> None:
@@ -408,8 +417,8 @@ class GradReducer:
         # Buckets that add shards, in the backward that runs now, and the one whose reduction is in flight.
         self._queue: list[Bucket] = []
         self._in_flight: Bucket | None = None
-        # Sharded parameters around the parts: whether their gradients are ready before the backward of any part begins.
-        self._is_behind: dict[Bucket, bool] = {}
+        # Sharded parameters around the parts: whether they are behind them, so that their gradients come first.
+        self._are_behind: dict[Bucket, bool] = {}
         # Parameters whose gradients this backward has made, where parts tell that buckets are complete.
         self._made: set[Tensor] = set()
         # Buckets in their last backward, with the parameters whose gradients are not ready yet.
@@ -439,9 +448,9 @@ class GradReducer:
         self._watched = []
 
     def grad_view(self, parameter: Tensor) -> Tensor | None:
-        """The view of a bucket for a parameter's gradient; None for a parameter in no bucket."""
+        """The view of a bucket for a parameter's gradient; None for a parameter in no bucket, or one in flight."""
         bucket = self._bucket_of.get(parameter)
-        if bucket is None:
+        if bucket is None or (bucket.shards_params and bucket.pending is not None):
             return None
         self._make_room()
         return bucket.grad_views[parameter]
@@ -514,26 +523,44 @@ class GradReducer:
         self._land()
 
     def leave_parts(self, parts: Collection[PartName]) -> None:
-        """The backward of these parts of the model has ended; with none, that of what is behind all parts."""
-        left = [one for one in self._queue if one.shards_params and one.part in parts]
-        if not parts:
-            left = self._behind()
-            self._queue = [*left, *(bucket for bucket in self._queue if bucket not in left)]
-        for bucket in left:
-            self._missing[bucket] = set()
-        self._reduce_complete()
+        """The backward of these parts of the model has ended."""
+        self._complete([one for one in self._queue if one.shards_params and one.part in parts])
 
-    def _behind(self) -> list[Bucket]:
-        """Buckets of sharded parameters behind all parts of the model, such as its head. In the first backward, ranks
-        agree which have all of their gradients by now; later ones reduce those here. Collective over the shards."""
+    def reach_parts(self) -> None:
+        """The backward comes to the first of its parts: that of what is behind all parts, such as a head, has ended.
+
+        Collective over the shards of buckets around the parts that none has reached yet: ranks agree which of them are
+        behind the parts.
+        """
         around = [bucket for bucket in self._queue if bucket.shards_params and bucket.part is None]
-        unknown = [bucket for bucket in around if bucket not in self._is_behind]
+        unknown = [bucket for bucket in around if bucket not in self._are_behind]
         for axis in dict.fromkeys(bucket.shards for bucket in unknown):
             own = [bucket for bucket in unknown if bucket.shards == axis]
             are_ready = on_device([self._missing[one] <= self._made for one in own], own[0].device, torch.int32)
             agreed = collectives.all_reduce(are_ready, axis, "min").tolist()
-            self._is_behind |= {bucket: bool(is_ready) for bucket, is_ready in zip(own, agreed, strict=True)}
-        return [bucket for bucket in around if self._is_behind[bucket]]
+            self._are_behind |= {bucket: bool(is_ready) for bucket, is_ready in zip(own, agreed, strict=True)}
+        behind = [bucket for bucket in around if self._are_behind[bucket]]
+        self._queue = [*behind, *(bucket for bucket in self._queue if bucket not in behind)]
+        self._complete(behind)
+
+    def _complete(self, buckets: Iterable[Bucket]) -> None:
+        for bucket in buckets:
+            self._missing[bucket] = set()
+        self._reduce_complete()
+
+    def is_late(self, param: ModelParam) -> bool:
+        """Whether a gradient came after the reduction of its bucket, which ranks had taken for behind all parts."""
+        bucket = self._bucket_of.get(param.parameter)
+        is_sum = bucket is not None and bucket.was_reduced and self._are_behind.get(bucket, False)
+        return is_sum and param.parameter.grad is not None
+
+    def reduce_late(self, params: Iterable[ModelParam]) -> None:
+        """Reduces the buckets of parameters whose gradients are late on some rank, which from now on end a backward."""
+        buckets = dict.fromkeys(map(self._bucket_of.get, (param.parameter for param in params)))
+        for bucket in [one for one in buckets if one is not None and one.shards_params]:
+            self._are_behind[bucket] = False
+            bucket.reduce(is_checked=self._is_checked)
+            bucket.land()
 
     def _make_room(self) -> None:
         """Frees the memory of the bucket in flight if its reduction is complete: more gradients come."""
@@ -575,7 +602,8 @@ class GradReducer:
         for bucket in self._buckets:
             if bucket.adds_shards and bucket.was_reduced:
                 for param in bucket.members:
-                    self._refuse_late(param)
+                    if not self.is_late(param):
+                        self._refuse_late(param)
             elif bucket not in sent and bucket.is_trained and (everything or bucket.is_touched):
                 bucket.reduce(is_checked=self._is_checked)
                 if bucket.adds_shards:
@@ -585,10 +613,10 @@ class GradReducer:
     def _accumulated(self, param: ModelParam) -> None:
         self.require_own_backward(param.name)
         bucket = self._bucket_of[param.parameter]
-        if bucket.pending is not None:
+        if bucket.pending is not None and not self._are_behind.get(bucket, False):
             self._refuse_late(param)
         self._make_room()
-        if not bucket.shards_params:
+        if not (self._is_open and bucket.shards_params):
             bucket.move_grad(param)
         if self._by_parts:
             self._made.add(param.parameter)
@@ -599,8 +627,8 @@ class GradReducer:
     def _refuse_late(param: ModelParam) -> None:
         if param.parameter.grad is not None:
             raise RuntimeError(
-                f"a gradient of {param.name!r} was made after its sum over ranks had begun; a step that runs several "
-                'backwards needs OptimizerConfig(overlap_grad_reduce=False) and kind "distributed" or "replicated"'
+                f"a gradient of {param.name!r} was made after its sum over ranks had begun; a step that runs "
+                'several backwards needs OptimizerConfig(overlap_grad_reduce=False) and no kind "distributed_gradients"'
             )
 
     def _reduce_complete(self) -> None:

@@ -57,7 +57,10 @@ class DataParallelComm:
         self._parts: PartGathers | None = None
         if parts is not None:
             keeps = not gradients.config.reshard_after_forward
-            self._parts = PartGathers(parts, keeps=keeps, leave_parts=gradients.reducer.leave_parts)
+            reducer = gradients.reducer
+            self._parts = PartGathers(
+                parts, keeps=keeps, reach_parts=reducer.reach_parts, leave_parts=reducer.leave_parts
+            )
             self._show_weights("late")
 
     def grad_view(self, parameter: Tensor) -> Tensor | None:

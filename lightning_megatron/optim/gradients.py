@@ -221,7 +221,8 @@ class Gradients:
             self.reducer.close(everything=True)
         else:
             self.reducer.begin()
-        self._agree_on_presence(outside_over_stages)
+        late = self._agree_on_presence(outside_over_stages)
+        self.reducer.reduce_late(late)
         if not overlaps:
             self.reducer.close(everything=False)
         sent = [bucket for bucket in self.buckets if bucket.wait()]
@@ -290,9 +291,10 @@ class Gradients:
                 for param in bucket.members:
                     param.parameter.grad = None
 
-    def _agree_on_presence(self, outside_over_stages: bool) -> None:
+    def _agree_on_presence(self, outside_over_stages: bool) -> list[ModelParam]:
         """Gives zero gradients to parameters with none here but one on a rank that reduces with this one or has other
-        experts of the tensor: on one device all experts of a tensor are stepped or none."""
+        experts of the tensor: on one device all experts of a tensor are stepped or none. Returns parameters with a late
+        gradient on such a rank."""
         trained = [param for param in self.params if param.parameter.requires_grad]
         groups: dict[tuple[int, ...], tuple[Axis, list[int]]] = {}
         others: dict[tuple[int, ...], tuple[Axis, list[int]]] = {}
@@ -310,12 +312,17 @@ class Gradients:
         axes = [group for group in [*groups.values(), *others.values()] if group[0].size > 1]
         axes += [shared[ranks] for ranks in sorted(shared)]
         if not axes:
-            return
-        flags = on_device([self.reducer.has_gradient(param) for param in trained], self.device, torch.int32)
+            return []
+        reducer = self.reducer
+        # 0: no gradient; 1: one; 2: one that is late.
+        has = [int(reducer.has_gradient(param)) + int(reducer.is_late(param)) for param in trained]
+        flags = on_device(has, self.device, torch.int32)
         for axis, indices in axes:
             own = on_device(indices, self.device)
             flags[own] = collectives.all_reduce(flags[own], axis, "max")
-        self.add_zeros(param.parameter for param, flag in zip(trained, flags.tolist(), strict=True) if flag)
+        found = list(zip(trained, flags.tolist(), strict=True))
+        self.add_zeros(param.parameter for param, flag in found if flag)
+        return [param for param, flag in found if flag > 1]
 
     def add_zeros(self, parameters: Iterable[nn.Parameter]) -> None:
         """Gives zero gradients to those of the parameters that have none."""

@@ -21,7 +21,12 @@ from torch import Tensor, nn
 from lightning_megatron.comm import collectives
 from lightning_megatron.mesh import Axis
 from lightning_megatron.optim.bucket import PartName
-from lightning_megatron.optim.sharded_params import ShardedParams, written_while_absent
+from lightning_megatron.optim.sharded_params import (
+    ShardedParams,
+    set_scales,
+    written_in_float8,
+    written_while_absent,
+)
 
 # Holders of parameters.
 _FORWARD, _BACKWARD, _STEP, _OUTSIDE, _ALL = "forward", "backward", "step", "outside", "all"
@@ -95,13 +100,21 @@ class _Pass:
 class PartGathers:
     """Gathers the parameters of parts before they run, and frees them afterwards, or with `keeps` when a step ends.
 
-    `leave_parts` is called in a backward with the parts that it has left, and with none before it comes to the first.
+    `reach_parts` is called in a backward before it comes to the first of its parts, and `leave_parts` with those that
+    it has left.
     """
 
-    def __init__(self, parts: ModelParts, *, keeps: bool, leave_parts: Callable[[Collection[PartName]], None]) -> None:
+    def __init__(
+        self,
+        parts: ModelParts,
+        *,
+        keeps: bool,
+        reach_parts: Callable[[], None],
+        leave_parts: Callable[[Collection[PartName]], None],
+    ) -> None:
         self._parts = parts
         self._keeps = keeps
-        self._leave_parts = leave_parts
+        self._reach_parts, self._leave_parts = reach_parts, leave_parts
         self._all = list(dict.fromkeys([*parts.outside, *(one for own in parts.params.values() for one in own)]))
         self._after = {first: second for stage in parts.stages for first, second in pairwise(stage)}
         self._forward, self._backward = _Pass(_FORWARD), _Pass(_BACKWARD)
@@ -134,6 +147,9 @@ class PartGathers:
             self.show_all()
         elif is_training:
             self.let_all_go()
+        if not self._has_all:
+            # One message for all of them, before the first is gathered.
+            set_scales(self._all)
         for one in self._parts.outside:
             one.wait()
 
@@ -194,12 +210,18 @@ class PartGathers:
             written = torch.stack([one.stand_ins.isnan().all().logical_not() for one in sharing]).any().long()
             # Hashes of numbers are the same in all processes.
             mark = hash(tuple(own)) % 2**62
-            seen = torch.cat([torch.tensor([mark, -mark], device=written.device), written.view(1)])
-            most, least, are_written = collectives.all_reduce(seen, axis, "max").tolist()
+            rounded = torch.stack([one.is_written for one in sharing])
+            flags = torch.stack([written, rounded.any().long()])
+            seen = torch.cat([torch.tensor([mark, -mark], device=written.device), flags])
+            most, least, are_written, are_written_in_float8 = collectives.all_reduce(seen, axis, "max").tolist()
             if are_written:
                 names = [name for one in sharing for name in one.written_names()]
                 by_rank = collectives.gather_objects(names, axis)
                 raise written_while_absent(dict.fromkeys(name for names in by_rank for name in names))
+            if are_written_in_float8:
+                names = [one.flat.members[0].name for one in sharing if one.is_written]
+                by_rank = collectives.gather_objects(names, axis)
+                raise written_in_float8(dict.fromkeys(name for names in by_rank for name in names))
             if most != -least:
                 raise self._differing(collectives.gather_objects(own, axis), axis)
 
@@ -320,7 +342,7 @@ class PartGathers:
         self._current = graph, place
         self._let_go(self._backward, (part,))
         if before is None:
-            self._leave_parts(())
+            self._reach_parts()
         else:
             left = before[0].parts[before[1]]
             # A part that ran several times has its gradients once it was left as often.

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_megatron.comm import collectives
 from lightning_megatron.optim.bucket import FlatParams
-from lightning_megatron.optim.float8_gather import Float8Gather
+from lightning_megatron.optim.float8_gather import Float8Gather, agree_on_scales
 from lightning_megatron.optim.reductions import fingerprint
 from lightning_megatron.precision.scaling import WeightCast
 from lightning_megatron.sharding import is_deferred, settle, write_elements
@@ -58,8 +58,11 @@ class ShardedParams:
         self._pending: collectives.Pending | None = None
         # Mark of the shard that hooks saw gathered.
         self._mark: Tensor | None = None
-        self._float8 = Float8Gather(flat, casts, dtype) if casts else None
+        self.float8 = Float8Gather(flat, casts, dtype) if casts else None
+        """Gathers in float8, where they are gathered so."""
         self._is_rounded = False
+        self.is_written = torch.zeros((), dtype=torch.bool, device=flat.device)
+        """Whether somebody wrote to parameters while they were gathered in float8, which counts for nothing, []."""
         self._is_gathered = True
         self._free()
 
@@ -69,6 +72,7 @@ class ShardedParams:
 
     def note_load(self) -> None:
         """A checkpoint was loaded into the shard."""
+        self._forget_scales()
         if self._mark is not None:
             self.note()
 
@@ -81,10 +85,11 @@ class ShardedParams:
             self._free()
         if self._is_gathered:
             return False
-        if self._float8 is None or is_exact:
+        if self.float8 is None or is_exact:
             self._gather()
         else:
-            self._gather_rounded(self._float8)
+            set_scales([self])
+            self._gather_rounded(self.float8)
         self._is_gathered = True
         return True
 
@@ -131,6 +136,7 @@ class ShardedParams:
         """Frees the parameters, whoever holds them: the shards have changed."""
         self._holders.clear()
         self._free()
+        self._forget_scales()
 
     def _free(self) -> None:
         if not self._is_gathered:
@@ -143,6 +149,13 @@ class ShardedParams:
             parameter.data = absent
         _resize(self.gathered, 0)
         self._is_gathered = False
+        if not self._is_rounded:
+            # Whoever wanted them exact may have changed them.
+            self._forget_scales()
+
+    def _forget_scales(self) -> None:
+        if self.float8 is not None:
+            self.float8.scales = None
 
     @torch.no_grad()
     def take_changed(self) -> None:
@@ -158,10 +171,10 @@ class ShardedParams:
                 view.copy_(parameter.detach())
                 parameter.data = view
         now = collectives.shard_slice(self.gathered, self.flat.shards)
-        if self._float8 is not None and self._is_rounded:
-            _take_others(self.shard, now, self._float8.rounded(self.shard))
-        else:
-            take_over(self.shard, now)
+        if self.float8 is not None and self._is_rounded:
+            self.is_written |= self.float8.differs(now, self.shard)
+            return
+        take_over(self.shard, now)
         if is_noted:
             self.note()
 
@@ -191,14 +204,17 @@ def take_over(main: Tensor, now: Tensor) -> None:
     if now.dtype == main.dtype:
         main.copy_(now)
         return
-    _take_others(main, now, main.to(now.dtype))
-
-
-def _take_others(main: Tensor, now: Tensor, before: Tensor) -> None:
-    """Takes over the elements of `now` that are not those of `before`."""
     # NaN is not equal to itself and counts as unchanged.
-    is_same = (now == before) | now.isnan()
+    is_same = (now == main.to(now.dtype)) | now.isnan()
     main.copy_(torch.where(is_same, main, now.to(main.dtype)))
+
+
+def set_scales(params: Iterable[ShardedParams]) -> None:
+    """Agrees on the scales of those that are gathered in float8, and have none since their shards changed. Collective
+    over the shards, and over the axes that cut the weights."""
+    gathers = [(one.float8, one.shard) for one in params if one.float8 is not None and one.float8.scales is None]
+    if gathers:
+        agree_on_scales({gather: gather.amaxes(shard) for gather, shard in gathers})
 
 
 def absent_names(named: Iterable[tuple[str, Tensor]]) -> list[str]:
@@ -221,6 +237,14 @@ def written_while_absent(names: Iterable[str]) -> RuntimeError:
         f"{', '.join(names)} was written to where it is not gathered: with OptimizerConfig("
         'kind="distributed_parameters") a rank has a weight while its part of the model runs; write to it in a hook '
         'between steps, or use kind "distributed_gradients"'
+    )
+
+
+def written_in_float8(names: Iterable[str]) -> RuntimeError:
+    """The error for parameters that were written to while they had the numbers of a cast."""
+    return RuntimeError(
+        f"{', '.join(names)}, or a weight of the same layer, was written to while that ran, where weights have the "
+        "numbers of their cast to float8; write to it in a hook between steps, or use Fp8Config(param_gather='full')"
     )
 
 

@@ -142,11 +142,6 @@ class RunSettings:
         return _WIDE[self.precision][1] if self.precision in _WIDE else 2
 
     @property
-    def gathered_bytes(self) -> int:
-        """Bytes of a weight of a layer where data-parallel ranks gather it."""
-        return 1 if self.fp8 is not None and self.fp8.param_gather == "float8" else self.bytes_per_element
-
-    @property
     def stepped_bytes(self) -> int:
         """Bytes of a weight that the optimizer updates, and of each of its moments."""
         return 4 if self.is_mixed else self.bytes_per_element

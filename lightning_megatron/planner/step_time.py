@@ -379,7 +379,7 @@ def _data_parallel_seconds(
         inner, outer = _divided(group, run.optimizer.shard_size)
         scatter = gather_seconds(width * number, inner, gpu, constants)
         # Where every rank steps all weights, what comes back are gradients, as late as the sums.
-        gather = gather_seconds(run.gathered_bytes * number, inner, gpu, constants) if is_cut else 0.0
+        gather = gather_seconds(run.bytes_per_element * number, inner, gpu, constants) if is_cut else 0.0
         if outer.size > 1:
             # Once a step, for what this rank has of them.
             waited += 2 * gather_seconds(width * number / inner.size, outer, gpu, constants)

@@ -36,6 +36,8 @@ _FLOAT8 = (8, 9)
 _WITHOUT_ENGINE_MX = (12, 0)
 # Releases of Transformer Engine that first have Float8CurrentScaling, and a GroupedLinear that multiplies by it.
 _OLDEST, _OLDEST_GROUPED = (2, 2), (2, 3)
+# Weights that are cast twice keep their numbers while the largest is a normal one of e4m3, from 2^-6 to 448.
+_LARGEST_GATHER_MARGIN = 13
 HISTORY_LENGTH = 1024
 """Default number of steps whose amaxes a delayed scale is made from."""
 
@@ -123,6 +125,11 @@ class Fp8Config:
             faults.append(
                 "fp8 scaling='none' is for engine='transformer_engine', whose fused layers also multiply without "
                 "float8; choose that, or leave fp8 out"
+            )
+        if self.param_gather == "float8" and self.margin > _LARGEST_GATHER_MARGIN:
+            faults.append(
+                f"fp8 margin ({self.margin}) must be at most {_LARGEST_GATHER_MARGIN} with param_gather='float8': "
+                "numbers of a weight that are small for float8 are rounded once more where its GEMM casts it again"
             )
         if self.param_gather == "float8" and (self.scaling != "current" or self.engine != "torch"):
             faults.append(

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_megatron.mesh import Axis
 from lightning_megatron.precision.cast import TILE, Operand, amax_of, cast, largest, scale_of
 from lightning_megatron.precision.fp8 import Fp8Config
 from lightning_megatron.precision.mx import BLOCK, cast_blocks
@@ -61,18 +62,20 @@ class CurrentScaling(TensorScaling):
     """Scales a tensor by its own amax."""
 
     def cast(self, x: Tensor, *, is_training: bool) -> Operand:
-        scale = self.scales(amax_of(x))
+        scale = self.scale_of(self._agree(amax_of(x)))
         return Operand(cast(x, scale, self.dtype), scale.reciprocal())
 
-    def scales(self, amaxes: Tensor) -> Tensor:
-        """The scales of tensors with these amaxes, float32 of their shape. Collective over the ranks that agree."""
-        return scale_of(self._agree(amaxes), largest(self.dtype), self._margin)
+    def scale_of(self, amaxes: Tensor) -> Tensor:
+        """The scales of tensors with these amaxes, float32 of their shape."""
+        return scale_of(amaxes, largest(self.dtype), self._margin)
 
 
 class WeightCast(NamedTuple):
     """The cast of a weight before ranks gather it."""
 
     scaling: CurrentScaling
+    axis: Axis
+    """Axis whose ranks have parts of the weight, and one scale."""
     num_tensors: int
     """Tensors along the first dim of the weight that have a scale each, such as the matrices of experts."""
 

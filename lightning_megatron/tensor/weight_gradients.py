@@ -124,7 +124,7 @@ def add_gradient(weight: Tensor, grad: Tensor, grad_view: Tensor | None) -> None
     if weight.grad is not None:
         weight.grad.add_(grad)
     elif grad_view is None:
-        weight.grad = grad.to(weight.dtype)
+        weight.grad = grad.to(_gradient_dtype(weight))
     else:
         weight.grad = grad_view.copy_(grad)
 
@@ -135,7 +135,7 @@ def add_product(weight: Tensor, left_OT: Tensor, right_TI: Tensor, grad_view: Te
     there is none yet. O rows, T tokens, I columns."""
     grad, shape = weight.grad, (left_OT.shape[0], right_TI.shape[1])
     if grad is None and grad_view is None:
-        weight.grad = product_in(weight.dtype, left_OT, right_TI).view(weight.shape)
+        weight.grad = product_in(_gradient_dtype(weight), left_OT, right_TI).view(weight.shape)
     elif grad is None:
         assert grad_view is not None
         view = grad_view.view(shape)
@@ -153,6 +153,11 @@ def add_product(weight: Tensor, left_OT: Tensor, right_TI: Tensor, grad_view: Te
         torch.addmm(view, left_OT, right_TI, out_dtype=grad.dtype, out=view)
     else:
         grad.add_(left_OT.mm(right_TI).view(weight.shape))
+
+
+def _gradient_dtype(weight: Tensor) -> torch.dtype:
+    # A parameter's gradients may be wider than itself.
+    return weight.dtype if weight.grad_dtype is None else weight.grad_dtype
 
 
 def product_in(dtype: torch.dtype, left_OT: Tensor, right_TI: Tensor) -> Tensor:

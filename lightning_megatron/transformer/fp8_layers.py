@@ -38,6 +38,7 @@ from lightning_megatron.sharding import shard_of
 from lightning_megatron.tensor.gemm import TORCH_GEMM
 from lightning_megatron.tensor.linear import ParallelLinear
 from lightning_megatron.tensor.whole_linear import lend_gemm, take_gemm_back
+from lightning_megatron.transformer.latent_attention import LatentAttention
 from lightning_megatron.transformer.layer import PreNormLayer
 from lightning_megatron.transformer.te_layers import TELayer
 
@@ -77,13 +78,11 @@ class _Matrix(NamedTuple):
     """Attribute of the module by which the weight multiplies."""
 
     @property
-    def weight(self) -> nn.Parameter:
+    def weight(self) -> Tensor:
         """The weight on this rank."""
         if isinstance(self.module, Experts):
             return self.module.up if self.gemm == "up_gemm" else self.module.down
-        weight = self.module.weight
-        assert isinstance(weight, nn.Parameter)
-        return weight
+        return self.module.weight
 
     def use(self, x: Scaling, weight: Scaling, gradient: Scaling) -> Fp8Gemm | GroupedFp8Gemm:
         """Lets it multiply in FP8, cast by these."""
@@ -128,17 +127,20 @@ class TorchFp8Layers:
         return nullcontext()
 
     def weight_casts(self, root: nn.Module) -> dict[nn.Parameter, WeightCast]:
-        """Casts by which weights are gathered, where they are so: those that nothing in `root` but these layers
-        holds."""
+        """Casts by which weights are gathered in float8, where that is configured; none of weights that something else
+        in `root` reads."""
         if self._config.param_gather == "full":
             return {}
         casts, owners = dict[nn.Parameter, WeightCast](), {matrix.module for matrix in self._matrices}
         for matrix, gemm in zip(self._matrices, self._gemms, strict=True):
-            if isinstance(gemm.weight_scaling, CurrentScaling):
-                weight = matrix.weight
+            weight, scaling = matrix.weight, gemm.weight_scaling
+            # A parametrized weight is computed, and what it is computed from is no factor of a product.
+            if isinstance(scaling, CurrentScaling) and isinstance(weight, nn.Parameter):
                 num_tensors = len(weight) if isinstance(matrix.module, Experts) else 1
-                casts[weight] = WeightCast(gemm.weight_scaling, num_tensors)
+                casts[weight] = WeightCast(scaling, matrix.axes[1], num_tensors)
         others = {one for module in root.modules() if module not in owners for one in module.parameters(recurse=False)}
+        # Generation multiplies queries by it.
+        others |= {one.key_value_up.weight for one in root.modules() if isinstance(one, LatentAttention)}
         return {weight: one for weight, one in casts.items() if weight not in others}
 
     def cast_anew(self) -> None:

@@ -286,8 +286,8 @@ FAULTS = (
     ),
     Fault(
         "optim/float8_gather.py",
-        'amaxes = collectives.all_reduce(amaxes, self._flat.shards, "max")',
-        "amaxes = amaxes.clone()",
+        "joined = collectives.all_reduce(torch.cat([parts[index][1] for index in indices]), axis, \"max\")",
+        "joined = torch.cat([parts[index][1] for index in indices])",
         ("optim/test_float8_gather.py",),
     ),
     Fault(
@@ -304,9 +304,27 @@ FAULTS = (
     ),
     Fault(
         "optim/sharded_params.py",
-        "if self._float8 is not None and self._is_rounded:",
+        "if self.float8 is not None and self._is_rounded:",
         "if False:",
         ("optim/test_float8_gather.py",),
+    ),
+    Fault(
+        "transformer/fp8_layers.py",
+        "others |= {one.key_value_up.weight",
+        "_ = {one.key_value_up.weight",
+        ("trainer/setup/test_fp8_layers.py",),
+    ),
+    Fault(
+        "optim/sharded_params.py",
+        "            # Whoever wanted them exact may have changed them.\n            self._forget_scales()",
+        "            pass",
+        ("optim/test_float8_gather.py",),
+    ),
+    Fault(
+        "optim/gradients.py",
+        "self.reducer.reduce_late(late)",
+        "pass",
+        ("optim/test_sharded_params.py",),
     ),
     Fault(
         "transformer/fp8_layers.py",

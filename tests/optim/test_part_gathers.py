@@ -18,7 +18,7 @@ class Noted:
             self.members = [type("Param", (), {"parameter": parameter})]
 
     def __init__(self, name: str, log: list[str]) -> None:
-        self.weight = nn.Parameter(torch.ones(2))
+        self.weight, self.float8 = nn.Parameter(torch.ones(2)), None
         self.flat = self.Flat(self.weight)
         self.name, self.log, self.holders = name, log, set[Hashable]()
 
@@ -52,7 +52,8 @@ class Model:
         self.gathers = PartGathers(
             ModelParts(params=cast(dict[Any, list[ShardedParams]], parts), outside=[], stages=[names], lasts=names[2:]),
             keeps=keeps,
-            leave_parts=lambda left: self.log.append(f"reduce {next(iter(left))[1] if left else 'what is behind'}"),
+            reach_parts=lambda: self.log.append("reduce what is behind"),
+            leave_parts=lambda left: self.log.append(f"reduce {left[0][1]}"),  # type: ignore[index]
         )
 
     def run(self, x: Tensor, order: str = "abc") -> Tensor:

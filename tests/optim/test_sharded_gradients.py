@@ -175,4 +175,4 @@ def late() -> str:
 def test_a_gradient_that_comes_after_its_sum_is_refused_by_name() -> None:
     for said in run_on_ranks(2, late):
         assert "a gradient of 'b' was made after its sum over ranks had begun" in said
-        assert 'kind "distributed" or "replicated"' in said
+        assert 'no kind "distributed_gradients"' in said

@@ -151,7 +151,44 @@ class ReadsByItsOwnName(Fits):
         return self.loss(batch) + sum(F.relu(block.mixes[0]).sum() for block in self.net.blocks)
 
 
+class Untied(Fits):
+    """Has a head that is not the embedding."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.net.head.weight = nn.Parameter(self.net.head.weight.detach().clone())
+
+
+class UsesItsHeadEarlier(Untied):
+    """Has losses of its first block, too, from the second batch on: the gradient of its head is complete later."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        if batch_idx == 0:
+            return loss
+        x = self.net.blocks[0](self.net.tokens(batch) + self.net.places)
+        logits = self.net.head(x)[:, :-1].flatten(0, 1)
+        return loss + F.cross_entropy(logits, batch[:, 1:].flatten())
+
+
+class UnfreezesKinds(Untied):
+    """Trains an embedding of kinds, which shares a bucket with its head, from the second batch on."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.net.kinds = nn.Embedding(2, networks.WIDTH, dtype=torch.float64)
+
+    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+        self.net.kinds.requires_grad_(batch_idx > 0)
+
+    def loss(self, batch: Tensor) -> Tensor:
+        x = self.net.run_blocks(self.net.tokens(batch) + self.net.places + self.net.kinds(batch % 2))
+        return F.cross_entropy(self.net.head(self.net.norm(x))[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
+
+
 CASES: list[type[Fits]] = [
+    UsesItsHeadEarlier,
+    UnfreezesKinds,
     WritesInPlaceToOutputs,
     ReadsByItsOwnName,
     AssignsData,

@@ -10,6 +10,7 @@ import pytest
 import torch
 from lightning.pytorch.plugins.precision import TransformerEnginePrecision
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import register_parametrization
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from lightning_megatron import (
@@ -20,14 +21,16 @@ from lightning_megatron import (
     RecomputeConfig,
     checkpoint,
 )
-from lightning_megatron.mesh import Mesh
+from lightning_megatron.mesh import Axis, Mesh
 from lightning_megatron.models import BertConfig, BertModel, GPTConfig, GPTModel
 from lightning_megatron.moe.config import MoEConfig, RouterConfig
 from lightning_megatron.optim.config import OptimizerConfig
-from lightning_megatron.optim.float8_gather import Float8Gather
+from lightning_megatron.optim.sharded_params import ShardedParams
 from lightning_megatron.precision.gemm import Fp8Gemm
 from lightning_megatron.tensor.linear import ParallelLinear
 from lightning_megatron.trainer.precision import MegatronPrecision
+from lightning_megatron.transformer.fp8_layers import use_torch
+from lightning_megatron.transformer.latent_config import LatentConfig
 from lightning_megatron.transformer.lora import LoraConfig, add_lora
 from lightning_megatron.transformer.te_layers import TELinear
 from tests.harness.ranks import run_on_ranks
@@ -300,13 +303,13 @@ def gathered_in(form: Any) -> dict[str, tuple[list[float], dict[str, Tensor], se
     """Losses, weights at the end, and the names of weights that were gathered in float8, of several runs."""
     found = {}
     for name, (kind, config, layout) in GATHERED.items():
-        module, start, names = kind(config), Float8Gather.start, set[str]()
+        module, gather, names = kind(config), ShardedParams._gather_rounded, set[str]()
 
-        def noted(gather: Float8Gather, shard: Tensor, *, names: set[str] = names, start: Any = start) -> Any:
-            names |= {param.name for param in gather._flat.members}
-            return start(gather, shard)
+        def noted(one: ShardedParams, by: Any, *, names: set[str] = names, gather: Any = gather) -> None:
+            names |= {param.name for param in one.flat.members}
+            gather(one, by)
 
-        Float8Gather.start = noted  # type: ignore[method-assign]
+        ShardedParams._gather_rounded = noted  # type: ignore[method-assign]
         try:
             fp8 = Fp8Config(num_first_layers_bf16=1, param_gather=form)
             trainer = trainer_of(4, {**ZERO_3, **layout}, fp8=fp8, precision="bf16-mixed", max_steps=3)
@@ -314,7 +317,7 @@ def gathered_in(form: Any) -> dict[str, tuple[list[float], dict[str, Tensor], se
             rank = int(os.environ["RANK"]) * dp_size // 4
             trainer.fit(module, DataLoader(Subset(loader().dataset, range(rank, 16, dp_size)), batch_size=4 // dp_size))
         finally:
-            Float8Gather.start = start  # type: ignore[method-assign]
+            ShardedParams._gather_rounded = gather  # type: ignore[method-assign]
         found[name] = module.losses, {n: p.detach().clone() for n, p in module.named_parameters()}, names
     return found
 
@@ -335,6 +338,61 @@ def test_weights_gathered_in_float8_train_to_the_bits_of_full_ones() -> None:
         assert "model.layers.1.mlp.down.weight" in in_float8["tp2+sp"][2]
         assert "model.layers.1.mlp.down.weight" not in in_float8["shared"][2]
         assert not any("lora" in one for one in in_float8["frozen"][2])
+
+
+def casts_of(model: GPTModel, *, form: Any = "float8") -> dict[str, int]:
+    """Names of the weights that are gathered in float8, and their numbers of scales."""
+    alone = Axis.alone(0)
+    axes: dict[str, Any] = {"tp": alone, "replicas": alone, "pp": alone, "device": torch.device("cpu")}
+    layers = use_torch({"model": (model, model.part_names)}, Fp8Config(param_gather=form), **axes)
+    casts = layers.weight_casts(model)
+    return {name: casts[weight].num_tensors for name, weight in model.named_parameters() if weight in casts}
+
+
+class Halves(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight / 2
+
+
+def test_weights_that_something_else_reads_are_gathered_in_full() -> None:
+    plain = casts_of(GPTModel(CONFIG))
+    assert set(plain.values()) == {1} and len(plain) == 4 * 4
+    assert casts_of(GPTModel(CONFIG), form="full") == {}
+    assert casts_of(GPTModel(WITH_EXPERTS))["layers.0.moe.experts.up"] == 4
+    model = GPTModel(CONFIG)
+    register_parametrization(model.get_submodule("layers.1.mlp.up"), "weight", Halves())
+    assert casts_of(model).keys() == plain.keys() - {"layers.1.mlp.up.weight"}
+    # Generation multiplies by a weight of latent attention itself.
+    latent = LatentConfig(kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=16)
+    sizes: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 61}
+    config = GPTConfig(**sizes, max_sequence_length=8, position="rotary", add_bias_linear=False, latent=latent)
+    found = casts_of(GPTModel(config))
+    assert not any("key_value_up" in name for name in found) and any("projection" in name for name in found)
+
+
+class Writes(Language):
+    def configure_model(self) -> None:
+        super().configure_model()
+        assert self.model is not None
+        self.model.get_submodule("layers.2").register_forward_pre_hook(self.halve)
+
+    @torch.no_grad()
+    def halve(self, layer: Any, _: Any) -> None:
+        if self.global_rank == 1:
+            layer.mlp.up.weight.mul_(0.5)
+
+
+def written_in_a_layer() -> str:
+    fp8 = Fp8Config(param_gather="float8")
+    with pytest.raises(RuntimeError) as error:
+        trainer_of(2, ZERO_3, fp8=fp8, precision="bf16-mixed", max_steps=1).fit(Writes(), loader())
+    return str(error.value)
+
+
+def test_what_a_layer_writes_to_weights_of_its_cast_is_refused_on_all_ranks() -> None:
+    for text in run_on_ranks(2, written_in_a_layer, init=False):
+        assert "model.layers.2." in text and "was written to while that ran" in text
+        assert "use Fp8Config(param_gather='full')" in text
 
 
 def resumed(folder: str, layout: dict[str, Any], first: bool) -> list[float]:
