@@ -1,6 +1,7 @@
 """Gradients that each backward reduce-scatters: one device's numbers, and a part of the bytes between backwards."""
 
 import functools
+import time
 from typing import Any
 
 import pytest
@@ -153,6 +154,38 @@ def test_a_dry_run_and_the_closed_form_know_it() -> None:
     # Each of two microbatches sends them.
     sent = [sum(m.sent_bytes for (_, k), m in one.messages.items() if k == "reduce-scatter") for one in found.values()]
     assert sent[1] > 1.5 * sent[0]
+
+
+def freed_in_flight(is_complete: bool) -> tuple[list[str], float]:
+    """Names of parameters whose bucket is freed when a second gradient was made while the reduction of the first is on
+    its way, or complete; and the sum of its numbers on this rank."""
+    named = {name: nn.Parameter(torch.ones(size)) for name, size in (("a", 8), ("other", 8), ("b", 16))}
+    config = OptimizerConfig(kind="distributed_gradients", bucket_size=16)
+    gradients = Gradients(named.items(), set(), make_mesh(Sizes(world=2)), no_group, torch.device("cpu"), config=config)
+    reducer, buckets = gradients.reducer, {bucket.members[0].name: bucket for bucket in gradients.buckets}
+    MasterWeights(gradients, [torch.optim.SGD(named.values(), lr=1.0)])
+    reducer.watch()
+    reducer.open()
+    reducer.expect(0)
+    (named["b"] * 2.0).sum().backward()
+    pending = buckets["b"].pending
+    assert pending is not None
+    while not pending.is_complete:
+        time.sleep(0.001)
+    if not is_complete:
+        # As of a message that takes longer.
+        pending.work = type("Work", (), {"wait": pending.work.wait, "is_completed": lambda: False})  # type: ignore[union-attr, assignment]
+    named["a"].sum().backward()
+    freed = [name for name, bucket in buckets.items() if bucket.was_reduced]
+    reducer.end_backward()
+    return freed, float(buckets["b"].own.sum())
+
+
+def test_a_bucket_is_freed_before_the_next_one_fills_if_its_reduction_is_complete() -> None:
+    for is_complete in (True, False):
+        found = run_on_ranks(2, freed_in_flight, is_complete)
+        assert [freed for freed, _ in found] == [["b"] if is_complete else []] * 2
+        assert sum(total for _, total in found) == 16 * 2 * 2.0
 
 
 def late() -> str:
