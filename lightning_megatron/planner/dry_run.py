@@ -192,15 +192,15 @@ class DryRuns:
                 step for step in steps if isinstance(step, Action)
             )
             parts = None if is_whole or self.are_deep else self._parts_of(stages)
-            # Where gradients are reduced in each backward, a split one finds memory for them there if another runs
-            # before its weight gradients, whichever of the microbatches that is.
+            # A split backward whose gradients are reduced finds their memory, or not, by what ran just before it.
             splits = spec_of(run.schedule.name).splits_backward
             is_whole |= run.is_collective or (splits and run.optimizer.shards_gradients)
             kinds = kinds_of(events, self._count, parts if run.sizes.placement == "loop" else None)
             if is_whole:
                 kinds = {cell: cell for cell in kinds}
             # Ranks of cp see other keys under a window, and other tokens of uneven sequences.
-            has_own = parts is None or run.is_collective
+            # A whole trace is in the order of its own rank.
+            has_own = parts is None or is_whole
             alike = self._known.setdefault(rank if has_own else (parts, mesh.cp.rank), [])
             known = next((one for one in alike if one.stand_ins.keys() >= set(kinds.values())), None)
             if known is None:

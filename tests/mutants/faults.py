@@ -286,7 +286,7 @@ FAULTS = (
     ),
     Fault(
         "optim/float8_gather.py",
-        "joined = collectives.all_reduce(torch.cat([parts[index][1] for index in indices]), axis, \"max\")",
+        'joined = collectives.all_reduce(torch.cat([parts[index][1] for index in indices]), axis, "max")',
         "joined = torch.cat([parts[index][1] for index in indices])",
         ("optim/test_float8_gather.py",),
     ),

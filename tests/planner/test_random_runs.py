@@ -179,6 +179,21 @@ def cycles_are_not_freed() -> Iterator[None]:
     gc.enable()
 
 
+@pytest.mark.usefixtures("cycles_are_not_freed")
+def test_stages_that_do_the_same_in_other_orders_are_measured_each_by_itself() -> None:
+    run = replace(
+        random_run("bert", 11),
+        model=BertConfig(**SIZES, num_layers=8, hidden_dropout=0.0),
+        sizes=Sizes(world=8, pp=4),
+        global_batch_size=40,
+    )
+    assert not faults_of(run)
+    ranks, middle = DryRuns(run), [global_rank(run, index, 0) for index in (1, 2)]
+    both = [ranks.of(rank).peak_bytes for rank in middle]
+    assert both == [DryRuns(run).of(rank).peak_bytes for rank in middle]
+    assert both[0] != both[1]
+
+
 @pytest.mark.matrix
 @pytest.mark.usefixtures("cycles_are_not_freed")
 @pytest.mark.parametrize(("kind", "seed"), RUNS if WHOLE in os.environ else SAMPLE)

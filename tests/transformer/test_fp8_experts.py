@@ -135,7 +135,7 @@ def test_ranks_that_share_an_expert_cast_their_parts_as_they_would_be_cast_unsha
         experts = model.get_submodule("layers.0.moe.experts")
         assert isinstance(experts, Experts)
         up, down = experts.up_gemm, experts.down_gemm
-        weights = [product._of_experts[0].weight_scaling for product in (up, down) if isinstance(product, GroupedFp8Gemm)]
+        weights = [product.weight_scaling for product in (up, down) if isinstance(product, GroupedFp8Gemm)]
         casts = [down.cast_input(part, is_training=True), up.cast_gradient(part)]
         return [cast.inverse_scale for cast in (*casts, *(each.cast(part, is_training=True) for each in weights))]
 
